@@ -24,10 +24,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
-from pipeline.config.optimizers import ADAMW
+from pipeline.config.sections.optimizers import ADAMW
 
 TENSOR = 4 << 20
 """Elements of a tensor: a matrix of 2048 x 2048."""

@@ -35,13 +35,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.locations import Locations, MetadataWriter
-from pipeline.checkpoint.metadata import METADATA, read_metadata
-from pipeline.checkpoint.plan import Coordinator
-from pipeline.checkpoint.shard_table import encode_table, table_of
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.checkpoint.write import WrittenShards, write_metadata
-from pipeline.config.optimizers import ADAMW
+from pipeline.checkpoint.format.metadata import METADATA, read_metadata
+from pipeline.checkpoint.format.shard_table import encode_table, table_of
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.write.locations import Locations, MetadataWriter
+from pipeline.checkpoint.write.plan import Coordinator
+from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata
+from pipeline.config.sections.optimizers import ADAMW
 
 T = TypeVar("T")
 State = dict[str, NamedShard | Tensor]

@@ -1,4 +1,4 @@
-"""gloo's all-reduce by size on this machine, against the model of `pipeline.planner.collectives`.
+"""gloo's all-reduce by size on this machine, against the model of `pipeline.plan.predict.collectives`.
 
     python -m benchmarks.collectives [--ranks 2 4] [--rounds 40]
 
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.planner.collectives import Group, collective_s
-from pipeline.planner.links import Link, Topology
+from pipeline.plan.predict.collectives import Group, collective_s
+from pipeline.plan.predict.links import Link, Topology
 
 SIZES = [4 << shift for shift in range(8, 25, 2)]
 """Bytes: 1 KiB to 64 MiB."""

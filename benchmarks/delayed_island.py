@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from headrace.commands.app import main
 from pipeline.data.loader import StepBatch
-from pipeline.islands.local import LocalIsland
+from pipeline.run.groups.islands.local import LocalIsland
 
 
 def delay_batches(seconds: float) -> None:

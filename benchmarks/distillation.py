@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.compression_schema import DistillSection
+from pipeline.config.sections.compression import DistillSection
 from pipeline.data.loader import MicroBatch
-from pipeline.distillation.divergence import Divergence, divergence_and_gradient
-from pipeline.distillation.objective import Distillation
-from pipeline.parallel.fused_head import LossTask, fuse_head
-from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from pipeline.engines.parallel.fused_head import LossTask, fuse_head
+from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from pipeline.run.distillation.divergence import Divergence, divergence_and_gradient
+from pipeline.run.distillation.objective import Distillation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TEMPERATURE, ALPHA = 2.0, 0.5

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline.metrics.journal import read_rows
+from pipeline.runtime.metrics.journal import read_rows
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Quantile 0.975 of Student's t by degrees of freedom."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.distillation_seeds import interval
-from pipeline.metrics.journal import read_rows
+from pipeline.runtime.metrics.journal import read_rows
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from benchmarks.init_memory import MIB, WIDTH, status
-from pipeline.models.materialize import materialize
-from pipeline.models.meta import build_meta, parameter_shapes
-from pipeline.models.rectangle import Rectangle
-from pipeline.models.stored_values import FromSafetensors
-from pipeline.models.values import InitByName, ParameterValues, Zeros
+from pipeline.models.build.initial_values import InitByName, ParameterValues, Zeros
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta, parameter_shapes
+from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.build.stored_values import FromSafetensors
 
 
 def main() -> int:

@@ -63,8 +63,8 @@ from pathlib import Path
 from rich.console import Console
 from headrace.base.section import parse
 from pipeline.compress import run
-from pipeline.compress.config import QuantizeConfig
-from pipeline.compress.rules import prepare
+from pipeline.compress.quantization.config import QuantizeConfig
+from pipeline.compress.quantization.rules import prepare
 way, config = sys.argv[1:]
 plan = prepare(parse(QuantizeConfig, json.loads(config)))
 run.measure = lambda *_: {}  # evaluations are left out

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.engines.objective import CrossEntropy
-from pipeline.parallel.fused_head import LossTask, fuse_head, loss_and_gradient
-from pipeline.parallel.vocabulary import FULL_VOCABULARY
-from tests.parallel.allocations import AllocationRecorder
+from pipeline.engines.parallel.fused_head import LossTask, fuse_head, loss_and_gradient
+from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
+from tests.engines.parallel.allocations import AllocationRecorder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COLUMNS = (

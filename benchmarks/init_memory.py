@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
-from pipeline.config.rules import resolve
-from pipeline.config.schema import Config
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.meta import build_meta
-from pipeline.models.values import InitByName
+from pipeline.models.build.initial_values import InitByName
+from pipeline.models.build.meta import build_meta
 
 MIB = 2**20
 WIDTH = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from pipeline.planner.island_exchange import Exchange, Island, data_parallel_step_s
-from pipeline.planner.island_simulation import Failures, simulate_islands
-from pipeline.planner.links import Link
+from benchmarks.island_simulator.island_exchange import Exchange, Island, data_parallel_step_s
+from benchmarks.island_simulator.island_simulation import Failures, simulate_islands
+from pipeline.plan.predict.links import Link
 
 PARAMETERS = 1e9
 INT8_BYTES = 1 + 4 / 256

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from pipeline.checkpoint.metadata import read_metadata
+from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.config.load import read_config
-from pipeline.launch.group import free_port
-from pipeline.metrics.journal import read_rows
+from pipeline.runtime.launch.group import free_port
+from pipeline.runtime.metrics.journal import read_rows
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.island_simulator.island_exchange import Exchange, Island, data_parallel_step_s, exchange_s
+from benchmarks.island_simulator.island_simulation import simulate_islands
 from benchmarks.shaped_network import INTERFACE, ShapedNetwork
-from pipeline.checkpoint.metadata import read_metadata
-from pipeline.islands.mean import mean_over_islands
-from pipeline.metrics.journal import read_rows
-from pipeline.planner.island_exchange import Exchange, Island, data_parallel_step_s, exchange_s
-from pipeline.planner.island_simulation import simulate_islands
-from pipeline.planner.links import Link
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.plan.predict.links import Link
+from pipeline.run.groups.islands.mean import mean_over_islands
+from pipeline.runtime.metrics.journal import read_rows
 
 _PORT, _DATA_PARALLEL_STEPS, _ROUNDS, _LIMIT_S = 29510, 16, {20: 4, 100: 3}, 400.0
 _ALL_REDUCES = 7

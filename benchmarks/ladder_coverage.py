@@ -16,8 +16,8 @@ from statistics import median
 
 import numpy as np
 
-from pipeline.ladder.fit import Points
-from pipeline.ladder.prediction import Verdict, judge
+from pipeline.plan.ladder.fit import Points
+from pipeline.plan.ladder.prediction import Verdict, judge
 
 LARGEST_N, TOKENS_PER_PARAMETER = 4e5, 2.0
 E_RANGE, TERM_RANGE = (1.5, 2.5), (0.3, 1.5)

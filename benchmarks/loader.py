@@ -31,7 +31,7 @@ from data_prep.packing.pack import pack
 from headrace.base.directory import commit, fresh_staging
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.data_schema import DataSection
+from pipeline.config.sections.data import DataSection
 from pipeline.data.loader import StepLoader
 from pipeline.data.mixture import DataMixture, open_mixture
 from tests.data.sparse import TOKENIZER, write_sparse

@@ -36,29 +36,18 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 from headrace.base.cli import leave
-from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.load import load_config
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import StepBatch, StepLoader
 from pipeline.data.skips import NO_SKIPS
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.objective import CrossEntropy
-from pipeline.faults.agreement import Agreement
-from pipeline.faults.stop import StopSignals
-from pipeline.faults.watchdog import Watchdog
-from pipeline.launch import detect, process_group
-from pipeline.metrics.console import TrainingDisplay
-from pipeline.metrics.journal import Journal
-from pipeline.metrics.memory import PeakMemory
-from pipeline.metrics.profiling import StepProfiler
-from pipeline.metrics.sinks import Sinks
-from pipeline.metrics.step_clock import StepClock
-from pipeline.metrics.stragglers import Stragglers
+from pipeline.engines.parallel.compilation import compilation_clock
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.parallel.compilation import compilation_clock
 from pipeline.run.agreed_peak import AgreedPeak
+from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
@@ -66,6 +55,17 @@ from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.step_times import StepTimes
 from pipeline.run.trainer import Progress, Trainer
+from pipeline.runtime.faults.agreement import Agreement
+from pipeline.runtime.faults.stop_signals import StopSignals
+from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.runtime.launch import detect, process_group
+from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.journal import Journal
+from pipeline.runtime.metrics.memory import PeakMemory
+from pipeline.runtime.metrics.profiling import StepProfiler
+from pipeline.runtime.metrics.sinks import Sinks
+from pipeline.runtime.metrics.step_clock import StepClock
+from pipeline.runtime.metrics.stragglers import Stragglers
 
 RUN = {
     "model": {

@@ -27,12 +27,12 @@ import torch
 
 from benchmarks.checkpoint import make_state, spread
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.memory_copies import MemoryCopies
-from pipeline.checkpoint.memory_folder import MemoryFolder, remove, used
-from pipeline.checkpoint.restart_files import RestartFiles
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.memory_copies import MemoryCopies
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
+from pipeline.checkpoint.memory.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.shard_table import State
-from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
 
 _BLKIO = Path("/sys/fs/cgroup/blkio")

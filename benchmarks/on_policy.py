@@ -27,12 +27,12 @@ from torch import Tensor
 
 from benchmarks.distillation_seeds import T_95, interval
 from pipeline.config.load import read_config
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.loader import heldout_batches
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import open_heldout, open_mixture
-from pipeline.evaluation.loading import load_model
-from pipeline.metrics.journal import read_rows
+from pipeline.models.folder.loading import load_model
+from pipeline.runtime.metrics.journal import read_rows
 
 FIGURES = ("cross-entropy", "KL(t, s)", "KL(s, t)", "own KL(t, s)", "own KL(s, t)", "s per step", "generation")
 GENERATED_AT = 1234

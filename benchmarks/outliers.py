@@ -3,7 +3,7 @@
     python -m benchmarks.outliers MODEL TOKENS [--sequence-length 128]
 
 MODEL is a Llama in one safetensors file. Two models that compute the same are made of it, with 6 channels of every norm
-30 times as large in the activations, or in the weights that read them (tests/compress/outliers.py).
+30 times as large in the activations, or in the weights that read them (tests/compress/quantization/outliers.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import read_manifest
-from tests.compress.outliers import make_outliers
+from tests.compress.quantization.outliers import make_outliers
 
 INT4, INT8, FP8 = {"scheme": "W4A16", "group_size": 64}, {"scheme": "W8A8"}, {"scheme": "FP8"}
 SMOOTH, ROTATE, GPTQ = {"smoothing": 0.5}, {"rotation": True}, {"method": "gptq"}

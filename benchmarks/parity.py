@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.configfile import load, merge
-from pipeline.proof.case import Case, CaseResult
-from pipeline.proof.compare import first_gradient, relative_differences
-from pipeline.proof.equivalence import ProofResult, check_equivalence
-from pipeline.proof.shrunk_run import reference_config, with_precision
-from pipeline.proof.tokens import write_tokens
-from pipeline.proof.worker import run_cases
+from pipeline.plan.proof.case import Case, CaseResult
+from pipeline.plan.proof.compare import first_gradient, relative_differences
+from pipeline.plan.proof.equivalence import ProofResult, check_equivalence
+from pipeline.plan.proof.shrunk_run import reference_config, with_precision
+from pipeline.plan.proof.tokens import write_tokens
+from pipeline.plan.proof.worker import run_cases
 
 ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs/zero3.json"
 

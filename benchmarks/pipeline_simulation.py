@@ -23,10 +23,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.loop import make_tokens
-from pipeline.planner.passes import Instruction, Program
-from pipeline.planner.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
-from pipeline.planner.schedule_programs import make_program
-from pipeline.planner.timeline import html_page
+from pipeline.plan.drawing.timeline import html_page
+from pipeline.plan.predict.passes import Instruction, Program
+from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
+from pipeline.plan.predict.schedule_programs import make_program
 
 HERE = Path(__file__).parent
 SEQUENCE, MICRO_BATCHES = 64, 8

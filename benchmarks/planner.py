@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--layouts", type=int, default=1000, metavar="N", help="layouts to compute (default: 1000)")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    import pipeline.planner.show  # noqa: F401, PLC0415  imports torch
+    import pipeline.plan.show  # noqa: F401, PLC0415  imports torch
 
     result: dict[str, Any] = {"headrace": __version__, "imports_s": time.perf_counter() - started}
     result["plans"] = {name: _plan(name, *of) for name, of in NATURAL.items()}
@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def _plan(name: str, machine: str, processes: int) -> dict[str, Any]:
-    from pipeline.machines.known import load_machine  # noqa: PLC0415
-    from pipeline.planner.planned_run import open_run  # noqa: PLC0415
-    from pipeline.planner.show import report_of  # noqa: PLC0415
+    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415
+    from pipeline.plan.show import report_of  # noqa: PLC0415
+    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
     wall, own = time.perf_counter(), time.process_time()
     planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
@@ -71,10 +71,10 @@ def _plan(name: str, machine: str, processes: int) -> dict[str, Any]:
 
 def _search(name: str, machine: str, processes: int, *, count: int) -> dict[str, Any]:
     """The first layouts that the rules allow, as the search computes them; a whole search has more."""
-    from pipeline.machines.known import load_machine  # noqa: PLC0415
-    from pipeline.planner.layouts import layouts  # noqa: PLC0415
-    from pipeline.planner.planned_run import open_run  # noqa: PLC0415
-    from pipeline.planner.search import evaluate  # noqa: PLC0415
+    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415
+    from pipeline.plan.search.layouts import layouts  # noqa: PLC0415
+    from pipeline.plan.search.search import evaluate  # noqa: PLC0415
+    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
     planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
     run, costs = planned.run, planned.costs

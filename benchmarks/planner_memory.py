@@ -31,17 +31,17 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.parity import LAYOUTS, base
 from headrace.base.configfile import merge
 from headrace.base.section import parse
-from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.config.schema import Config
-from pipeline.fake_gpu import case as fake
-from pipeline.fake_gpu.memory import Memory
-from pipeline.machines.known import load_machine
-from pipeline.parallel.memory import TABLES, peak_memory
-from pipeline.planner.planned_run import planned_run
-from pipeline.proof.case import Case, CaseResult
-from pipeline.proof.shrunk_run import with_precision
-from pipeline.proof.tokens import write_tokens
-from pipeline.proof.worker import run_cases
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.engines.sizes.memory import TABLES, peak_memory
+from pipeline.plan.fake_gpu import case as fake
+from pipeline.plan.fake_gpu.memory import Memory
+from pipeline.plan.predict.planned_run import planned_run
+from pipeline.plan.proof.case import Case, CaseResult
+from pipeline.plan.proof.shrunk_run import with_precision
+from pipeline.plan.proof.tokens import write_tokens
+from pipeline.plan.proof.worker import run_cases
+from pipeline.runtime.machines.known import load_machine
 
 VOCABULARY = 1024
 STEPS = 2
@@ -68,7 +68,7 @@ class TensorBytes(TorchDispatchMode):
 @contextmanager
 def counted() -> Iterator[None]:
     """Ranks that are forked within count: the peak of each step is written beside the result of their case."""
-    rank: Any = import_module("pipeline.proof.rank")  # a rank's libraries
+    rank: Any = import_module("pipeline.plan.proof.rank")  # a rank's libraries
     build = rank.build_engine
 
     def build_counted(run: ResolvedRun, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,8 @@
 
 Plans every run of the two tables below in the layout that was published with it, and prints them in Markdown: tokens/s
 per GPU published and predicted (typical and interval), the error of the typical value, (predicted - published) /
-published, and the peak memory where it was published. Runs that ranges of `pipeline/machines/*.json` came from are
-listed apart: they say how wide a range is, not how right.
+published, and the peak memory where it was published. Runs that ranges of `pipeline/runtime/machines/*.json` came from
+are listed apart: they say how wide a range is, not how right.
 
 What the published systems do otherwise counts as the planner's error: other kernels, other overlap, an H100 with 500 W
 and slower memory in the place of 700 W. Approximated are MPT models as Llamas of the same width, depth and parameters
@@ -21,11 +21,11 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from pipeline.machines.known import load_machine
-from pipeline.planner.interval import Interval
-from pipeline.planner.plan import make_plan
-from pipeline.planner.planned_run import open_run
-from pipeline.run.memory_summary import shown_bytes
+from pipeline.plan.predict.interval import Interval
+from pipeline.plan.predict.plan import make_plan
+from pipeline.plan.predict.planned_run import open_run
+from pipeline.run.before.memory_summary import shown_bytes
+from pipeline.runtime.machines.known import load_machine
 
 _CONFIGS = Path(__file__).parent.parent / "ds_configs"
 

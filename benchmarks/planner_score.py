@@ -29,11 +29,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipeline.machines.known import load_machine
-from pipeline.machines.machine import Machine
-from pipeline.planner.fit import fitted
-from pipeline.planner.score import Score, read_measured, rescored, score
-from pipeline.proof.tokens import write_tokens
+from pipeline.plan.calibration.fit import fitted
+from pipeline.plan.calibration.score import Score, read_measured, rescored, score
+from pipeline.plan.proof.tokens import write_tokens
+from pipeline.runtime.machines.known import load_machine
+from pipeline.runtime.machines.machine import Machine
 
 MODELS = {"2M": (160, 4), "5M": (256, 4), "10M": (384, 4)}
 """Parameters -> hidden size and layers; products take most of the time of their steps."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.models.folder.model_folder import ModelFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 TEACHER, TOKENS = Path("out/demo/models/teacher"), Path("out/demo/tokens")

@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from typing import Any
 
-from pipeline.planner.links import Link
+from pipeline.plan.predict.links import Link
 
 INTERFACE = "uplink"
 """Name of the interface in every host."""

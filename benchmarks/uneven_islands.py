@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.load import read_config
-from pipeline.launch.group import free_port
-from pipeline.metrics.journal import read_rows
+from pipeline.runtime.launch.group import free_port
+from pipeline.runtime.metrics.journal import read_rows
 
 
 def main() -> None:

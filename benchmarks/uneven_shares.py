@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.metrics.journal import read_rows
-from pipeline.proof.tokens import write_tokens
+from pipeline.plan.proof.tokens import write_tokens
+from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import ROOT
 
 VOCABULARY, SEQUENCE, SAMPLES = 512, 128, 24

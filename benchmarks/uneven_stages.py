@@ -23,8 +23,8 @@ from benchmarks.uneven_shares import (
     rows_of,
     train_throttled,
 )
-from pipeline.metrics.journal import read_rows
-from pipeline.proof.tokens import write_tokens
+from pipeline.plan.proof.tokens import write_tokens
+from pipeline.runtime.metrics.journal import read_rows
 
 SAMPLES, WARM_UP = 8, 3
 MODEL = {

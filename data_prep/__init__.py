@@ -1,3 +1,3 @@
-from headrace.base.moved import say_new_names
+from headrace.base.renamed_modules import name_moved_modules
 
-say_new_names()
+name_moved_modules()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.base.moved import say_new_names
+from headrace.base.renamed_modules import name_moved_modules
 from headrace.base.version import __version__
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "load", "prepare_corpus", "train"]
 
-say_new_names()
+name_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ from headrace.base import configfile
 from headrace.base.errors import DataError, HeadraceError, TrainingError
 
 if TYPE_CHECKING:
-    from pipeline.status.run import RunStatus
+    from pipeline.cluster.status.run import RunStatus
 
 _TAIL_LINES = 100
 """Of what a failed process printed on stderr, the last lines are looked through for its error."""
@@ -76,7 +76,7 @@ def train(config: str | Path | Mapping[str, Any], *, nproc: int = 1, **overrides
         ConfigError: the config file cannot be read.
         TrainingError: the run was refused, has failed, or was asked to stop; the message says why and what to do.
     """
-    from pipeline.status.run import read_status  # noqa: PLC0415
+    from pipeline.cluster.status.run import read_status  # noqa: PLC0415
 
     raw = _merged(config, overrides)
     module = "pipeline.distill" if raw.get("distill") else "pipeline.train"
@@ -102,8 +102,8 @@ def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
     path = Path(path)
     if (path / "config.json").is_file():
         return _load_folder(path, device)
-    from pipeline.checkpoint.export import export  # noqa: PLC0415
-    from pipeline.checkpoint.find import find_checkpoint  # noqa: PLC0415
+    from pipeline.checkpoint.export.export import export  # noqa: PLC0415
+    from pipeline.checkpoint.export.find import find_checkpoint  # noqa: PLC0415
 
     if not path.is_dir():
         raise DataError(f"{path}: no such directory\n  try: a model folder, a run's directory or a checkpoint")
@@ -115,7 +115,7 @@ def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
 def _load_folder(path: Path, device: str | None) -> tuple[Any, Any]:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    from pipeline.evaluation.loading import load_model, pick_device  # noqa: PLC0415
+    from pipeline.models.folder.loading import load_model, pick_device  # noqa: PLC0415
 
     if not (path / "tokenizer_config.json").is_file():
         raise DataError(f"{path} has no tokenizer_config.json\n  try: export the model again, with its tokenizer")

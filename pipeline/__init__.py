@@ -1,5 +1,5 @@
 from headrace.base.log_filters import quiet_torchao
-from headrace.base.moved import say_new_names
+from headrace.base.renamed_modules import name_moved_modules
 
-say_new_names()
+name_moved_modules()
 quiet_torchao()

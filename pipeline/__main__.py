@@ -16,38 +16,44 @@ COMMANDS = {
     "prune": ("pipeline.prune", "cut channels, heads, experts and layers out of a finished model"),
     "quantize": ("pipeline.quantize", "write a finished model in 8 or 4 bits: a Hugging Face folder or a GGUF file"),
     "compress": (
-        "pipeline.recipe.command",
+        "pipeline.compress.recipe.command",
         "prune, distil, quantize and evaluate from one config; verify a result",
     ),
-    "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
+    "check": ("pipeline.plan.check", "print the resolved run of a config, or the one thing that is wrong with it"),
     "plan": (
-        "pipeline.planner.command_plan",
+        "pipeline.plan.command_plan",
         "memory, time and money of a run before it starts; the best layouts; --calibrate measures this machine",
     ),
-    "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
-    "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
-    "export": ("pipeline.checkpoint.command_export", "write a run's model as a Hugging Face folder"),
-    "eval": ("pipeline.comparison.command", "held-out loss of a model, or several side by side; tasks of lm_eval"),
+    "prove": ("pipeline.plan.proof.command", "show that a config's layout, made small, learns what one process does"),
+    "checkpoint": ("pipeline.checkpoint.export.command_checkpoint", "list, verify or export the checkpoints of a run"),
+    "export": ("pipeline.checkpoint.export.command_export", "write a run's model as a Hugging Face folder"),
+    "eval": (
+        "pipeline.evaluation.comparison.command",
+        "held-out loss of a model, or of several; tasks of lm_eval",
+    ),
     "ladder": (
-        "pipeline.ladder.command",
+        "pipeline.plan.ladder.command",
         "predict the held-out loss of a large run from a ladder of small ones on the same data",
     ),
     "status": (
-        "pipeline.status.command",
+        "pipeline.cluster.status.command",
         "show how far a run is, live; why its job waits; why it ended; its log",
     ),
-    "goodput": ("pipeline.goodput.command", "goodput under failures, simulated, and the best checkpoint interval"),
+    "goodput": (
+        "pipeline.runtime.goodput.command",
+        "goodput under failures, simulated; the best checkpoint interval",
+    ),
     "islands": (
-        "pipeline.islands.command",
+        "pipeline.run.groups.islands.command",
         "train with low communication (DiLoCo): a lighthouse and islands on this machine, or the lighthouse alone",
     ),
     "replicas": (
-        "pipeline.replicas.command",
+        "pipeline.run.groups.replicas.command",
         "train replicas of the model that may die and come back: a lighthouse and replicas on this machine",
     ),
-    "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
-    "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
-    "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),
+    "samples": ("pipeline.run.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
+    "complete": ("pipeline.evaluation.heldout.complete", "let a model go on from a prompt"),
+    "report": ("pipeline.evaluation.report.command", "a self-contained HTML page of runs and models"),
 }
 """Command -> (module with `add_arguments` and `run`, help text)."""
 

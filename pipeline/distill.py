@@ -6,12 +6,12 @@ import argparse
 
 from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError
-from pipeline.arguments import add_arguments as add_run_arguments
-from pipeline.arguments import resolve_run
-from pipeline.config.rules import ResolvedRun
-from pipeline.distillation.control import SUFFIX, comparison, control_of
-from pipeline.faults.stop import StopSignals
-from pipeline.launch import detect
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.run.distillation.control import SUFFIX, comparison, control_of
+from pipeline.runtime.faults.stop_signals import StopSignals
+from pipeline.runtime.launch import detect
+from pipeline.runtime.launch.arguments import add_arguments as add_run_arguments
+from pipeline.runtime.launch.arguments import resolve_run
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -50,7 +50,7 @@ def _train(resolved: ResolvedRun, *, first: bool) -> int:
     # torch takes seconds to import, and a refusal should not wait for it
     with StopSignals(announce=first) as signals:
         from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
-        from pipeline.run.distillation import make_distillation  # noqa: PLC0415
+        from pipeline.run.distillation.on_rank import make_distillation  # noqa: PLC0415
         from pipeline.run.session import train  # noqa: PLC0415
 
         if resolved.config.distill is None:

@@ -12,9 +12,9 @@ import argparse
 from headrace.base.cli import add_config_arguments, guarded, leave
 from headrace.base.configfile import load
 from headrace.base.section import parse
-from pipeline.launch import detect
-from pipeline.pruning.config import PruneConfig
-from pipeline.pruning.rules import prepare
+from pipeline.compress.pruning.config import PruneConfig
+from pipeline.compress.pruning.rules import prepare
+from pipeline.runtime.launch import detect
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     launch = detect()
     plan = prepare(parse(PruneConfig, load(arguments.config, arguments.overrides)), world_size=launch.world_size)
 
-    from pipeline.pruning.run import prune  # noqa: PLC0415  (brings in torch)
+    from pipeline.compress.pruning.run import prune  # noqa: PLC0415  (brings in torch)
 
     prune(plan, launch)
     return 0

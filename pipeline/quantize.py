@@ -14,9 +14,9 @@ from headrace.base.cli import add_config_arguments, guarded
 from headrace.base.configfile import load
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.compress.config import QuantizeConfig
-from pipeline.compress.rules import prepare
-from pipeline.compress.trained import model_folder
+from pipeline.compress.quantization.config import QuantizeConfig
+from pipeline.compress.quantization.rules import prepare
+from pipeline.compress.quantization.trained import model_folder
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     with model_folder(config) as folder:
         plan = prepare(config, folder=folder)
 
-        from pipeline.compress.run import quantize  # noqa: PLC0415  (brings in torch)
+        from pipeline.compress.quantization.run import quantize  # noqa: PLC0415  (brings in torch)
 
         quantize(plan)
     return 0

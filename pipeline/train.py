@@ -6,9 +6,9 @@ import argparse
 
 from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError
-from pipeline.arguments import add_arguments, parse_arguments, resolve_run
-from pipeline.faults.stop import StopSignals
-from pipeline.launch import detect
+from pipeline.runtime.faults.stop_signals import StopSignals
+from pipeline.runtime.launch import detect
+from pipeline.runtime.launch.arguments import add_arguments, parse_arguments, resolve_run
 
 __all__ = ["add_arguments", "main", "run"]
 

@@ -94,7 +94,7 @@ headrace_agent() {
         [ ! -f "$directory/stop" ] || stopped=(--stopped)
         srun --nodelist="$node" --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=$(($3 * ${SLURM_CPUS_PER_TASK:-1})) \
             --overlap --no-kill --output="$directory/%N.log" --open-mode=append \
-            python -m pipeline.elastic "${stopped[@]}" "${@:4}" || true
+            python -m pipeline.cluster.elastic "${stopped[@]}" "${@:4}" || true
         [ $((SECONDS - began)) -ge 30 ] && short=0 || short=$((short + 1))
         if listed=$(squeue --noheader --jobs="$HEADRACE_JOB" --format=%N) && [ -n "$listed" ]; then # else the controller is away
             listed=$(scontrol show hostnames "$listed")
@@ -108,7 +108,7 @@ headrace_agent() {
 headrace_join() {
     local address
     address=$(headrace_addresses "$SLURMD_NODENAME")
-    exec python -m pipeline.elastic --guest "${address#*=}" "$@"
+    exec python -m pipeline.cluster.elastic --guest "${address#*=}" "$@"
 }
 
 # The last line of the log. $1: exit code; $2: the reason.

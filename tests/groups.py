@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.launch.group import free_port
-from pipeline.metrics.journal import read_rows
+from pipeline.runtime.launch.group import free_port
+from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import tiny_config, write_config
 
 

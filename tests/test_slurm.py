@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import VirtualCluster
-from tests.cluster.fixtures import NEEDS_SLURM, module_cluster
-from tests.cluster.settings import Patience
-from tests.cluster.slurm_run import JOB_ENV, SlurmRun
+from tests.virtual_cluster.cluster import VirtualCluster
+from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
+from tests.virtual_cluster.settings import Patience
+from tests.virtual_cluster.slurm_run import JOB_ENV, SlurmRun
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -23,7 +23,7 @@ _STAND_INS = {
 echo "$@" >> "$CALLS"
 case "$*" in
     *--progress*) echo "0 run" ;;
-    *pipeline.elastic*) printf '0\\nfinished\\n' > run/.agents/7.0/outcome ;;
+    *pipeline.cluster.elastic*) printf '0\\nfinished\\n' > run/.agents/7.0/outcome ;;
 esac""",
 }
 
@@ -71,7 +71,7 @@ def test_training_starts_the_installed_module_and_needs_no_clone(share: Path) ->
     assert done.returncode == 0, done.stderr
     assert calls[0] == "-m pipeline check --progress --config c.json --set run.steps=3"
     option, agent, *options, module, config, file, key, value = calls[-1].split()
-    assert (option, agent) == ("-m", "pipeline.elastic")
+    assert (option, agent) == ("-m", "pipeline.cluster.elastic")
     assert [config, file, key, value] == ["--config", "c.json", "--set", "run.steps=3"]
     assert importlib.util.find_spec(module) is not None
     assert options[options.index("--join-script") + 1] == str(share / "slurm/join.sbatch")

@@ -29,12 +29,12 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     "pipeline.run.session",
-    "pipeline.compress.run",
-    "pipeline.pruning.run",
-    "pipeline.evaluation.command",
+    "pipeline.compress.quantization.run",
+    "pipeline.compress.pruning.run",
+    "pipeline.evaluation.heldout.command",
     "pipeline.own_loop.torch_engine",
     "pipeline.own_loop.deepspeed_engine",
-    "pipeline.proof.command",
+    "pipeline.plan.proof.command",
 )
 """In addition to the modules that `pipeline.run.preload` imports."""
 DATA_PREP = (
@@ -157,7 +157,7 @@ class Job:
 def _start(job: dict[str, Any]) -> Job:
     ranks, shared = {}, {}
     if job["processes"] > 1:
-        from pipeline.launch.group import free_port  # noqa: PLC0415
+        from pipeline.runtime.launch.group import free_port  # noqa: PLC0415
 
         shared = {"WORLD_SIZE": job["processes"], "LOCAL_WORLD_SIZE": job["processes"]}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -210,7 +210,7 @@ def _import_for_training() -> None:
         importlib.import_module(name)
     from pipeline.run.preload import preload  # noqa: PLC0415
 
-    preload(["pipeline.proof.rank"], ("torch", "deepspeed"), ("llama", "qwen3_moe"))
+    preload(["pipeline.plan.proof.rank"], ("torch", "deepspeed"), ("llama", "qwen3_moe"))
 
 
 def _import_for_data_prep() -> None:

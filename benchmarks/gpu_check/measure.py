@@ -121,7 +121,7 @@ def numbers(
 
 def peak_rate(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s, also for fp8; None for a CPU and an unknown device."""
-    from pipeline.metrics.peak import peak_flops  # noqa: PLC0415  it needs no package but pydantic
+    from pipeline.runtime.metrics.peak import peak_flops  # noqa: PLC0415  it needs no package but pydantic
 
     return peak_flops(torch.cuda.get_device_name(device), bf16=True) if device.type == "cuda" else None
 

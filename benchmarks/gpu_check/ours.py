@@ -13,22 +13,22 @@ from benchmarks.gpu_check.cases import Row, Size
 from benchmarks.gpu_check.inputs import draw, tokens
 from benchmarks.gpu_check.meter import Meter
 from headrace.base.section import parse
-from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.config.schema import Config
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.base import PendingStep
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
-from pipeline.launch import detect, process_group
+from pipeline.engines.parallel.checks import check_layout
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.counter import CPU
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.initial_values import OwnBuffers
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.rectangle import Rectangle, part
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.models.meta import build_meta
-from pipeline.models.rectangle import Rectangle, part
 from pipeline.models.sdpa_order import ordered_sdpa
-from pipeline.models.values import OwnBuffers
-from pipeline.parallel.checks import check_layout
+from pipeline.runtime.launch import detect, process_group
 
 LR = 1e-4
 

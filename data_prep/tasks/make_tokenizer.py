@@ -10,7 +10,7 @@ from typing import Any
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.config.text_policy import ENGINE_FILE
-from data_prep.dedup.signatures import write_token_classes
+from data_prep.dedup.minhash_task import write_token_classes
 from data_prep.sources.conversation import TEMPLATE_FILE
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Report

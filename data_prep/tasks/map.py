@@ -17,7 +17,7 @@ import numpy as np
 from data_prep.clean.chain import Dropped
 from data_prep.config.corpus import CorpusConfig
 from data_prep.config.dedup import NearSection
-from data_prep.dedup.signatures import open_minhasher
+from data_prep.dedup.minhash_task import open_minhasher
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.hashing import HELDOUT, U64, content_hashes, mix, select_fraction, utf8_size
 from data_prep.sources.conversation import ConversationError

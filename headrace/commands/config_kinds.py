@@ -47,7 +47,7 @@ KINDS = {
             "run",
             "the config of a training run",
             "headrace train, distill, cache-logits, check, prove; deepspeed pipeline/train.py",
-            "pipeline.config.schema:Config",
+            "pipeline.config.sections.run:Config",
         ),
         Kind(
             "corpus",
@@ -59,19 +59,19 @@ KINDS = {
             "prune",
             "the config of a pruning",
             "headrace prune; python pipeline/prune.py; torchrun pipeline/prune.py",
-            "pipeline.pruning.config:PruneConfig",
+            "pipeline.compress.pruning.config:PruneConfig",
         ),
         Kind(
             "quantize",
             "the config of a quantization",
             "headrace quantize; python pipeline/quantize.py",
-            "pipeline.compress.config:QuantizeConfig",
+            "pipeline.compress.quantization.config:QuantizeConfig",
         ),
         Kind(
             "compress",
             "the config of a whole compression",
             "headrace compress run",
-            "pipeline.recipe.config:RecipeConfig",
+            "pipeline.compress.recipe.config:RecipeConfig",
         ),
         Kind(
             "site",

@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.base import configfile
 from headrace.base.directory import MANIFEST
 from headrace.commands.from_argparse import app_of
-from pipeline.status import command
+from pipeline.cluster.status import command
 
 _TEXT = "Show how far a run or a data-prep job is, live: progress, goodput, restarts, Slurm job; why it ended; its log."
 

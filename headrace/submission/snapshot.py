@@ -23,7 +23,7 @@ from headrace.base.directory import COPIED_FROM, code_version, write_json, write
 from headrace.base.errors import DataError
 from headrace.base.version import __version__
 from headrace.submission.configs import Given
-from pipeline.metrics.times import iso_time
+from pipeline.runtime.metrics.times import iso_time
 
 PACKAGES = ("headrace", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
 """Of a clone; the last two are what headrace/share links to."""

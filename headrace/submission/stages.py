@@ -17,7 +17,7 @@ from headrace.submission.site import SiteConfig, StageSettings
 SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch"}
 """Kind -> script; all others have `pipeline.sbatch`."""
 ORIGINAL = "original"
-"""Where a compress config expects the export of its run, in its output; see `pipeline.recipe.steps`."""
+"""Where a compress config expects the export of its run, in its output; see `pipeline.compress.recipe.steps`."""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ def check_training(
     Raises:
         ConfigError, DataError: it cannot run; the number of processes is wrong; it does not fit.
     """
-    from pipeline import check  # noqa: PLC0415
     from pipeline.config.load import read_config  # noqa: PLC0415
+    from pipeline.plan import check  # noqa: PLC0415
 
     options = {"processes": processes, "memory": memory, "exact": False, "rules_only": not alone}
     lines: list[str] = []
@@ -76,15 +76,15 @@ def check_model_stage(given: Given, *, alone: bool) -> None:
     if given.kind == "compress":
         _check_recipe(given, alone=alone)
     elif given.kind == "prune":
-        from pipeline.pruning import rules  # noqa: PLC0415
-        from pipeline.pruning.config import PruneConfig  # noqa: PLC0415
+        from pipeline.compress.pruning import rules  # noqa: PLC0415
+        from pipeline.compress.pruning.config import PruneConfig  # noqa: PLC0415
 
         pruning = parse(PruneConfig, given.raw)
         if alone:
             rules.prepare(pruning)
     else:
-        from pipeline.compress import rules as quantizing  # noqa: PLC0415
-        from pipeline.compress.config import QuantizeConfig  # noqa: PLC0415
+        from pipeline.compress.quantization import rules as quantizing  # noqa: PLC0415
+        from pipeline.compress.quantization.config import QuantizeConfig  # noqa: PLC0415
 
         config = parse(QuantizeConfig, given.raw)
         if alone:
@@ -92,9 +92,9 @@ def check_model_stage(given: Given, *, alone: bool) -> None:
 
 
 def _check_recipe(given: Given, *, alone: bool) -> None:
-    from pipeline.recipe.check import check_names, check_recipe, check_steps  # noqa: PLC0415
-    from pipeline.recipe.config import RecipeConfig  # noqa: PLC0415
-    from pipeline.recipe.steps import is_folder, plan_steps  # noqa: PLC0415
+    from pipeline.compress.recipe.check import check_names, check_recipe, check_steps  # noqa: PLC0415
+    from pipeline.compress.recipe.config import RecipeConfig  # noqa: PLC0415
+    from pipeline.compress.recipe.steps import is_folder, plan_steps  # noqa: PLC0415
 
     config = parse(RecipeConfig, given.raw)
     (check_recipe if alone else check_names)(config)

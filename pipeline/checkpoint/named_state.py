@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from headrace.base.errors import CheckpointError
 from headrace.base.interrupts import defer_interrupt
-from pipeline.checkpoint.locations import MetadataWriter
-from pipeline.checkpoint.metadata import read_metadata
-from pipeline.checkpoint.plan import WritePlan, make_write_plan
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.checkpoint.format.shard_table import CheckpointMetadata, State
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.checkpoint.read_shards import ShardReader
-from pipeline.checkpoint.shard_files import ShardFiles
-from pipeline.checkpoint.shard_table import CheckpointMetadata, State
-from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import on_rank_zero, raise_on_all_ranks
-from pipeline.checkpoint.write import WrittenShards, write_metadata, write_shards
-from pipeline.config.optimizers import OptimizerKind
-from pipeline.models.buffers import persistent_buffers
+from pipeline.checkpoint.write.locations import MetadataWriter
+from pipeline.checkpoint.write.plan import WritePlan, make_write_plan
+from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata, write_shards
+from pipeline.config.sections.optimizers import OptimizerKind
+from pipeline.models.build.buffers import persistent_buffers
 
 OPTIMIZER_STEP = "optimizer_step"
 LOSS_SCALE = "loss_scale"

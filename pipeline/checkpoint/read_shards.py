@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.shard_files import ShardFiles
-from pipeline.checkpoint.shard_table import CheckpointMetadata, Ints, State, parts_of
-from pipeline.checkpoint.shards import NamedShard
+from pipeline.checkpoint.format.shard_table import CheckpointMetadata, Ints, State, parts_of
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.shard_files import ShardFiles
 
 _LOADING_ERRORS = (
     RuntimeError,

@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from headrace.base.directory import staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
-from pipeline.checkpoint.locations import MetadataWriter
-from pipeline.checkpoint.memory_copies import MemoryCopies
-from pipeline.checkpoint.metadata import METADATA
-from pipeline.checkpoint.plan import Planner, WritePlan
-from pipeline.checkpoint.shard_table import State
+from pipeline.checkpoint.format.metadata import METADATA
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.memory.memory_copies import MemoryCopies
 from pipeline.checkpoint.store import Checkpoint, CheckpointInfo, CheckpointStore, on_rank_zero
-from pipeline.checkpoint.write import WrittenShards, write_metadata, write_shards
+from pipeline.checkpoint.write.locations import MetadataWriter
+from pipeline.checkpoint.write.plan import Planner, WritePlan
+from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata, write_shards
 
 _POLL_S = 1.0
 

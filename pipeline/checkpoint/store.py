@@ -28,9 +28,9 @@ from headrace.base.directory import (
     staging_path,
 )
 from headrace.base.errors import CheckpointError, HeadraceError
-from pipeline.checkpoint.metadata import METADATA, TORCH_METADATA
-from pipeline.checkpoint.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
-from pipeline.checkpoint.restart_files import RestartFiles
+from pipeline.checkpoint.format.metadata import METADATA, TORCH_METADATA
+from pipeline.checkpoint.format.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
+from pipeline.checkpoint.memory.restart_files import RestartFiles
 
 T = TypeVar("T")
 _HASH_THREADS = 4

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 from pipeline.config.shares import Shares
 
 _PASS_OVERHEAD = 0.25

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

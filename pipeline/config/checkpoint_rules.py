@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schema import RunSection
+from pipeline.config.sections.run import RunSection
 
 
 def check_checkpoints(section: RunSection) -> None:

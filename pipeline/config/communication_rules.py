@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
-from pipeline.config.schema import Config
-from pipeline.topology import Topology
+from pipeline.config.sections.run import Config
+from pipeline.config.topology import Topology
 
 
 def check_gradient_dtype(config: Config, topology: Topology, batch: BatchSizes) -> None:

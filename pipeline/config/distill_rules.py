@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 
 
 def check_distillation(config: Config) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
-from pipeline.config.schema import Config, Fp8Section
-from pipeline.topology import Topology
+from pipeline.config.sections.run import Config, Fp8Section
+from pipeline.config.topology import Topology
 
 
 def block_of(section: Fp8Section) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 from headrace.base import configfile
 from headrace.base.errors import ConfigError, refuse_all
 from headrace.base.section import parse, problems_of
-from pipeline.config.deepspeed_file import translate
+from pipeline.config.deepspeed.file import translate
 from pipeline.config.renamed_keys import refuse_renamed
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 
 _CORPUS_KEYS = frozenset({"sources", "output", "tokenizer"})
 

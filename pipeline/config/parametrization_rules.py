@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 
 SIGN_LIKE = ("AdamW", "Adam", "Lion")
 """Optimizers whose update of an element does not grow with its gradient: those the rules of CompleteP hold for."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schema import Config
-from pipeline.topology import Topology
+from pipeline.config.sections.run import Config
+from pipeline.config.topology import Topology
 
 _FIELD = "quantization_aware"
 

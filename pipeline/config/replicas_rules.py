@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from pipeline.config.islands_rules import check_addresses, refuse_rollback
-from pipeline.config.schema import Config
+from pipeline.config.rules.groups import check_addresses, refuse_rollback
+from pipeline.config.sections.run import Config
 
 FIELD = "replicas"
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
-from pipeline.config.schema import Config
+from pipeline.config.sections.deepspeed import SchedulerParams, SchedulerSection
+from pipeline.config.sections.run import Config
 
 _USES = {
     "WarmupLR": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},

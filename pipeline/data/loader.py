@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from pipeline.config.batch import BatchSizes
+from pipeline.config.topology import sequence_chunks
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.documents import DocumentBoundaries
 from pipeline.data.mixture import DataMixture
-from pipeline.data.order import SampleLocation
+from pipeline.data.sample_order import SampleLocation
 from pipeline.data.skips import NO_SKIPS, Skips
-from pipeline.topology import sequence_chunks
 
 IGNORE: Final = -100
 """Label of a position that is not a target."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.base.errors import ConfigError
-from pipeline.config.data_schema import DataSection
-from pipeline.data.order import MixtureStage, SampleOrder
+from pipeline.config.sections.data import DataSection
+from pipeline.data.sample_order import MixtureStage, SampleOrder
 
 _RELATIVE_TOLERANCE: Final = 1e-3
 _SAMPLE_TOLERANCE: Final = 2

@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
-from pipeline.config.data_schema import DataSection, SourceSection
+from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data import megatron
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.documents import DocumentBoundaries, join
 from pipeline.data.files import OpenFiles
 from pipeline.data.fim import Fim, make_fim
 from pipeline.data.mixing_weights import Extent, make_order
-from pipeline.data.order import SampleLocation, SampleOrder
 from pipeline.data.packed import PackedDataset
+from pipeline.data.sample_order import SampleLocation, SampleOrder
 
 
 class DataMixture:

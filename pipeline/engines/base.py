@@ -17,11 +17,11 @@ from typing import Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.checkpoint.shard_files import ShardFiles
-from pipeline.checkpoint.shard_table import State
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
-from pipeline.parallel.decoder import Decoder
+from pipeline.engines.parallel.decoder import Decoder
 
 HostValues = Callable[[], Sequence[float]]
 """Called once per step on every rank, before its numbers are reduced: this rank's, of which the result has the sums.

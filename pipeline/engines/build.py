@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine, Objective
-from pipeline.launch import Launch
-from pipeline.models.values import ParameterValues
-from pipeline.parallel.mesh import Mesh, build_mesh
+from pipeline.engines.parallel.mesh import Mesh, build_mesh
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.runtime.launch import Launch
 
 
 def build_engine(

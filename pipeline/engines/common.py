@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from headrace.base.errors import TrainingError
-from pipeline.config.schema import Config, ModelSection
+from pipeline.config.sections.run import Config, ModelSection
 from pipeline.engines.base import StepOutcome, StepResult
-from pipeline.optim.groups import DECAYED, NOT_DECAYED, UpdateScale
-from pipeline.parallel.expert_balance import ExpertBalancer
-from pipeline.parametrization.scales import find_parametrization
+from pipeline.engines.optim.groups import DECAYED, NOT_DECAYED, UpdateScale
+from pipeline.engines.parallel.expert_balance import ExpertBalancer
+from pipeline.engines.parametrization.scales import find_parametrization
 
 
 def model_dtype(config: Config) -> torch.dtype:

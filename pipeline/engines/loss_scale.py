@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headrace.base.errors import TrainingError
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.config.deepspeed_schema import Fp16Section
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.config.sections.deepspeed import Fp16Section
 from pipeline.engines.base import StepOutcome, StepResult, UpdateLimits
 
 

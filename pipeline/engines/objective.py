@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeline.data.loader import MicroBatch
-from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy, cross_entropy_gradient
+from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy, cross_entropy_gradient
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Evaluation of a trained model: held-out loss, perplexity, bits per byte, and completions of a prompt."""

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import suggest
-from pipeline.config.model_rules import POSITIONS, check_model_config
-from pipeline.config.schema import ModelSection
+from pipeline.config.rules.training import POSITIONS, check_model_config
+from pipeline.config.sections.run import ModelSection
 from pipeline.models.layers import global_value, keep_layers
 from pipeline.models.padding import give_padding_id
 

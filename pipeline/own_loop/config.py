@@ -18,17 +18,17 @@ from headrace.base.cli import add_config_arguments
 from headrace.base.errors import ConfigError, refuse_all
 from headrace.base.section import Count, Section, parse, problems_of
 from pipeline.config.batch import split_batch
-from pipeline.config.deepspeed_file import translate
-from pipeline.config.deepspeed_schema import (
+from pipeline.config.deepspeed.file import translate
+from pipeline.config.rules.training import check_optimizer
+from pipeline.config.sections.deepspeed import (
     Bf16Section,
     Fp16Section,
     OptimizerSection,
     SchedulerSection,
     ZeroSection,
 )
-from pipeline.config.model_rules import check_optimizer
-from pipeline.config.schema import LaunchSection
-from pipeline.launch import detect
+from pipeline.config.sections.run import LaunchSection
+from pipeline.runtime.launch import detect
 
 _IN_YOUR_CODE = "remove it: this is up to your own code"
 _NOT_IN_A_LOOP = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
-from pipeline.optim.lion import Lion
+from pipeline.engines.optim.lion import Lion
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {

@@ -16,21 +16,21 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.config.schedule import schedule_from_section
+from pipeline.config.topology import Topology
 from pipeline.engines.build import pick_device
 from pipeline.engines.common import update_scales
-from pipeline.launch import Launch, Rendezvous, detect, process_group
-from pipeline.launch.device import bind_to_gpu, set_up_allocator
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.groups import parameter_groups
+from pipeline.engines.optim.build import build_optimizer
+from pipeline.engines.optim.groups import parameter_groups
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.own_loop.batchnorm import synchronize_batchnorm
 from pipeline.own_loop.config import LoopConfig, load_loop_config, share
 from pipeline.own_loop.elementwise import check_elementwise
 from pipeline.own_loop.engine import LoopEngine, Parts, PreparedOptimizer
 from pipeline.own_loop.loader import batch_size_of, distribute
 from pipeline.own_loop.torch_scheduler import refuse_second_schedule, take_over
-from pipeline.parallel.mesh import Mesh
 from pipeline.run.preflight import preflight
-from pipeline.topology import Topology
+from pipeline.runtime.launch import Launch, Rendezvous, detect, process_group
+from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
 
 
 def prepare(

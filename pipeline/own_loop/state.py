@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.metadata import read_metadata
-from pipeline.checkpoint.shards import NamedShard
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.checkpoint.format.shards import NamedShard
 
 _NUMBER, _BUFFER = "number.", "buffer/"
 

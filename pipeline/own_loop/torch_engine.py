@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.engines.common import raise_if_non_finite
 from pipeline.engines.loss_scale import LossScaler
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.own_loop.engine import LoopEngine, Parts
 from pipeline.own_loop.state import StateEntry
-from pipeline.parallel.mesh import Mesh
 
 
 class TorchLoop(LoopEngine):

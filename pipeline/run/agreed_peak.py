@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.faults.agreement import Agreement
-from pipeline.metrics.memory import PeakMemory
+from pipeline.runtime.faults.agreement import Agreement
+from pipeline.runtime.metrics.memory import PeakMemory
 
 GROWTH = 1.01
 """A peak that has grown by less is not worth an all-reduce."""

@@ -20,7 +20,7 @@ the time of its last row.
 
 There is an event `lost` for each attempt whose rows are removed, with the times of the first and the last of them
 (`since`, `until`), `seconds` of its steps and of these `compile_seconds`; `evaluation_seconds`, `checkpoint_seconds`,
-`exchange_seconds`. The categories of `goodput`: `pipeline.goodput.account.TimeSpent`.
+`exchange_seconds`. The categories of `goodput`: `pipeline.runtime.goodput.account.TimeSpent`.
 
 `read` has the bytes that all ranks have read to verify and to load the checkpoint: `memory` of copies in their node's
 memory, `other_nodes` of those in other nodes', `run_dir` of the files in the run's directory, but for its metadata.
@@ -43,15 +43,15 @@ from typing import Any
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
 from headrace.base.link_errors import is_link_error
 from headrace.base.processes import seconds_since_start
-from pipeline.goodput.account import read_goodput
-from pipeline.goodput.text import goodput_line
-from pipeline.launch import Launch, Rendezvous
-from pipeline.launch.environment import AGENT_STARTS, RANK_STARTED
-from pipeline.metrics.attempts_journal import append_event, parse_row
-from pipeline.metrics.journal import NAME as METRICS
-from pipeline.metrics.time_sums import TimeSums
-from pipeline.metrics.times import iso_time
-from pipeline.run.lock import exclusive_run
+from pipeline.runtime.goodput.account import read_goodput
+from pipeline.runtime.goodput.text import goodput_line
+from pipeline.runtime.launch import Launch, Rendezvous
+from pipeline.runtime.launch.environment import AGENT_STARTS, RANK_STARTED
+from pipeline.runtime.launch.run_lock import exclusive_run
+from pipeline.runtime.metrics.attempts_journal import append_event, parse_row
+from pipeline.runtime.metrics.journal import NAME as METRICS
+from pipeline.runtime.metrics.time_sums import TimeSums
+from pipeline.runtime.metrics.times import iso_time
 
 _SLURM = {"job": "SLURM_JOB_ID", "requeue": "SLURM_RESTART_COUNT", "nodelist": "SLURM_JOB_NODELIST"}
 _AGAIN = (AGENT_STARTS, "TORCHELASTIC_RESTART_COUNT")

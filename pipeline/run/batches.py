@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from pipeline.config.batch import BatchSizes, part_of_batch
-from pipeline.config.layout_rules import micro_batch_constraints
+from pipeline.config.rules.layout import micro_batch_constraints
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.divided import CurrentBatch, DividedSteps
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
 from pipeline.data.skips import NO_SKIPS, Skips
-from pipeline.parallel.compilation import compiles
+from pipeline.engines.parallel.compilation import compiles
 from pipeline.run.prepare import PreparedRun
 
 

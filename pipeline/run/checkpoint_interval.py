@@ -1,7 +1,7 @@
 """`run.checkpoint_every` "auto": the checkpoint interval that wastes the least time, from what saves have cost so far.
 
-Daly's interval (`pipeline.failures.model`) for the mean time between failures of all nodes, at least the time of a save
-in the background. Until a save has been measured, the first is due after a minute: it costs little and measures.
+Daly's interval (`pipeline.runtime.goodput.failures.model`) for the mean time between failures of all nodes, at least
+the time of a save in the background. Until a save has been measured, the first is due after a minute: it costs little.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from pipeline.config.schema import RunSection
-from pipeline.failures.model import HOUR, LLAMA_NODE_MTBF_S, best_interval_s
-from pipeline.metrics.journal import read_rows
+from pipeline.config.sections.run import RunSection
+from pipeline.runtime.goodput.failures.model import HOUR, LLAMA_NODE_MTBF_S, best_interval_s
+from pipeline.runtime.metrics.journal import read_rows
 
 FIRST_S = 60.0
 """Seconds of training before the first save, which is the first measurement."""

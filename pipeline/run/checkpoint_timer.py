@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from pipeline.config.schema import RunSection
+from pipeline.config.sections.run import RunSection
 from pipeline.run.checkpoint_interval import AutoInterval, IntervalDecision
 
 DEFAULT_MINUTES = 30.0

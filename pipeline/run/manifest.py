@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.directory import write_manifest
-from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.store import CheckpointInfo
 from pipeline.data.dataset import tokenizer_details
-from pipeline.run.measure_stages import MeasuredStages
+from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.prepare import PreparedRun
+from pipeline.run.uneven.measure_stages import MeasuredStages
 
 
 @dataclass(frozen=True)

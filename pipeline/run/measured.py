@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from headrace.base.version import __version__
-from pipeline.faults.agreement import Agreement
-from pipeline.metrics.memory import PeakMemory
-from pipeline.parallel.footprint import footprint_of
-from pipeline.parallel.memory import peak_memory
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.engines.sizes.memory import peak_memory
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.step_times import StepTimes
+from pipeline.runtime.faults.agreement import Agreement
+from pipeline.runtime.metrics.memory import PeakMemory
 
 
 def measured(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
-from pipeline.checkpoint.memory_copies import MemoryCopies
-from pipeline.checkpoint.memory_folder import MemoryFolder, remove, remove_left_behind, used
-from pipeline.config.schema import RunSection
+from pipeline.checkpoint.memory.memory_copies import MemoryCopies
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, remove_left_behind, used
+from pipeline.config.sections.run import RunSection
 
 _KEY = "run.in_memory_checkpoints"
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.engines.base import Engine
-from pipeline.faults.stop import Stop
-from pipeline.launch import Launch
-from pipeline.parallel.partition import stage_lines
-from pipeline.run.advice import advice
+from pipeline.engines.parallel.partition import stage_lines
+from pipeline.run.before.advice import advice
 from pipeline.run.prepare import PreparedRun
+from pipeline.runtime.faults.stop_signals import Stop
+from pipeline.runtime.launch import Launch
 
 
 def opening_lines(

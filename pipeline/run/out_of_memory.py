@@ -14,11 +14,11 @@ from torch import nn
 
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.changes import changed
-from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.config.schema import Config
-from pipeline.parallel.footprint import footprint_of
-from pipeline.parallel.memory import largest_micro_batch, peak_memory
-from pipeline.run.memory_summary import shown_bytes
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.engines.sizes.memory import largest_micro_batch, peak_memory
+from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.run.prepare import PreparedRun
 
 _MARGIN = 0.9

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import TrainingError
-from pipeline.launch import Rendezvous
-from pipeline.launch.missing_ranks import SETTLE_S, barrier, deadline, give_up, missing_ranks, unreachable
-from pipeline.launch.rendezvous import format_ranks
-from pipeline.parallel.mesh import Mesh
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.runtime.launch import Rendezvous
+from pipeline.runtime.launch.missing_ranks import SETTLE_S, barrier, deadline, give_up, missing_ranks, unreachable
+from pipeline.runtime.launch.rendezvous import format_ranks
 
 _ELEMENTS = 1 << 15
 """256 KiB of int64: more than one network packet, and less than a millisecond on any network."""

@@ -14,35 +14,35 @@ from transformers import PretrainedConfig
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.curve import curve_fields
-from pipeline.config.fallback_layouts import naming_fallback
-from pipeline.config.rules import ResolvedRun
-from pipeline.config.schema import Config
+from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.fallback_layouts import naming_fallback
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import Config
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
-from pipeline.distillation.cached_logits import CachedLogits
-from pipeline.distillation.feature_checks import check_feature_models
-from pipeline.distillation.kv_cache import check_kv_cache
-from pipeline.distillation.open_logits import open_logits
-from pipeline.distillation.quantized import DequantizedValues, is_dequantized
-from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
-from pipeline.evaluation.model_folder import ModelFolder
-from pipeline.launch import detect
-from pipeline.metrics.tensorboard_sink import check_tensorboard
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parametrization.scaled_init import ScaledInit
+from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models import attention
+from pipeline.models.build.initial_values import InitByName, ParameterValues
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.count import ModelSize, measure
+from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import original_name
-from pipeline.models.meta import build_meta
 from pipeline.models.routers import has_experts
-from pipeline.models.stored_values import FromSafetensors
-from pipeline.models.values import InitByName, ParameterValues
-from pipeline.parallel.checks import check_layout
-from pipeline.parametrization.scaled_init import ScaledInit
-from pipeline.parametrization.scales import find_parametrization
+from pipeline.run.distillation.cached_logits import CachedLogits
+from pipeline.run.distillation.feature_checks import check_feature_models
+from pipeline.run.distillation.kv_cache import check_kv_cache
+from pipeline.run.distillation.open_logits import open_logits
+from pipeline.run.distillation.quantized import DequantizedValues, is_dequantized
+from pipeline.run.distillation.teacher import TeacherModel, teacher_run
 from pipeline.run.resume import check_run_dir
+from pipeline.runtime.launch import detect
+from pipeline.runtime.metrics.tensorboard_sink import check_tensorboard
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from headrace.base.directory import MANIFEST, Manifest, existing_parent, read_ma
 from headrace.base.errors import CheckpointError, ConfigError, DataError
 from headrace.base.section import suggest
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
-from pipeline.config.optimizers import kind_of
 from pipeline.config.renamed_keys import upgrade_keys
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.schedule import Schedule
+from pipeline.config.sections.optimizers import kind_of
 from pipeline.config.written_keys import is_allowed, written_keys
-from pipeline.launch import Rendezvous
-from pipeline.launch.missing_ranks import deadline
-from pipeline.metrics.attempts_journal import NAME as ATTEMPTS
-from pipeline.metrics.journal import NAME as JOURNAL
+from pipeline.runtime.launch import Rendezvous
+from pipeline.runtime.launch.missing_ranks import deadline
+from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
+from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
 _PATIENCE_S = 10.0
 _OF_A_RUN = (".lock", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")

@@ -16,51 +16,33 @@ from typing import Any
 
 import torch
 
-from pipeline.anomalies.guarded_step import GuardedStepper, Rollback
-from pipeline.checkpoint.restart_files import RestartFiles
+from pipeline.checkpoint.memory.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.store import Checkpoint, on_rank_zero
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import StepLoader
 from pipeline.data.skips import NO_SKIPS, Skips, skips_of
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.deepspeed.machine import check_machine
-from pipeline.faults.agreement import Agreement
-from pipeline.faults.progress import progress_from_io
-from pipeline.faults.stop import Stop, StopSignals, coordinate_exit
-from pipeline.faults.watchdog import Watchdog, run_watchdog
-from pipeline.islands.build import check_island, open_island
-from pipeline.launch import Launch, Rendezvous, detect, process_group, wait_as_spare
-from pipeline.launch.device import bind_to_gpu, set_up_allocator
-from pipeline.metrics.console import TrainingDisplay
-from pipeline.metrics.journal import Journal, read_rows
-from pipeline.metrics.memory import PeakMemory
-from pipeline.metrics.peak import peak_flops
-from pipeline.metrics.profiling import StepProfiler
-from pipeline.metrics.sinks import Sink, Sinks
-from pipeline.metrics.step_clock import StepClock
-from pipeline.metrics.stragglers import Stragglers, peers_of, report_interval
-from pipeline.metrics.tensorboard_sink import TensorBoardSink
-from pipeline.metrics.wandb_sink import WandbSink
+from pipeline.engines.parallel.compilation import compilation_clock, compiles
+from pipeline.engines.parallel.fp8 import check_fp8_device
+from pipeline.engines.parallel.mesh import Mesh, build_mesh
+from pipeline.models.build.initial_values import ReportsProgress, Zeros
+from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.flash_attention import check_flash_attention
-from pipeline.models.meta import parameter_shapes
 from pipeline.models.sdpa_order import ordered_sdpa
-from pipeline.models.values import ReportsProgress, Zeros
-from pipeline.parallel.compilation import compilation_clock, compiles
-from pipeline.parallel.fp8 import check_fp8_device
-from pipeline.parallel.mesh import Mesh, build_mesh
-from pipeline.replicas.build import open_replica
 from pipeline.run.agreed_peak import AgreedPeak
+from pipeline.run.anomalies.guarded_step import GuardedStepper, Rollback
 from pipeline.run.attempts import Attempt, locked_attempt
-from pipeline.run.balance_shares import check_compiled_shares, make_balancer
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_interval import make_interval, saves_before
 from pipeline.run.checkpoint_timer import CheckpointTimer
-from pipeline.run.distillation import make_samples
+from pipeline.run.distillation.on_rank import make_samples
 from pipeline.run.garbage import GarbageCollector
+from pipeline.run.groups.islands.build import check_island, open_island
+from pipeline.run.groups.replicas.build import open_replica
 from pipeline.run.manifest import RunManifest
-from pipeline.run.measure_stages import MeasuredStages, measure_stages
 from pipeline.run.measured import measured
 from pipeline.run.memory_checkpoints import KeptCopies, kept_copies, memory_folder
 from pipeline.run.messages import closing_line, loaded_line, opening_lines, quiet_libraries
@@ -79,6 +61,24 @@ from pipeline.run.staged_data import check_stage_space, staged_data
 from pipeline.run.step_times import StepTimes
 from pipeline.run.surroundings import Group
 from pipeline.run.trainer import Progress, Trainer
+from pipeline.run.uneven.balance_shares import check_compiled_shares, make_balancer
+from pipeline.run.uneven.measure_stages import MeasuredStages, measure_stages
+from pipeline.runtime.faults.agreement import Agreement
+from pipeline.runtime.faults.progress import progress_from_io
+from pipeline.runtime.faults.stop_signals import Stop, StopSignals, coordinate_exit
+from pipeline.runtime.faults.watchdog import Watchdog, run_watchdog
+from pipeline.runtime.launch import Launch, Rendezvous, detect, process_group, wait_as_spare
+from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
+from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.journal import Journal, read_rows
+from pipeline.runtime.metrics.memory import PeakMemory
+from pipeline.runtime.metrics.peak import peak_flops
+from pipeline.runtime.metrics.profiling import StepProfiler
+from pipeline.runtime.metrics.sinks import Sink, Sinks
+from pipeline.runtime.metrics.step_clock import StepClock
+from pipeline.runtime.metrics.stragglers import Stragglers, peers_of, report_interval
+from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink
+from pipeline.runtime.metrics.wandb_sink import WandbSink
 
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 

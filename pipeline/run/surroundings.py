@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from pipeline.checkpoint.shard_table import State
+from pipeline.checkpoint.format.shard_table import State
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
-from pipeline.faults.stop import Stop
+from pipeline.runtime.faults.stop_signals import Stop
 
 
 class HeldOutBatches(Protocol):

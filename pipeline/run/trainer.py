@@ -10,31 +10,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.base.errors import CheckpointError, TrainingError
-from pipeline.anomalies.guarded_step import GuardedStepper
+from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
-from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.store import CheckpointInfo
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.base import Engine, EvaluationSums, StepResult
-from pipeline.faults.agreement import Agreement, StepFlags
-from pipeline.faults.stop import Stop, StopSignals
-from pipeline.faults.watchdog import Watchdog
-from pipeline.launch.host_copy import HostCopy
-from pipeline.metrics.console import TrainingDisplay
-from pipeline.metrics.profiling import StepProfiler
-from pipeline.metrics.sinks import Sinks
-from pipeline.metrics.step_clock import StepClock, StepCost, Stopwatch
-from pipeline.metrics.stragglers import Stragglers
-from pipeline.metrics.units import bits_per_byte, perplexity, show_bits_per_byte
 from pipeline.run.agreed_peak import AgreedPeak
-from pipeline.run.balance_shares import ShareBalancer, shares_row
+from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
 from pipeline.run.step_times import StepTimes
 from pipeline.run.surroundings import Group, HeldOutBatches, StudentSamples
+from pipeline.run.uneven.balance_shares import ShareBalancer, shares_row
+from pipeline.runtime.faults.agreement import Agreement, StepFlags
+from pipeline.runtime.faults.stop_signals import Stop, StopSignals
+from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.runtime.launch.host_copy import HostCopy
+from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.mfu import bits_per_byte, perplexity, show_bits_per_byte
+from pipeline.runtime.metrics.profiling import StepProfiler
+from pipeline.runtime.metrics.sinks import Sinks
+from pipeline.runtime.metrics.step_clock import StepClock, StepCost, Stopwatch
+from pipeline.runtime.metrics.stragglers import Stragglers
 
 SLOW_STEP_S = 5.0
 """Seconds of a step above which it is finished before the next is begun: a stop signal should not wait for two more."""

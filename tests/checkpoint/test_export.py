@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from headrace.base.directory import read_manifest
-from pipeline.checkpoint import export as export_module
+from pipeline.checkpoint.export import export as export_module
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.models import materialize as model_materialize
+from pipeline.models.build import materialize as model_materialize
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 from tests.models.architectures import config_of
@@ -85,9 +85,9 @@ def test_the_exported_model_has_the_held_out_loss_of_the_run(run_dir: Path, toke
 
 def test_weights_are_split_into_files_of_bounded_size(run_dir: Path, tmp_path: Path) -> None:
     code = (
-        "import pipeline.checkpoint.export as e, sys; from pathlib import Path;"
-        "import pipeline.checkpoint.write_folder as w; w.SHARD_BYTES = 60_000;"
-        "from pipeline.checkpoint.find import find_checkpoint;"
+        "import pipeline.checkpoint.export.export as e, sys; from pathlib import Path;"
+        "import pipeline.checkpoint.export.write_safetensors as w; w.SHARD_BYTES = 60_000;"
+        "from pipeline.checkpoint.export.find import find_checkpoint;"
         "e.export(find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     assert warm.run("-c", code, run_dir, tmp_path / "cut").returncode == 0
@@ -113,9 +113,9 @@ import sys
 import weakref
 from pathlib import Path
 from typing import Any
-import pipeline.checkpoint.export as e
-import pipeline.checkpoint.write_folder as w
-from pipeline.checkpoint.find import find_checkpoint
+import pipeline.checkpoint.export.export as e
+import pipeline.checkpoint.export.write_safetensors as w
+from pipeline.checkpoint.export.find import find_checkpoint
 write = w.save_file
 def damage(tensors, *arguments, **named):
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].roll(1, 0)

@@ -22,14 +22,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from benchmarks.checkpoint_plan import LLAMA_70B, zero3_states
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint import metadata as metadata_module
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.division import Division, divide
-from pipeline.checkpoint.locations import Locations, MetadataWriter
-from pipeline.checkpoint.metadata import METADATA, decode_metadata, encode_metadata, read_metadata
-from pipeline.checkpoint.plan import Coordinator
-from pipeline.checkpoint.read_shards import ShardReader
-from pipeline.checkpoint.shard_table import (
+from pipeline.checkpoint.format import metadata as metadata_module
+from pipeline.checkpoint.format.metadata import METADATA, decode_metadata, encode_metadata, read_metadata
+from pipeline.checkpoint.format.shard_table import (
     CheckpointMetadata,
     State,
     decode_rows,
@@ -37,10 +33,14 @@ from pipeline.checkpoint.shard_table import (
     encode_table,
     table_of,
 )
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.checkpoint.torch_metadata import from_torch_metadata
-from pipeline.checkpoint.torch_reader import TorchReader, to_torch_metadata
-from pipeline.models.rectangle import Rectangle
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
+from pipeline.checkpoint.format.torch_reader import TorchReader, to_torch_metadata
+from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.checkpoint.write.division import Division, divide
+from pipeline.checkpoint.write.locations import Locations, MetadataWriter
+from pipeline.checkpoint.write.plan import Coordinator
+from pipeline.models.build.rectangle import Rectangle
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from headrace.base.directory import sha256_of_file
-from pipeline.checkpoint import memory_copies, memory_room
-from pipeline.checkpoint.memory_copies import MemoryCopies
-from pipeline.checkpoint.memory_folder import MemoryFolder, remove, remove_left_behind, used
-from pipeline.checkpoint.memory_room import room
+from pipeline.checkpoint.memory import memory_copies, memory_room
+from pipeline.checkpoint.memory.memory_copies import MemoryCopies
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, remove_left_behind, used
+from pipeline.checkpoint.memory.memory_room import room
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.write import write_shards
+from pipeline.checkpoint.write.write_shards import write_shards
 from tests.checkpoint.test_save import finish, info, state_of
 
 STATE = state_of(torch.randn(256, 256))

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.coverage import coverage_error, unevenly_covered
-from pipeline.checkpoint.metadata import read_metadata
-from pipeline.checkpoint.shard_table import ShardTable, StoredTensor, padded
-from pipeline.checkpoint.shards import split_flat_range
-from pipeline.models.rectangle import Rectangle
+from pipeline.checkpoint.format.coverage import coverage_error, unevenly_covered
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.checkpoint.format.shard_table import ShardTable, StoredTensor, padded
+from pipeline.checkpoint.format.shards import split_flat_range
+from pipeline.models.build.rectangle import Rectangle
 
 
 def table(shape: tuple[int, ...], shards: Sequence[Rectangle]) -> ShardTable:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.proof.compare import RESUMED
-from pipeline.proof.equivalence import ProofResult
+from pipeline.plan.proof.compare import RESUMED
+from pipeline.plan.proof.equivalence import ProofResult
 from tests.conftest import selected
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
 from tests.parity.run import failure_text, run

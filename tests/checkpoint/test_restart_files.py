@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint import memory_server, named_state
-from pipeline.checkpoint.memory_copies import MemoryCopies
-from pipeline.checkpoint.memory_folder import MemoryFolder, used
-from pipeline.checkpoint.restart_files import RestartFiles
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory import memory_server
+from pipeline.checkpoint.memory.memory_copies import MemoryCopies
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder, used
+from pipeline.checkpoint.memory.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import CheckpointStore
 from tests.checkpoint.test_save import info
-from tests.parallel.ranks import WORLD, Ranks
+from tests.engines.parallel.ranks import WORLD, Ranks
 
 ROWS, COLUMNS = 64, 512
 KEY = named_state.weight_key("w")

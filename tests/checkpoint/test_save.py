@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from headrace.base.directory import read_manifest, verify
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state, save
-from pipeline.checkpoint.read_weights import CheckpointWeights
+from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult
-from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
-from pipeline.checkpoint.write import WrittenShards
-from tests.parallel.ranks import WORLD, Ranks
+from pipeline.checkpoint.write.write_shards import WrittenShards
+from tests.engines.parallel.ranks import WORLD, Ranks
 
 ROWS = 64
 KEY = named_state.weight_key("w")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.read_weights import CheckpointWeights
-from pipeline.checkpoint.shards import NamedShard, split_flat_range
+from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.checkpoint.format.shards import NamedShard, split_flat_range
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes, resolve_batch, split_padded_batch
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}},

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.engines.deepspeed.config import deepspeed_config
 
 HPZ, REDUCED = "zero_optimization.zero_hpz_partition_size", "communication_data_type"

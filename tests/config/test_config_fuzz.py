@@ -18,11 +18,11 @@ from headrace.base.configfile import set_value
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.json_schema import keys_of, schema_of
 from pipeline.config.batch import split_padded_batch
-from pipeline.config.deepspeed_ignored import IGNORED, OTHER_NAMES
-from pipeline.config.deepspeed_keys import REFUSED, REFUSED_BF16, REFUSED_FP16, REFUSED_ZERO
+from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES
+from pipeline.config.deepspeed.keys import REFUSED, REFUSED_BF16, REFUSED_FP16, REFUSED_ZERO
 from pipeline.config.load import read_config
-from pipeline.config.rules import resolve
-from pipeline.config.schema import Config
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
 from tests.config import deepspeed_files
 from tests.conftest import tiny_config
 

@@ -10,13 +10,13 @@ import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from headrace.base.errors import CombinedConfigError, ConfigError
-from pipeline.config.auto import resolve_auto
-from pipeline.config.deepspeed_file import translate
-from pipeline.config.deepspeed_ignored import IGNORED, OTHER_NAMES
-from pipeline.config.deepspeed_keys import REFUSED_ZERO
-from pipeline.config.deepspeed_schema import ZeroSection
+from pipeline.config.deepspeed.auto import resolve_auto
+from pipeline.config.deepspeed.file import translate
+from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES
+from pipeline.config.deepspeed.keys import REFUSED_ZERO
 from pipeline.config.load import LoadedConfig, read_config
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.deepspeed import ZeroSection
 from tests import warm
 from tests.config import deepspeed_files
 from tests.conftest import tiny_config, write_config

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from headrace.base.section import Section
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.config.curve import curve_fields
 from pipeline.config.load import load_config
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.own_loop.config import load_loop_config
 from tests.conftest import ROOT, tiny_config, write_config
 

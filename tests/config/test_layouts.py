@@ -12,7 +12,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
-from pipeline.config.rules import FEATURES, LAYOUTS, resolve
+from pipeline.config.rules.resolve import FEATURES, LAYOUTS, resolve
 from tests.conftest import ROOT, tiny_config, write_config
 
 SELECTED_BY: dict[str, tuple[str, ...]] = {
@@ -169,7 +169,7 @@ def test_every_shipped_config_is_listed_and_resolves_at_its_number_of_processes(
 
 
 def test_the_70b_configs_have_the_same_curve_fields() -> None:
-    from pipeline.config.curve import curve_fields  # noqa: PLC0415
+    from pipeline.config.rules.curve import curve_fields  # noqa: PLC0415
 
     names = [name for name in shipped() if name.startswith("llama_70b")]
     runs = [resolve(load_config(ROOT / "ds_configs" / name), world_size=512) for name in names]

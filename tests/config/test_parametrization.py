@@ -8,9 +8,9 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.curve import curve_fields
-from pipeline.config.rules import resolve
-from pipeline.config.schema import Config
+from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
 
 COMPLETEP = {"parametrization": "completep", "base": {"hidden_size": 64, "num_hidden_layers": 2}}
 

@@ -13,9 +13,9 @@ from headrace.base.directory import commit, read_manifest, write_manifest
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.renamed_keys import RENAMED, upgrade_keys
-from pipeline.config.schema import Config
-from pipeline.report.facts import facts
-from pipeline.report.runs import read_run
+from pipeline.config.sections.run import Config
+from pipeline.evaluation.report.facts import facts
+from pipeline.evaluation.report.runs import read_run
 from tests import warm
 from tests.conftest import launch, losses, start, tiny_config, write_config
 

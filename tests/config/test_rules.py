@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.config.curve import curve_fields
 from pipeline.config.load import load_config
-from pipeline.config.optimizers import ADAMW
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.optimizers import ADAMW
 from tests import warm
 from tests.conftest import ROOT, tiny_config, write_config
 
@@ -122,7 +122,10 @@ def test_a_misspelt_key_is_refused_without_importing_torch_and_with_exit_code_2(
     assert done.returncode == 2
     assert "did you mean 'train_batch_size'" in done.stderr
     assert "Traceback" not in done.stderr
-    probe = "import sys, pipeline.check, pipeline.arguments; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    probe = (
+        "import sys, pipeline.plan.check, pipeline.runtime.launch.arguments;"
+        " sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 

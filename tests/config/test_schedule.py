@@ -10,7 +10,7 @@ import torch
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.schedule import Schedule, make_schedule
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}},

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.shares import ShareRule, largest_remainder
 from tests.conftest import tiny_config, write_config
 

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
-from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.config.stage_devices import StageDevices
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.rules.stage_devices import StageDevices
 from tests.conftest import tiny_config, write_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.topology import AXES, Topology
+from pipeline.config.topology import AXES, Topology
 
 SIZES = st.integers(1, 4)
 

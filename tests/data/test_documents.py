@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
 from pipeline.config.batch import BatchSizes
-from pipeline.config.data_schema import DataSection, SourceSection
+from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data.documents import find_boundaries
 from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
 from pipeline.data.mixture import DataMixture, open_mixture

@@ -15,7 +15,7 @@ from data_prep.packing.pack import pack
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.data_schema import DataSection
+from pipeline.config.sections.data import DataSection
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.trained_sample import trained_documents

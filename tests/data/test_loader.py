@@ -12,7 +12,7 @@ import torch
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.batch import BatchSizes
-from pipeline.config.data_schema import DataSection, SourceSection
+from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader, heldout_batches
 from pipeline.data.mixture import DataMixture, open_mixture

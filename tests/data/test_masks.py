@@ -14,7 +14,7 @@ from data_prep.formats.maskfile import MASK, open_mask
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.batch import BatchSizes
-from pipeline.config.data_schema import DataSection
+from pipeline.config.sections.data import DataSection
 from pipeline.data import dataset as dataset_module
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import IGNORE, StepLoader, heldout_batches

@@ -33,7 +33,7 @@ def asked(command: Sequence[str], directory: Path, log: Path, **env: str) -> int
 FIRST_BATCH = """
 import sys
 import numpy as np
-from pipeline.config.data_schema import DataSection, SourceSection
+from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data.mixture import open_mixture
 data = DataSection(sources=(SourceSection(path=sys.argv[1]),), sequence_length=32)
 mixture = open_mixture(data, seed=5, stat_files=sys.argv[2] == "0")
@@ -53,7 +53,7 @@ def test_a_first_batch_opens_no_more_shards_than_it_has_samples(tmp_path: Path, 
 PREPARE = """
 import sys
 from pipeline.config.load import load_config
-from pipeline.config.rules import resolve
+from pipeline.config.rules.resolve import resolve
 from pipeline.run.prepare import prepare
 prepare(resolve(load_config(sys.argv[1]), world_size=2))
 """

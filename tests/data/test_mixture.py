@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.curve import curve_fields
-from pipeline.config.data_rules import check_data
-from pipeline.config.data_schema import DataSection
 from pipeline.config.load import load_config
-from pipeline.config.rules import resolve
+from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.data import check_data
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.data import DataSection
 from pipeline.data.loader import StepLoader
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
-from pipeline.data.order import MixtureStage, SampleOrder
+from pipeline.data.sample_order import MixtureStage, SampleOrder
 from tests.conftest import make_tokens, text_folders, tiny_config, write_config
 
 T = 32

@@ -19,7 +19,7 @@ from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.data_schema import DataSection
+from pipeline.config.sections.data import DataSection
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.files import OpenFiles
 from pipeline.data.loader import StepLoader

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import DataError
-from pipeline.data.order import MixtureStage, SampleOrder
+from pipeline.data.sample_order import MixtureStage, SampleOrder
 
 FAR = 10**9
 """A sample deep in a run: 2e12 tokens in samples of 2,048."""

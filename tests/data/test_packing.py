@@ -26,14 +26,14 @@ from headrace.base.directory import read_manifest, verify
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.data_schema import DataSection
+from pipeline.config.sections.data import DataSection
 from pipeline.data.document_slices import document_slices
 from pipeline.data.documents import find_boundaries
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.packed import PackedDataset
 from tests.conftest import make_tokens
-from tests.evaluation import small
+from tests.evaluation.heldout import small
 
 T, LOOK_AHEAD = 32, 40
 STOPPED_AT_WORK = """

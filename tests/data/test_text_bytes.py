@@ -11,7 +11,7 @@ from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
 from headrace.base.section import parse
-from pipeline.config.data_schema import DataSection
+from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_heldout, open_mixture
 from pipeline.data.text_bytes import text_bytes
 from tests.conftest import make_tokens

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from tests.faults.campaign.injections import can_mount
+from tests.runtime.faults.campaign.injections import can_mount
 
 EXIT_TIMEOUT_S = 30.0
 """Seconds in which all processes must exit after a fault."""

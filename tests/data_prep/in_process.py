@@ -7,7 +7,7 @@ from typing import Any
 
 from data_prep.chat.encoder import open_chat_encoder
 from data_prep.config.corpus import load
-from data_prep.dedup.signatures import open_minhasher
+from data_prep.dedup.minhash_task import open_minhasher
 from data_prep.executors.base import attempt_task
 from data_prep.job import phases, prepare
 from data_prep.task import Counts

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError
-from pipeline.config.data_schema import DataSection
+from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_heldout, open_mixture
 from tests.data_prep.in_process import run_job
 

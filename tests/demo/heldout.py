@@ -23,8 +23,8 @@ from data_prep.formats.tokenfile import TokenFileWriter, dtype_for, shard_name, 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.directory import commit, staging_path
 from pipeline.data.dataset import TokenDataset
-from pipeline.evaluation.heldout import HeldOut, evaluate
-from pipeline.evaluation.loading import load_model, pick_device
+from pipeline.evaluation.heldout.heldout_loss import HeldOut, evaluate
+from pipeline.models.folder.loading import load_model, pick_device
 
 FILE = Path(__file__).with_name("heldout.jsonl.zst")
 

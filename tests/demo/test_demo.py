@@ -8,10 +8,10 @@ import pytest
 
 from data_prep.hashing import HELDOUT, content_hashes, select_fraction
 from headrace.base.section import parse
+from pipeline.compress.recipe.config import RecipeConfig
+from pipeline.compress.recipe.steps import plan_steps
 from pipeline.config.load import load_config
-from pipeline.config.rules import resolve
-from pipeline.recipe.config import RecipeConfig
-from pipeline.recipe.steps import plan_steps
+from pipeline.config.rules.resolve import resolve
 from tests.conftest import ROOT
 from tests.demo.heldout import documents
 

@@ -23,21 +23,21 @@ from torch._dynamo.utils import counters
 
 from headrace.base.section import parse
 from pipeline.checkpoint import named_state
-from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.config.schema import Config
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.rules.shares import share_rule
+from pipeline.config.sections.run import Config
 from pipeline.config.shares import Shares
-from pipeline.config.shares_rules import share_rule
+from pipeline.config.topology import sequence_chunks
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.build.initial_values import InitByName, OwnBuffers, ParameterValues
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.models.meta import build_meta
-from pipeline.models.rectangle import Rectangle
-from pipeline.models.values import InitByName, OwnBuffers, ParameterValues
-from pipeline.topology import sequence_chunks
 from tests.parity.matrix import model_of
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schema import CompileSection
-from pipeline.parallel.compilation import check_compile
+from pipeline.config.sections.run import CompileSection
+from pipeline.engines.parallel.compilation import check_compile
 from tests.engines.comparison import assert_within_tolerance, compare_selected, layout, layout_params
 
 AOT = {"compile": {"enabled": True, "backend": "aot_eager"}}

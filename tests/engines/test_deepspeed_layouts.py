@@ -12,7 +12,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.schema import Config
+from pipeline.config.sections.run import Config
 from pipeline.engines.deepspeed.machine import check_machine
 from tests.engines.comparison import assert_within_tolerance, compare_layouts, compare_selected, layout, layout_params
 

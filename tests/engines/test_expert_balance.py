@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.metrics.journal import read_rows
 from pipeline.models.routers import BIAS as BUFFER
+from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 from tests.engines.comparison import FP32, assert_within_tolerance, compare_selected, layout, layout_params

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from pipeline.engines.torch_native.units import layer_units, units_of
-from pipeline.models.meta import build_meta
-from pipeline.parallel.stages import StageLayers, keep_stage
+from pipeline.engines.parallel.stages import StageLayers, keep_stage
+from pipeline.engines.torch_native.fsdp_units import layer_units, units_of
+from pipeline.models.build.meta import build_meta
 
 _HEADS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 64}
 _BLOCKS = ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"]

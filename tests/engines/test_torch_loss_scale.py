@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import TrainingError
-from pipeline.config.deepspeed_schema import Fp16Section
+from pipeline.config.sections.deepspeed import Fp16Section
 from pipeline.engines.loss_scale import LossScaler
 
 

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.kernels import attention_backward, attention_forward
 from pipeline.models.attention import attend, repeat_heads
 from pipeline.models.flash_attention import check_flash_attention
 from pipeline.models.masks import AttentionMask, make_mask, make_part_mask
-from pipeline.parallel.kernels import attention_backward, attention_forward
 from tests.gpu.device import DEVICE, MARKS, difference, needs_cuda
 
 pytestmark = MARKS

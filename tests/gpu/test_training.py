@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pipeline.checkpoint import named_state
-from pipeline.config.deepspeed_schema import OptimizerSection
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.deepspeed import OptimizerSection
 from pipeline.data.loader import MicroBatch
-from pipeline.launch import detect, process_group
-from pipeline.optim.build import build_optimizer
+from pipeline.engines.optim.build import build_optimizer
+from pipeline.runtime.launch import detect, process_group
 from tests.engines.layout_worker import LAST, SAVED, Curve, largest_difference, make_engine, resolved, train
 from tests.gpu.device import DEVICE, MARKS, needs_cuda
 
@@ -98,7 +98,7 @@ def test_fsdp2_on_one_device_follows_the_plain_engine(
     expected: Curve, monkeypatch: pytest.MonkeyPatch, dtype: str, tolerance: float, compiled: bool
 ) -> None:
     from pipeline.engines import build  # noqa: PLC0415
-    from pipeline.parallel.mesh import Mesh  # noqa: PLC0415
+    from pipeline.engines.parallel.mesh import Mesh  # noqa: PLC0415
 
     keys = {"bf16": {"enabled": dtype == "bf16"}, "compile": {"enabled": compiled}}
     run = resolved({"engine": "torch", "zero_optimization": {"stage": 3}, **keys}, processes=1)

@@ -11,7 +11,7 @@ import pytest
 
 import headrace
 from headrace.base.errors import ConfigError, DataError, TrainingError
-from pipeline.status.run import RunStatus
+from pipeline.cluster.status.run import RunStatus
 from tests.conftest import text_folders, tiny_config, write_config
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.machine import Machine
 from tests.conftest import ROOT
 from tests.k8s.manifests import document, jobs_of
+from tests.virtual_cluster.machine import Machine
 
 FOLDER = "overlays/cpu-small/train"
 _PORT = "29400"

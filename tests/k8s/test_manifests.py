@@ -14,7 +14,7 @@ from data_prep.config.corpus import CorpusConfig
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
 from headrace.base.section import parse
 from pipeline.config.load import load_config
-from pipeline.config.rules import resolve
+from pipeline.config.rules.resolve import resolve
 from tests.conftest import ROOT
 from tests.k8s.manifests import FOLDERS, K8S, build, check, document, documents, jobs_of, misspelt, need_kubectl
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import missing_requirements
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.k8s.manifests import need_kubectl
 from tests.k8s.pods import Pods, command_of_manifest
+from tests.virtual_cluster.cluster import missing_requirements
 
 NAMESPACES = missing_requirements()
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(NAMESPACES is not None, reason=str(NAMESPACES))]

@@ -9,11 +9,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.materialize import materialize
-from pipeline.models.meta import build_meta
-from pipeline.models.values import InitByName
-from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.models.build.initial_values import InitByName
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta
 
 V, T = 96, 24
 

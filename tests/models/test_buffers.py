@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from pipeline.checkpoint.read_weights import CheckpointWeights
-from pipeline.models.buffers import buffer_shapes, computed_buffers, persistent_buffers
-from pipeline.models.materialize import materialize
-from pipeline.models.meta import build_meta, parameter_shapes
-from pipeline.models.stored_values import FromSafetensors
-from pipeline.models.values import InitByName
-from pipeline.proof.case import Case
-from pipeline.proof.tokens import write_tokens
+from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.models.build.buffers import buffer_shapes, computed_buffers, persistent_buffers
+from pipeline.models.build.initial_values import InitByName
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta, parameter_shapes
+from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.plan.proof.case import Case
+from pipeline.plan.proof.tokens import write_tokens
 from tests.parity.run import launch
 
 V = 64

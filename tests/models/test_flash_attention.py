@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.models.build.meta import build_meta
 from pipeline.models.flash_attention import check_flash_attention, unfit
-from pipeline.models.meta import build_meta
 from tests.engines.layout_worker import resolved
 
 VERSIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -47,7 +47,7 @@ def test_fp32_is_refused() -> None:
     model = {"model": {}, "bf16": {"enabled": False}}
     run = resolved(model, processes=1)  # the layout without it is legal
     assert run.config.model.attn_implementation == "sdpa"
-    from pipeline.config.layout_rules import check_layout  # noqa: PLC0415
+    from pipeline.config.rules.layout import check_layout  # noqa: PLC0415
 
     section = run.config.model.model_copy(update={"attn_implementation": "flash_attention_3"})
     with pytest.raises(ConfigError, match="take 16-bit numbers"):

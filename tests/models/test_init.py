@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from pipeline.models import counter
-from pipeline.models.materialize import materialize
-from pipeline.models.meta import build_meta, parameter_shapes
-from pipeline.models.recorded_init import Fill, recorded_fills
-from pipeline.models.rectangle import Rectangle
-from pipeline.models.values import InitByName, Zeros
+from pipeline.models.build import counter
+from pipeline.models.build.initial_values import InitByName, Zeros
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta, parameter_shapes
+from pipeline.models.build.recorded_init import Fill, recorded_fills
+from pipeline.models.build.rectangle import Rectangle
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
 FAMILIES: dict[str, dict[str, Any]] = {

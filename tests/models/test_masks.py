@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from pipeline.engines.parallel import kernels
+from pipeline.engines.parallel.kernels import attention_forward
 from pipeline.models.attention import AttentionContext, attention_windows, make_context
 from pipeline.models.masks import BLOCK, CAUSAL, FULL, AttentionMask, _allowed, make_mask, make_part_mask
-from pipeline.parallel import kernels
-from pipeline.parallel.kernels import attention_forward
 from tests.models.architectures import config_of
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.models.meta import build_meta
-from pipeline.models.scale import scale, section_of
+from pipeline.models.build.meta import build_meta
+from pipeline.models.resize.scale import scale, section_of
 
 LARGE: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32},

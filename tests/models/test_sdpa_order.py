@@ -13,7 +13,7 @@ from pipeline.models.sdpa_order import ordered_sdpa, sdpa_order
 from tests.conftest import ROOT
 
 SETS = """
-import pipeline.fake_gpu.device, torch
+import pipeline.plan.fake_gpu.device, torch
 from pipeline.models.sdpa_order import ordered_sdpa
 before = torch._C._get_sdp_priority_order()
 with ordered_sdpa(torch.device("cuda", 0)) as line:

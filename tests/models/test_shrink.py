@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from pipeline.models.materialize import materialize
-from pipeline.models.meta import build_meta
-from pipeline.models.shrink import shrink
-from pipeline.parallel.architecture_check import RandomValues
+from pipeline.engines.parallel.architecture_check import RandomValues
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta
+from pipeline.models.resize.shrink import shrink
 
 REAL: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80},

@@ -14,17 +14,17 @@ from transformers import AutoConfig, MixtralConfig
 
 from headrace.base.directory import Manifest
 from headrace.base.errors import ConfigError, DataError
-from pipeline.checkpoint.trained_model import trained_config
-from pipeline.config.schema import ModelSection
+from pipeline.checkpoint.export.trained_model import trained_config
+from pipeline.config.sections.run import ModelSection
+from pipeline.models.build.initial_values import InitByName
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.count import measure
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.layers import attention_widths, keep_layers, original_name
-from pipeline.models.materialize import materialize
-from pipeline.models.meta import build_meta
 from pipeline.models.padding import check_padded_positions
-from pipeline.models.rectangle import Rectangle
-from pipeline.models.stored_values import FromSafetensors
-from pipeline.models.values import InitByName
 from pipeline.run.prepare import described
 
 TOKENIZER: dict[str, Any] = {"vocab_size": 300, "bos_id": None, "eos_id": 0, "pad_id": None}

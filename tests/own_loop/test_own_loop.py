@@ -14,8 +14,8 @@ from safetensors.torch import load_model
 from torch import nn
 
 from headrace.base.directory import read_manifest
-from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
 from pipeline.config.schedule import schedule_from_section
+from pipeline.config.sections.deepspeed import SchedulerParams, SchedulerSection
 from tests import warm
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.rules import resolve
-from pipeline.config.schema import Config
-from pipeline.proof.case import Case
-from pipeline.proof.shrunk_run import reference_config, with_precision
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
+from pipeline.plan.proof.case import Case
+from pipeline.plan.proof.shrunk_run import reference_config, with_precision
 
 MOST_RANKS = 8
 SAMPLES = 8

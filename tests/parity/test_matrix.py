@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.proof.equivalence import ProofResult
+from pipeline.plan.proof.equivalence import ProofResult
 from tests.parity.choice import gating, gating_curves, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
 from tests.parity.matrix import LAYOUT, LONG, NUMBERS, SHORT, is_legal, name_of
 from tests.parity.run import failure_text, run

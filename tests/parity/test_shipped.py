@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load_config
-from pipeline.config.rules import resolve
-from pipeline.proof.case import Case
-from pipeline.proof.equivalence import ProofResult, check_equivalence
-from pipeline.proof.shrunk_run import SEQUENCE, VOCABULARY, ShrunkRun, shrink_run
-from pipeline.proof.tokens import write_tokens
+from pipeline.config.rules.resolve import resolve
+from pipeline.plan.proof.case import Case
+from pipeline.plan.proof.equivalence import ProofResult, check_equivalence
+from pipeline.plan.proof.shrunk_run import SEQUENCE, VOCABULARY, ShrunkRun, shrink_run
+from pipeline.plan.proof.tokens import write_tokens
 from tests.config.test_layouts import shipped
 from tests.conftest import ROOT
 from tests.parity.run import failure_text, launch

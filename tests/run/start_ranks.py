@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from headrace.base.cli import guarded, leave
-from pipeline.config.schema import LaunchSection, WatchdogSection
-from pipeline.faults.watchdog import run_watchdog
-from pipeline.launch import detect, group, process_group, store
-from pipeline.launch.group import free_port
-from pipeline.parallel.mesh import Mesh
+from pipeline.config.sections.run import LaunchSection, WatchdogSection
+from pipeline.config.topology import Topology
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.run import preflight, resume
-from pipeline.topology import Topology
+from pipeline.runtime.faults.watchdog import run_watchdog
+from pipeline.runtime.launch import detect, group, process_group, store
+from pipeline.runtime.launch.group import free_port
 
 RANKS = 4
 TIMEOUT_S = 8.0

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from headrace.base.section import parse
-from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.config.schema import Config
-from pipeline.metrics.stragglers import report_interval, report_seconds
-from pipeline.run.advice import advice
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.run.before.advice import advice
 from pipeline.run.prepare import prepare
+from pipeline.runtime.metrics.stragglers import report_interval, report_seconds
 from tests.conftest import make_tokens, tiny_config
 
 

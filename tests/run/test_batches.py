@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from headrace.base.section import parse
-from pipeline.config.rules import resolve
-from pipeline.config.schema import Config
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
 from pipeline.data.skips import Skip, Skips
 from pipeline.run.batches import RankBatches
 from pipeline.run.prepare import prepare

@@ -13,11 +13,11 @@ import pytest
 from headrace.base.errors import ConfigError
 from pipeline.config.checkpoint_rules import check_checkpoints
 from pipeline.config.load import load_config
-from pipeline.config.schema import RunSection
-from pipeline.failures.model import HOUR, LLAMA_NODE_MTBF_S, daly_interval_s
-from pipeline.metrics.journal import read_rows
+from pipeline.config.sections.run import RunSection
 from pipeline.run.checkpoint_interval import FIRST_S, AutoInterval, make_interval
 from pipeline.run.checkpoint_timer import CheckpointTimer
+from pipeline.runtime.goodput.failures.model import HOUR, LLAMA_NODE_MTBF_S, daly_interval_s
+from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import ROOT, launch, tiny_config, write_config
 
 KILLED = """

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema import RunSection
-from pipeline.metrics.journal import read_rows
+from pipeline.config.sections.run import RunSection
 from pipeline.run.checkpoint_timer import DEFAULT_MINUTES, CheckpointTimer
+from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import ROOT, launch, tiny_config, write_config
 
 KILLED = """

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from pipeline.data.loader import IGNORE
 from pipeline.engines.objective import CrossEntropy
-from pipeline.launch import Launch
-from pipeline.launch.group import free_port
-from pipeline.launch.rendezvous import RUN_FINISHED, RUN_STOPPED
-from pipeline.launch.store import open_rendezvous
+from pipeline.runtime.launch import Launch
+from pipeline.runtime.launch.group import free_port
+from pipeline.runtime.launch.rendezvous import RUN_FINISHED, RUN_STOPPED
+from pipeline.runtime.launch.store import open_rendezvous
 from tests.conftest import ROOT, command_line, entry_point, launch, losses, start, tiny_config, write_config
 from tests.engines.comparison import FP32, assert_within_tolerance, compare_layouts, layout
 
@@ -270,8 +270,8 @@ def test_nproc_starts_no_process_without_a_place(work: Path) -> None:
 
 STAND_BY = """
 import sys
-from pipeline.config.schema import LaunchSection
-from pipeline.launch import Launch, wait_as_spare
+from pipeline.config.sections.run import LaunchSection
+from pipeline.runtime.launch import Launch, wait_as_spare
 launch = Launch(sys.argv[2], 2, 3, 2, f"127.0.0.1:{sys.argv[1]}")
 wait_as_spare(launch, processes=2, config=LaunchSection(timeout=float(sys.argv[3])))
 """

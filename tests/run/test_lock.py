@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.run.lock import exclusive_run
+from pipeline.runtime.launch.run_lock import exclusive_run
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

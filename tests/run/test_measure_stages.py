@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.stage_devices import StageDevices
-from pipeline.metrics.journal import read_rows
-from pipeline.parallel.partition import pipeline_stages
-from pipeline.run.measure_stages import relative_speeds, slowest_of_pipeline_ranks
-from pipeline.topology import Topology
+from pipeline.config.rules.stage_devices import StageDevices
+from pipeline.config.topology import Topology
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.run.uneven.measure_stages import relative_speeds, slowest_of_pipeline_ranks
+from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import ROOT, entry_point, launch, losses, tiny_config, write_config
+from tests.engines.parallel.layouts import resolved
 from tests.models.architectures import meta_of
-from tests.parallel.layouts import resolved
 
 
 def test_speeds_are_those_of_the_slowest_device_of_a_pipeline_rank() -> None:

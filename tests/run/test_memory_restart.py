@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.memory_folder import MemoryFolder
-from pipeline.checkpoint.naming import finished_checkpoints
-from pipeline.metrics.attempts_journal import read_events
-from pipeline.metrics.journal import read_rows
-from pipeline.status.run import read_status
-from pipeline.status.text import lines_of
+from pipeline.checkpoint.format.naming import finished_checkpoints
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder
+from pipeline.cluster.status.run import read_status
+from pipeline.cluster.status.text import lines_of
+from pipeline.runtime.metrics.attempts_journal import read_events
+from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import command_line, launch, losses, start, tiny_config, write_config
 
 pytestmark = pytest.mark.integration

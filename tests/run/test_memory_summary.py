@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.parallel.footprint import footprint_of
-from pipeline.parallel.memory import peak_memory
-from pipeline.run.memory_summary import memory_bytes, memory_entries
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.engines.sizes.memory import peak_memory
+from pipeline.run.before.memory_summary import memory_bytes, memory_entries
 from tests import warm
 from tests.conftest import tiny_config, write_config
-from tests.fake_gpu.cells import shipped_cases
-from tests.fake_gpu.document import built
+from tests.plan.fake_gpu.cells import shipped_cases
+from tests.plan.fake_gpu.document import built
 
 
 def test_a_size_has_a_unit_and_is_refused_without() -> None:

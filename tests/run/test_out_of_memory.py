@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.faults.report import read_faults
-from pipeline.metrics.attempts_journal import read_events
-from pipeline.run.memory_summary import memory_entries
+from pipeline.run.before.memory_summary import memory_entries
 from pipeline.run.out_of_memory import fitting_change, memory_of, own_peak
+from pipeline.runtime.faults.report import read_faults
+from pipeline.runtime.metrics.attempts_journal import read_events
 from tests import warm
 from tests.conftest import ROOT, tiny_config, write_config
-from tests.fake_gpu.cells import shipped_cases
-from tests.fake_gpu.document import built
+from tests.plan.fake_gpu.cells import shipped_cases
+from tests.plan.fake_gpu.document import built
 
 CASE = "llama_8b_8gpu.json"
 
@@ -96,7 +96,10 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_as_that(tmp_pat
             "kept = b'x' * (400 << 20) if os.environ['RANK'] == '1' else time.sleep(60)\n"
         )
         (tmp_path / "greedy.py").write_text(greedy)
-        code = "import sys; from pipeline.launch.local import supervise; sys.exit(supervise(sys.argv[1:], processes=2))"
+        code = (
+            "import sys; from pipeline.runtime.launch.local import supervise; "
+            "sys.exit(supervise(sys.argv[1:], processes=2))"
+        )
         command = [sys.executable, "-c", code, sys.executable, str(tmp_path / "greedy.py")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
     finally:

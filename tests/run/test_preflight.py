@@ -118,7 +118,7 @@ def test_only_a_stopped_rank_of_the_same_launcher_is_killed(monkeypatch: pytest.
     # torchrun and deepspeed would wait 30 s for it
     own = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    kill = "from pipeline.launch import missing_ranks; missing_ranks.kill_stopped([1, 3])"
+    kill = "from pipeline.runtime.launch import missing_ranks; missing_ranks.kill_stopped([1, 3])"
     ranks = {"1": stop, "2": stop, "3": "import time; time.sleep(600)"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)

@@ -10,15 +10,15 @@ import torch
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.config.schema import Config
+from pipeline.cluster.status.run import read_status
+from pipeline.cluster.status.text import lines_of
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
 from pipeline.config.shares import Shares
-from pipeline.metrics.compute_clock import ComputeClock
-from pipeline.metrics.journal import read_rows
-from pipeline.run.balance_shares import check_compiled_shares, slowest_of_data_ranks
-from pipeline.status.run import read_status
-from pipeline.status.text import lines_of
-from pipeline.topology import Topology
+from pipeline.config.topology import Topology
+from pipeline.run.uneven.balance_shares import check_compiled_shares, slowest_of_data_ranks
+from pipeline.runtime.metrics.compute_clock import ComputeClock
+from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import ROOT, entry_point, launch, losses, tiny_config, write_config
 

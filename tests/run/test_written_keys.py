@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import CheckpointError, ConfigError
-from pipeline.config.curve import curve_fields
 from pipeline.config.load import load_config
 from pipeline.config.renamed_keys import upgrade_keys
-from pipeline.config.rules import resolve
-from pipeline.config.schema import Config
+from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
 from pipeline.config.written_keys import written_keys
 from pipeline.run.resume import refuse_other_curve
 from tests.conftest import tiny_config, write_config

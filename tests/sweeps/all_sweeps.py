@@ -9,21 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from tests.cluster import strikes, struck_chain
 from tests.conftest import ROOT, make_tokens, text_folders
-from tests.consumers import cells as cells_of_compress
 from tests.data_prep import campaign as data_prep_campaign
-from tests.fake_gpu import cells as fake_gpu
-from tests.faults.campaign.driver import Campaign, violations_of
-from tests.faults.campaign.injections import FAULTS
-from tests.faults.campaign.layouts import LAYOUTS
-from tests.islands import struck
+from tests.evaluation.consumers import cells as cells_of_compress
 from tests.parity.choice import full
 from tests.parity.matrix import name_of
 from tests.parity.run import failure_text, run
+from tests.plan.fake_gpu import cells as fake_gpu
+from tests.run.groups.islands import struck
+from tests.runtime.faults.campaign.driver import Campaign, violations_of
+from tests.runtime.faults.campaign.injections import FAULTS
+from tests.runtime.faults.campaign.layouts import LAYOUTS
 from tests.sweeps.families import families as every_family
 from tests.sweeps.run_families import run_family
 from tests.sweeps.sweep import STATE, Sweep
+from tests.virtual_cluster import strikes, struck_chain
 
 Outcomes = Mapping[str, tuple[bool, str]]
 FAULTS_EACH = 10

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shard_files import ShardFiles
-from pipeline.checkpoint.shard_table import State
-from pipeline.checkpoint.shards import NamedShard
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.checkpoint.store import raise_on_all_ranks
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
@@ -36,12 +36,12 @@ from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import LocalState, collect_local_state, replicas, restore_local_state
 from pipeline.engines.loss_scale import LossScaler
-from pipeline.launch.host_copy import to_device
-from pipeline.optim.groups import set_learning_rate
-from pipeline.parallel.assemble import LocalModel
-from pipeline.parallel.decoder import Decoder
-from pipeline.parallel.expert_balance import make_balancer
-from pipeline.parallel.mesh import Mesh
+from pipeline.engines.optim.groups import set_learning_rate
+from pipeline.engines.parallel.assemble import LocalModel
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.expert_balance import make_balancer
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.runtime.launch.host_copy import to_device
 
 
 class DeepSpeedBase(TrainsStepByStep):

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 
 _NEVER = 1 << 62
 """Steps between DeepSpeed's own progress lines: its default is 10, and the training loop logs the same numbers."""

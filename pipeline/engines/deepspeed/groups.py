@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from pipeline.parallel.mesh import Mesh
+from pipeline.engines.parallel.mesh import Mesh
 
 
 class ModelParallelUnit:

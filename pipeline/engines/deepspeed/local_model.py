@@ -12,14 +12,14 @@ import torch
 from deepspeed.utils import groups
 from torch import nn
 
-from pipeline.config.rules import ResolvedRun
-from pipeline.models.materialize import materialize
-from pipeline.models.rectangle import Rectangle
-from pipeline.models.values import ParameterValues
-from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
-from pipeline.parallel.expert_balance import ExpertBalancer
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.stages import StageLayers
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemble
+from pipeline.engines.parallel.expert_balance import ExpertBalancer
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.stages import StageLayers
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.rectangle import Rectangle
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.deepspeed.replicated import NormScope, ReplicatedOptimizer
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.groups import UpdateScale, parameter_groups, without_empty_groups
-from pipeline.parallel.assemble import LocalModel
+from pipeline.engines.optim.build import build_optimizer
+from pipeline.engines.optim.groups import UpdateScale, parameter_groups, without_empty_groups
+from pipeline.engines.parallel.assemble import LocalModel
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 

@@ -22,7 +22,8 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.topology import Topology
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
@@ -42,13 +43,12 @@ from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import reset_optimizer_state
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.values import ParameterValues
-from pipeline.parallel.assemble import LocalModel
-from pipeline.parallel.decoder import Decoder
-from pipeline.parallel.mesh import Mesh, tied_weights_group
-from pipeline.parallel.partition import pipeline_stages
-from pipeline.parallel.stages import is_tied
-from pipeline.topology import Topology
+from pipeline.engines.parallel.assemble import LocalModel
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.stages import is_tied
+from pipeline.models.build.initial_values import ParameterValues
 
 _EVALUATION_MICRO_BATCHES = 32
 """Micro-batches per pipeline schedule in an evaluation, with a bubble of pp - 1."""

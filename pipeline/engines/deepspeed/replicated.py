@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config.deepspeed_schema import OptimizerSection
+from pipeline.config.sections.deepspeed import OptimizerSection
 from pipeline.engines.common import master_weight
 from pipeline.engines.loss_scale import update_factor
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.groups import UpdateScale, parameter_groups
-from pipeline.optim.state import ensure_all_states
-from pipeline.parallel.assemble import LocalModel
-from pipeline.parallel.tensor import all_reduce_gradients
+from pipeline.engines.optim.build import build_optimizer
+from pipeline.engines.optim.groups import UpdateScale, parameter_groups
+from pipeline.engines.optim.state import ensure_all_states
+from pipeline.engines.parallel.assemble import LocalModel
+from pipeline.engines.parallel.tensor import all_reduce_gradients
 
 
 @dataclass(frozen=True)

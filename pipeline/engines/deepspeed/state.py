@@ -19,14 +19,14 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.config.optimizers import OptimizerKind
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.engines.base import Replica
 from pipeline.engines.deepspeed.offload import is_swapped, swapped_in
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
-from pipeline.optim.state import ensure_state, set_step_counter, step_counter
-from pipeline.parallel.assemble import LocalModel
-from pipeline.parallel.mesh import Mesh
+from pipeline.engines.optim.state import ensure_state, set_step_counter, step_counter
+from pipeline.engines.parallel.assemble import LocalModel
+from pipeline.engines.parallel.mesh import Mesh
 
 _WEIGHT = "weight"
 

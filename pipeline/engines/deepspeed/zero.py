@@ -10,7 +10,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
@@ -30,10 +30,10 @@ from pipeline.engines.deepspeed.local_model import Zero3, build_local_model
 from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.state import reset_optimizer_state
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.values import ParameterValues
-from pipeline.parallel.compilation import compiles
-from pipeline.parallel.conditional_modules import conditional_blocks
-from pipeline.parallel.mesh import Mesh
+from pipeline.engines.parallel.compilation import compiles
+from pipeline.engines.parallel.conditional_modules import conditional_blocks
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.models.build.initial_values import ParameterValues
 
 
 class DeepSpeedZero(DeepSpeedBase):

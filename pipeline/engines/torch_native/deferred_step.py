@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pipeline.engines.base import PendingStep, StepOutcome, StepResult, UpdateLimits
 from pipeline.engines.loss_scale import LossScaler
-from pipeline.launch.host_copy import HostCopy
-from pipeline.optim.groups import set_learning_rate
-from pipeline.parallel.expert_balance import ExpertBalancer
+from pipeline.engines.optim.groups import set_learning_rate
+from pipeline.engines.parallel.expert_balance import ExpertBalancer
+from pipeline.runtime.launch.host_copy import HostCopy
 
 
 @dataclass(frozen=True)

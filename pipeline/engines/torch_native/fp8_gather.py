@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.config.schema import Fp8Section
-from pipeline.parallel.decoder import Decoder
+from pipeline.config.sections.run import Fp8Section
+from pipeline.engines.parallel.decoder import Decoder
 
 
 def gather_in_fp8(decoder: Decoder, section: Fp8Section, *, shards: int) -> None:
@@ -28,7 +28,7 @@ def gather_in_fp8(decoder: Decoder, section: Fp8Section, *, shards: int) -> None
     """
     if not (section.enabled and section.fsdp_all_gather):
         return
-    from pipeline.parallel.fp8_products import Float8Scaling, Fp8Linear, Fp8RowwiseLinear  # noqa: PLC0415
+    from pipeline.engines.parallel.fp8_products import Float8Scaling, Fp8Linear, Fp8RowwiseLinear  # noqa: PLC0415
 
     names = {id(parameter): name for name, parameter in decoder.parameters_by_name().items()}
     for module in list(decoder.modules()):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.tensor import all_reduce_gradients
 from pipeline.engines.torch_native.sharding import ParameterShard
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.tensor import all_reduce_gradients
 
 
 @torch.no_grad()

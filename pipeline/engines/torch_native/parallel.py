@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shard_files import ShardFiles
-from pipeline.checkpoint.shard_table import State
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.config.rules import ResolvedRun
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.shard_files import ShardFiles
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
@@ -31,6 +31,15 @@ from pipeline.engines.base import (
 from pipeline.engines.common import model_dtype, samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.optim.build import build_optimizer
+from pipeline.engines.optim.groups import parameter_groups
+from pipeline.engines.optim.state import ensure_all_states
+from pipeline.engines.parallel.assemble import assemble
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.expert_balance import make_balancer
+from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.stages import StageLayers, is_tied
 from pipeline.engines.torch_native import gradients
 from pipeline.engines.torch_native.deferred_step import DeferredStep, decide
 from pipeline.engines.torch_native.exchange import ExchangedGradients
@@ -39,17 +48,8 @@ from pipeline.engines.torch_native.fp8_gather import refresh_scales
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from pipeline.engines.torch_native.sharding import ParameterShard, Sharding, reshard, shard_decoder
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
-from pipeline.launch.host_copy import to_device
-from pipeline.models.values import ParameterValues
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.groups import parameter_groups
-from pipeline.optim.state import ensure_all_states
-from pipeline.parallel.assemble import assemble
-from pipeline.parallel.decoder import Decoder
-from pipeline.parallel.expert_balance import make_balancer
-from pipeline.parallel.mesh import Mesh, tied_weights_group
-from pipeline.parallel.partition import pipeline_stages
-from pipeline.parallel.stages import StageLayers, is_tied
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.runtime.launch.host_copy import to_device
 
 
 class TorchParallel(TrainsStepByStep, ExchangedGradients):

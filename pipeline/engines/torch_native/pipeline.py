@@ -30,14 +30,14 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from headrace.base.errors import HeadraceError
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.common import model_dtype
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native.forward_backward import zero_sums
-from pipeline.parallel.decoder import Decoder
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.stages import StageLayers
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shard_files import ShardFiles
-from pipeline.checkpoint.shard_table import State
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.config.rules import ResolvedRun
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.shard_files import ShardFiles
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
@@ -36,15 +36,15 @@ from pipeline.engines.common import (
 )
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.optim.build import build_optimizer
+from pipeline.engines.optim.groups import parameter_groups, set_learning_rate
+from pipeline.engines.optim.state import ensure_all_states, ensure_state, set_step_counter, step_counter
+from pipeline.engines.parallel.assemble import assemble
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.torch_native.exchange import ExchangedGradients
-from pipeline.models.materialize import materialize
-from pipeline.models.values import ParameterValues
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.groups import parameter_groups, set_learning_rate
-from pipeline.optim.state import ensure_all_states, ensure_state, set_step_counter, step_counter
-from pipeline.parallel.assemble import assemble
-from pipeline.parallel.decoder import Decoder
-from pipeline.parallel.expert_balance import make_balancer
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.build.materialize import materialize
 
 
 class TorchReference(TrainsStepByStep, ExchangedGradients):

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.config.schema import Fp8Section
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.config.sections.run import Fp8Section
+from pipeline.engines.parallel.assemble import LocalModel, ShardedValues
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
-from pipeline.engines.torch_native.units import Units, prefetch_explicitly, sharded_modules, units_of
-from pipeline.models.buffers import fill_buffers
-from pipeline.models.rectangle import Rectangle
-from pipeline.models.values import ParameterValues
-from pipeline.parallel.assemble import LocalModel, ShardedValues
-from pipeline.parallel.mesh import Mesh
+from pipeline.engines.torch_native.fsdp_units import Units, prefetch_explicitly, sharded_modules, units_of
+from pipeline.models.build.buffers import fill_buffers
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.build.rectangle import Rectangle
 
 
 @dataclass(frozen=True)

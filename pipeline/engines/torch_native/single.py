@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shard_files import ShardFiles
-from pipeline.checkpoint.shard_table import State
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.config.rules import ResolvedRun
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.shard_files import ShardFiles
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
@@ -37,21 +37,21 @@ from pipeline.engines.base import (
 from pipeline.engines.common import samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.optim.build import build_optimizer
+from pipeline.engines.optim.groups import parameter_groups
+from pipeline.engines.optim.small_moments import AdamWSmallMoments
+from pipeline.engines.optim.split_master import joined, split
+from pipeline.engines.optim.state import ensure_all_states, set_step_counter, step_counter
+from pipeline.engines.parallel.assemble import assemble
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
 from pipeline.engines.torch_native.exchange import ExchangedGradients
-from pipeline.launch.host_copy import to_device
-from pipeline.models.counter import CPU
-from pipeline.models.materialize import materialize
-from pipeline.models.rectangle import Rectangle
-from pipeline.models.values import ParameterValues
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.groups import parameter_groups
-from pipeline.optim.small_moments import AdamWSmallMoments
-from pipeline.optim.split_master import joined, split
-from pipeline.optim.state import ensure_all_states, set_step_counter, step_counter
-from pipeline.parallel.assemble import assemble
-from pipeline.parallel.decoder import Decoder
-from pipeline.parallel.expert_balance import make_balancer
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.rectangle import Rectangle
+from pipeline.runtime.launch.host_copy import to_device
 
 UPDATE_ELEMENTS = 1 << 27
 """Parameters whose update runs at once: their fp32 copies take 8 bytes each, 1 GiB."""

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shards import NamedShard
-from pipeline.config.optimizers import OptimizerKind
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.engines.base import Replica
+from pipeline.engines.optim.state import ensure_state, set_step_counter, step_counter
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.torch_native.sharding import ParameterShard
-from pipeline.optim.state import ensure_state, set_step_counter, step_counter
-from pipeline.parallel.mesh import Mesh
 
 
 @torch.no_grad()

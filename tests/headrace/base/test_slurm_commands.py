@@ -1,4 +1,4 @@
-"""Slurm's commands where they fail, hang or are not there, played by small programs; the real ones: tests/cluster."""
+"""Slurm's commands where they fail, hang or are not there, played by small programs; real: tests/virtual_cluster."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ import pytest
 
 from headrace.base.directory import write_manifest
 from headrace.base.errors import DataError
-from pipeline.faults.report import FILE_NAME as FAULTS
-from pipeline.metrics.journal import NAME as JOURNAL
-from pipeline.run.lock import exclusive_run
-from pipeline.status.run import read_status
+from pipeline.cluster.status.run import read_status
+from pipeline.runtime.faults.report import FILE_NAME as FAULTS
+from pipeline.runtime.launch.run_lock import exclusive_run
+from pipeline.runtime.metrics.journal import NAME as JOURNAL
 from tests.conftest import text_folders, write_config
 from tests.headrace.commands.test_app import run
 

@@ -1,0 +1,54 @@
+"""`python -m pipeline export RUN OUT`, and `python -m pipeline checkpoint export RUN OUT`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.base.errors import DataError
+from pipeline.models.split_names import Conversion
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of an export."""
+    parser.add_argument("run", metavar="RUN", help="a run directory, or one of its checkpoints")
+    parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of the written weights (default: as trained)")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer folder (default: that of the run's dataset)")
+    parser.add_argument("--replace", action="store_true", help="replace OUT when it exists")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exports, and prints what was written."""
+    out = Path(arguments.out)
+    if out.exists() and not arguments.replace:
+        raise DataError(f"{out} exists already\n  try: another folder, or --replace")
+    import torch  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415  with torch below: seconds of import
+
+    from pipeline.checkpoint.export.export import export  # noqa: PLC0415
+    from pipeline.checkpoint.export.find import find_checkpoint  # noqa: PLC0415
+
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
+    tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
+    with Progress(transient=True) as progress:
+        task = progress.add_task("writing tensors", total=None)
+        manifest = export(
+            find_checkpoint(Path(arguments.run)),
+            out,
+            dtype=dtypes[arguments.dtype],
+            tokenizer=tokenizer,
+            replace=arguments.replace,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    details = manifest.details
+    print(
+        f"{out}: {details['parameters']:,} parameters, {details['dtype']}, step {details['step']};"
+        f" largest logit difference to the trained model {details['largest_logit_difference']:.2g}"
+    )
+    print(f"tokenizer: {Conversion(**_named(details['tokenizer'])).text}; model card: {out / 'README.md'}")
+    return 0
+
+
+def _named(tokenizer: dict[str, str | None]) -> dict[str, str | None]:
+    return {"name": tokenizer["llama_cpp"], "why": tokenizer["why"]}

@@ -1,0 +1,188 @@
+"""Exports a checkpoint to a Hugging Face folder, tensor by tensor, and refuses an export with wrong logits.
+
+Weights are read from the shards one tensor at a time and written to safetensors files of bounded size, so that a model
+of any size is exported in the memory of one file. Then the folder is loaded by transformers as a user would, and its
+logits are compared with those of a model filled from the checkpoint by the training code.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
+from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
+from headrace.base.errors import CheckpointError, DataError
+from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.checkpoint.export.trained_model import (
+    attention_implementation,
+    trained_config,
+    trained_model,
+    trained_positions,
+)
+from pipeline.checkpoint.export.write_safetensors import write_weights
+from pipeline.checkpoint.store import Checkpoint, find_damage
+from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.data.permutation import permute
+from pipeline.models.build.buffers import computed_buffers
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import parameter_shapes
+from pipeline.models.card.card import commit_with_card
+from pipeline.models.card.lineage import KEY as LINEAGE
+from pipeline.models.card.lineage import training_lineage
+from pipeline.models.padding import longest_sequence
+from pipeline.models.split_names import conversion
+from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokenizer
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest allowed difference of logits between two loads of the same weights: only summation order may differ."""
+
+_HUB_FIELDS: dict[str, dict[str, str]] = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""Fields of published configs that transformers does not write, since it knows one kind of router; vLLM reads them."""
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    replace: bool = False,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Manifest:
+    """Writes a checkpoint's model as a Hugging Face folder.
+
+    Args:
+        checkpoint: what to export.
+        out: the folder, which is created atomically.
+        dtype: of the written weights; as trained when None.
+        tokenizer: tokenizer folder; that of the run's first dataset when None.
+        replace: replace an existing folder.
+        progress: called with (tensors written, total tensors).
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the exported model's logits differ from the trained one's.
+        DataError: the folder exists, or the tokenizer is not found.
+    """
+    manifest = checkpoint.manifest
+    damage = find_damage(checkpoint)
+    if damage:
+        raise CheckpointError(f"{checkpoint.path} is damaged: {damage}\n  try: an older checkpoint of the run")
+    if "hf_config" not in manifest.details:
+        why = "it was written by a custom training loop, which does not record its model"
+        raise CheckpointError(f"{checkpoint.path} cannot be exported: {why}\n  try: a checkpoint of pipeline/train.py")
+    if out.exists() and not replace:
+        raise DataError(f"{out} exists already\n  try: another folder, or --replace")
+    tokenizer = tokenizer or _tokenizer_of(manifest)
+    _check_tokenizer(tokenizer, manifest)
+    config = trained_config(manifest)
+    trained = torch.bfloat16 if manifest.config["bf16"]["enabled"] else torch.float32
+    dtype = dtype or trained
+    weights = CheckpointWeights(checkpoint.path)
+    model = trained_model(manifest, dtype=dtype)
+    _check_shapes(weights.shapes, parameter_shapes(model), checkpoint)
+    with staged(out) as staging:
+        buffers = computed_buffers(model, weights)
+        write_weights(model, weights, buffers, staging, dtype=dtype, progress=progress)
+        _write_config(config, model, staging, dtype, trained_positions=trained_positions(manifest, model))
+        copy_tokenizer(tokenizer, staging)
+        details = {
+            "step": checkpoint.step,
+            "dtype": str(dtype).removeprefix("torch."),
+            "parameters": sum(shape.numel() for shape in weights.shapes.values()),
+            LINEAGE: training_lineage(manifest),
+            "tokenizer": _converted(tokenizer),
+            "largest_logit_difference": _check_logits(
+                model, weights, staging, dtype, attention_implementation(manifest)
+            ),
+        }
+        parents = {"checkpoint": parent_entry(checkpoint.path, manifest.fingerprint)}
+        fields: dict[str, Any] = {"config": upgrade_keys(manifest.config), "parents": parents, "details": details}
+        return commit_with_card(staging, out, **fields, replace=replace)
+
+
+def _tokenizer_of(manifest: Manifest) -> Path:
+    parent = manifest.parents["data.sources.0"]
+    tokens = Path(parent["path"])
+    try:
+        found = read_manifest(tokens, kind="tokens").fingerprint
+    except DataError as error:
+        message = f"the run's tokenizer cannot be found: {error}\n  try: --tokenizer FOLDER"
+        raise DataError(message) from None
+    if found != parent["fingerprint"]:
+        raise DataError(f"{tokens} is no longer the dataset of this run\n  try: --tokenizer FOLDER")
+    return tokens / "tokenizer"
+
+
+def _converted(tokenizer: Path) -> dict[str, str | None]:
+    """llama.cpp's name of the pre-tokenizer, or why it has none."""
+    found = conversion(tokenizer)
+    return {"llama_cpp": found.name, "why": found.why}
+
+
+def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
+    check_tokenizer_folder(folder)
+    trained_on = manifest.details["tokenizer"]["fingerprint"]
+    if (folder / "tokenizer.json").is_file() and tokenizer_fingerprint(folder) != trained_on:
+        raise DataError(f"{folder} is not the tokenizer of the training: token ids would decode to other text")
+
+
+def _check_shapes(found: dict[str, torch.Size], needed: dict[str, torch.Size], checkpoint: Checkpoint) -> None:
+    if found != needed:
+        different = sorted(set(found.items()) ^ set(needed.items()))[:4]
+        names = ", ".join(f"{name} {tuple(shape)}" for name, shape in different)
+        raise CheckpointError(f"{checkpoint.path} does not contain the model that its manifest describes: {names}")
+
+
+def _write_config(
+    config: PretrainedConfig, model: nn.Module, folder: Path, dtype: torch.dtype, *, trained_positions: int | None
+) -> None:
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.use_cache = True
+    for name, value in _HUB_FIELDS.get(config.model_type, {}).items():
+        setattr(config, name, getattr(config, name, value))
+    if trained_positions is not None:
+        config.max_position_embeddings = trained_positions
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+@torch.no_grad()
+def _check_logits(
+    model: nn.Module, weights: CheckpointWeights, folder: Path, dtype: torch.dtype, attention: str
+) -> float:
+    """Loads the folder as a user would, and compares the logits. Returns the largest difference.
+
+    The loaded model is gone before the other one gets its weights: one whole model is held at a time.
+    """
+    disable_progress_bar()
+    AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ids, exported = _logits_of_folder(folder, attention)
+    gc.collect()  # a model with a cycle of references would otherwise stay
+    materialize(model, weights, device=torch.device("cpu"))
+    trained = model.eval()(input_ids=ids, use_cache=False).logits.float()
+    difference = float((trained - exported).abs().max())
+    if not difference <= TOLERANCE[dtype]:
+        raise CheckpointError(
+            f"the reloaded model's logits differ from the trained one's by {difference:.3g},"
+            f" more than {TOLERANCE[dtype]}: the export is refused"
+        )
+    return difference
+
+
+def _logits_of_folder(folder: Path, attention: str) -> tuple[Tensor, Tensor]:
+    """Token ids [1, T], and the fp32 logits [1, T, V] of the model in a folder."""
+    options = {"local_files_only": True, "attn_implementation": attention}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    vocabulary = loaded.config.vocab_size
+    length = min(64, longest_sequence(loaded) or 64, vocabulary)
+    ids = torch.from_numpy(permute(range(length), size=vocabulary, key=0))[None]
+    return ids, loaded.eval()(input_ids=ids, use_cache=False).logits.float()

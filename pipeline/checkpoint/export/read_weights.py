@@ -1,0 +1,69 @@
+"""Reads the weights of a checkpoint one tensor at a time, without a process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.checkpoint.named_state import buffer_key, weight_key
+from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.rectangle import Rectangle, part
+
+
+class CheckpointWeights:
+    """Values of parameters and persistent buffers read from a checkpoint's shards. Its metadata is read once.
+
+    Args:
+        directory: of the checkpoint.
+
+    Attributes:
+        shapes: parameter name -> full shape.
+        buffers: persistent buffer's name -> its shape; empty for a checkpoint of a version that stored none.
+
+    Raises:
+        CheckpointError: the metadata cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        metadata = read_metadata(directory)
+        self._directory = directory
+        self._reader = ShardReader(directory, metadata)
+        stored = metadata.tensors
+        self.shapes, self.buffers = (
+            {each.key.removeprefix(prefix): torch.Size(each.shape) for each in stored if each.key.startswith(prefix)}
+            for prefix in (weight_key(""), buffer_key(""))
+        )
+        self._dtypes = {each.key: each.dtype for each in stored}
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`. It is read whole.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        return part(self._read(weight_key(name), torch.empty(self.shapes[name], dtype=torch.float32)), box).to(device)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`; in its own dtype.
+
+        Raises:
+            CheckpointError: as `value`.
+        """
+        if name not in self.buffers:
+            return None
+        key = buffer_key(name)
+        return self._read(key, torch.empty(self.buffers[name], dtype=self._dtypes[key]))
+
+    def _read(self, key: str, value: Tensor) -> Tensor:
+        try:
+            self._reader.read({key: value})
+        except (CheckpointError, RuntimeError, OSError) as error:
+            lines = str(error).strip().splitlines() or [repr(error)]
+            what = f"{key.partition('/')[2]} cannot be read: {lines[-1]}"
+            raise CheckpointError(f"{self._directory}: {what}\n  try: headrace checkpoint verify") from None
+        return value

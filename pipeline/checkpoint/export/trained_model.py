@@ -1,0 +1,90 @@
+"""Builds the model that a checkpoint's manifest describes, on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+
+from headrace.base.directory import Manifest
+from pipeline.models.build.buffers import buffer_shapes
+from pipeline.models.build.meta import build_meta, parameter_shapes
+
+
+def trained_config(manifest: Manifest) -> PretrainedConfig:
+    """The Hugging Face config of the model."""
+    stored: dict[str, Any] = _with_infinities(manifest.details["hf_config"])
+    return AutoConfig.for_model(stored.pop("model_type"), **stored)
+
+
+def _with_infinities(value: Any) -> Any:
+    """Undoes what transformers makes of an infinity in a config, for which JSON has no word: {"__float__": "Infinity"}.
+
+    Mamba-2's `time_step_limit` has one.
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"].lower())
+        return {key: _with_infinities(each) for key, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value
+
+
+def attention_implementation(manifest: Manifest) -> str:
+    """That of the training, except flash attention, which needs a GPU; reading a checkpoint does not.
+
+    Eager where transformers has no sdpa for the architecture: in training, sdpa stands for headrace's own attention,
+    and means nothing to a model without attention heads (Mamba-2, RWKV).
+    """
+    if str(manifest.config["model"]["attn_implementation"]) == "eager":
+        return "eager"
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(trained_config(manifest)), None)
+    return "sdpa" if getattr(architecture, "_supports_sdpa", True) else "eager"
+
+
+def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
+    """The model, on the meta device.
+
+    Raises:
+        ConfigError: this version of transformers cannot build it.
+    """
+    return build_meta(trained_config(manifest), dtype=dtype, attn_implementation=attention_implementation(manifest))
+
+
+def trained_shapes(manifest: Manifest) -> dict[str, torch.Size]:
+    """Parameter name -> full shape.
+
+    Raises:
+        ConfigError: as `trained_model`.
+    """
+    return parameter_shapes(trained_model(manifest, dtype=torch.float32))
+
+
+def trained_buffers(manifest: Manifest) -> dict[str, torch.Size]:
+    """Name -> shape of every persistent buffer.
+
+    Raises:
+        ConfigError: as `trained_model`.
+    """
+    return buffer_shapes(trained_model(manifest, dtype=torch.float32))
+
+
+def trained_positions(manifest: Manifest, model: nn.Module) -> int | None:
+    """`max_position_embeddings` for an export: the longest sequence that was trained; None to leave it as it is.
+
+    Only a value that nobody gave is replaced: where the model was described by `model.config` without it, headrace made
+    it at least 2048, which a reader of the export would take for what the model has learned. It stays where it decides
+    anything: the size of a parameter or buffer (learned positions), or the scaling of rotary positions.
+    """
+    section = manifest.config["model"].get("config") or {}
+    config = trained_config(manifest)
+    given = config.max_position_embeddings if "max_position_embeddings" in config.to_dict() else None
+    aliases = {"max_position_embeddings", config.attribute_map.get("max_position_embeddings")}
+    if not section or given is None or aliases & section.keys():
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {each.get("rope_type", "default") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if kinds - {"default"} or any(given in tensor.shape for tensor in model.state_dict().values()):
+        return None
+    return int(manifest.config["data"]["sequence_length"])

@@ -1,0 +1,103 @@
+"""Writes a model's tensors to safetensors files of bounded size, under the names that `save_pretrained` gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.models.build.stored_names import groups_of_model
+
+SHARD_BYTES = 4 << 30
+"""Largest safetensors file, for file systems and tools that are limited to 4 GiB of tensors."""
+
+METADATA = {"format": "pt"}
+
+
+def write_weights(
+    model: nn.Module,
+    weights: CheckpointWeights,
+    buffers: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Writes the weights in `dtype`, and the persistent buffers in theirs.
+
+    Memory: one file, and what is converted at once (the experts of one layer).
+
+    Args:
+        model: on any device: its architecture decides about the names in the files.
+        weights: read one at a time.
+        buffers: name -> value.
+        folder: where the files and, of more than one, their index are written.
+        dtype: of the weights.
+        progress: called with (weights written, all weights).
+    """
+    written = _Files(folder)
+    for name, tensor in _stored(model, weights, buffers, dtype, progress):
+        written.add(name, tensor)
+    written.close()
+
+
+def _stored(
+    model: nn.Module,
+    weights: CheckpointWeights,
+    buffers: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[str, Tensor]]:
+    """Name in the files and tensor, in the order of the model."""
+    place = {name: number for number, name in enumerate([*weights.shapes, *buffers])}
+    groups = groups_of_model(model, place)
+    done = 0
+    for group in sorted(groups, key=lambda each: min(place[name] for name in each.names)):
+        tensors = {name: buffers[name] if name in buffers else weights.value(name).to(dtype) for name in group.names}
+        done += sum(name not in buffers for name in tensors)
+        yield from group.convert(tensors, model).items()
+        progress(done, len(weights.shapes))
+
+
+class _Files:
+    """Safetensors files of at most `SHARD_BYTES`, unless one tensor is larger; and their index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._total_bytes = 0
+        self._names: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Writes the last file, and names the files by their number of all."""
+        self._flush()
+        if len(self._names) == 1:
+            self._part(1).rename(self._folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._names, start=1):
+            file = f"model-{number:05d}-of-{len(self._names):05d}.safetensors"
+            self._part(number).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+
+    def _flush(self) -> None:
+        self._names.append(list(self._pending))
+        save_file(self._pending, self._part(len(self._names)), metadata=METADATA)
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number:05d}.safetensors"

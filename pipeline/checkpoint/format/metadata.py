@@ -1,0 +1,172 @@
+"""Contents of a checkpoint, without its values: which tensors it has, in which shards, and where each of these lies.
+
+`metadata.npz` is a NumPy archive of a JSON header and compressed arrays. Those of the last three lines have one element
+a shard, and hold differences: the first value, then what each adds to the one before. Shards of equal size one after
+the other, written by one rank after the other, become the same number again and again, which compresses to nothing.
+
+    header            UTF-8 bytes: {"format": 1, "tensors": [[key, shape, dtype], ...], "files": [name, ...]}
+    rows              shards of every tensor, in the order of "tensors"
+    offset_0 ...      first index along dim 0, ...; 0 in dims that the tensor lacks
+    size_0 ...        length along dim 0, ...; 1 in dims that the tensor lacks
+    file_number       index into "files"
+    position, length  bytes of the file in which `torch.save` has written the shard
+
+Unlike a pickle it cannot execute anything. Earlier versions wrote torch.distributed.checkpoint's own `.metadata`, a
+pickle; it is still read (like code, only from a source you trust).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed.checkpoint as dcp
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.format.shard_table import (
+    CheckpointMetadata,
+    Ints,
+    ShardTable,
+    most_dims,
+    tensors_from_json,
+    tensors_to_json,
+)
+from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
+
+METADATA = "metadata.npz"
+TORCH_METADATA = ".metadata"
+"""Of torch.distributed.checkpoint, in checkpoints of version 0.4 and before."""
+FORMAT = 1
+_COMPRESSION = 1
+"""Of zlib: level 6 saves another third of 4 MB, and takes five times as long."""
+_READING_ERRORS = (
+    OSError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,
+    pickle.UnpicklingError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What reading a damaged file raises, or one that is not of its kind."""
+
+
+def metadata_name(directory: Path) -> str:
+    """Name of the file that holds a checkpoint's metadata."""
+    return METADATA if (directory / METADATA).exists() else TORCH_METADATA
+
+
+def read_metadata(directory: Path) -> CheckpointMetadata:
+    """The metadata of a checkpoint, of this version or of an earlier one.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        if metadata_name(directory) == METADATA:
+            return decode_metadata((directory / METADATA).read_bytes())
+        return from_torch_metadata(dcp.FileSystemReader(directory).read_metadata())
+    except _READING_ERRORS as error:
+        why = f"there is neither {METADATA} nor {TORCH_METADATA}" if isinstance(error, FileNotFoundError) else error
+        raise CheckpointError(f"{directory} has no readable metadata: {why}") from None
+
+
+def encode_metadata(metadata: CheckpointMetadata) -> bytes:
+    """The contents of `metadata.npz`."""
+    table = metadata.table
+    header = {"format": FORMAT, "tensors": tensors_to_json(table.tensors), "files": metadata.files}
+    arrays: dict[str, Any] = {
+        "header": np.frombuffer(json.dumps(header).encode(), dtype=np.uint8),
+        "rows": np.diff(table.first_row),
+        **{f"offset_{dim}": np.diff(table.offsets[:, dim], prepend=0) for dim in range(table.offsets.shape[1])},
+        **{f"size_{dim}": np.diff(table.sizes[:, dim], prepend=0) for dim in range(table.sizes.shape[1])},
+        "file_number": np.diff(metadata.file, prepend=0),
+        "position": np.diff(metadata.position, prepend=0),
+        "length": np.diff(metadata.length, prepend=0),
+    }
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, _narrowed(array), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _narrowed(array: Ints) -> Any:
+    """The same values in the smallest dtype that holds them."""
+    least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
+    return array.astype(np.promote_types(np.min_scalar_type(least), np.min_scalar_type(most)))
+
+
+def decode_metadata(data: bytes) -> CheckpointMetadata:
+    """The inverse of `encode_metadata`.
+
+    Raises:
+        CheckpointError: it was written by a later version.
+        ValueError, KeyError, ...: it is damaged.
+    """
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        header = json.loads(archive["header"].tobytes())
+        if header["format"] > FORMAT:
+            raise CheckpointError(
+                f"the checkpoint's metadata has format {header['format']}, and this version reads {FORMAT}\n"
+                f"  try: the version of headrace that wrote it, or a newer one"
+            )
+        tensors = tensors_from_json(header["tensors"])
+        tensor_of_row = np.repeat(np.arange(len(tensors)), archive["rows"])
+        names = (name for name in archive.files if name not in ("header", "rows"))
+        columns = {name: np.cumsum(archive[name], dtype=np.int64) for name in names}
+    if any(column.shape != tensor_of_row.shape for column in columns.values()):
+        raise ValueError("its arrays have different lengths")
+    offsets, sizes = (
+        np.stack([columns[f"{kind}_{dim}"] for dim in range(most_dims(tensors))], axis=1) for kind in ("offset", "size")
+    )
+    table = ShardTable(tensors, tensor_of_row, offsets, sizes)
+    files, file = tuple(map(str, header["files"])), columns["file_number"]
+    if file.size and not -1 <= file.min() <= file.max() < len(files):
+        raise ValueError("it names a file that it does not list")
+    return CheckpointMetadata(table, files, file, columns["position"], columns["length"])
+
+
+def storage_errors(metadata: CheckpointMetadata, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Shards that do not lie where the metadata says: (key, what is wrong).
+
+    Args:
+        metadata: of the checkpoint.
+        sizes: file name -> bytes.
+    """
+    table, file, begin = metadata.table, metadata.file, metadata.position
+    end = begin + metadata.length
+
+    def key(row: int) -> str:
+        return table.tensors[int(table.tensor_of_row[row])].key
+
+    for row in np.flatnonzero(file < 0).tolist():
+        yield key(row), f"the metadata does not say where its shard at {table.rectangle(row).offsets} lies"
+    limit = np.array([*(sizes.get(name, -1) for name in metadata.files), np.iinfo(np.int64).max])[file]
+    for row in _last_of_each_file(file, limit < 0):
+        yield key(row), f"it is in {metadata.files[file[row]]}, which the manifest does not list"
+    for row in _last_of_each_file(file, (limit >= 0) & (end > limit)):
+        yield key(row), f"it lies past the end of {metadata.files[file[row]]}"
+    order = np.lexsort((end, begin, file))
+    shared = (file[order][1:] == file[order][:-1]) & (begin[order][1:] < end[order][:-1]) & (file[order][1:] >= 0)
+    for place in np.flatnonzero(shared):
+        one, other = order[place], order[place + 1]
+        yield key(other), f"it shares bytes of {metadata.files[file[one]]} with {key(one)}"
+
+
+def _last_of_each_file(file: Ints, wrong: npt.NDArray[np.bool_]) -> list[int]:
+    rows = np.flatnonzero(wrong)[::-1]
+    return [int(row) for row in rows[np.unique(file[rows], return_index=True)[1]]]

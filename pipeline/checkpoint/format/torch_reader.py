@@ -1,0 +1,65 @@
+"""A checkpoint for stock torch.distributed.checkpoint: its files are torch's own, its metadata is made on demand.
+
+    dcp.load(state, storage_reader=TorchReader(directory))
+
+Torch's metadata consists of Python objects, about a kilobyte of memory for every shard. Nothing here uses it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.checkpoint.format.shard_table import CheckpointMetadata
+
+
+class TorchReader(dcp.FileSystemReader):
+    """Torch's reader of checkpoint files.
+
+    Args:
+        directory: of the checkpoint.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._directory = directory
+
+    def read_metadata(self, *_args: Any, **_named: Any) -> Metadata:
+        """The metadata as torch.distributed.checkpoint has it.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        metadata = to_torch_metadata(read_metadata(self._directory))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def to_torch_metadata(metadata: CheckpointMetadata) -> Metadata:
+    """The metadata as torch.distributed.checkpoint has it: Python objects."""
+    entries: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for number, stored in enumerate(metadata.tensors):
+        rectangles = metadata.table.rectangles(number)
+        chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in rectangles]
+        entries[stored.key] = TensorStorageMetadata(
+            TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks
+        )
+        for row, chunk in zip(metadata.table.rows(number), chunks, strict=True):
+            if metadata.file[row] >= 0:
+                name, begin = metadata.files[metadata.file[row]], int(metadata.position[row])
+                places[MetadataIndex(stored.key, chunk.offsets)] = _StorageInfo(name, begin, int(metadata.length[row]))
+    return Metadata(entries, storage_data=places)  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""Copies of a rank's newest checkpoint file in host memory, made by a thread after the file itself is written.
+
+    prepare     before a save is written: is there room for the copies of this node's ranks?
+    start       when the rank's file is written: a thread writes the same shards again, into memory
+    committed   once the checkpoint is complete: the copies of earlier ones are removed
+
+A copy that fails is noted, and the checkpoint does not know of it. At most two are there at any time; where there is no
+room for two, the earlier one is removed before the next is made.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.format.naming import step_of
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder
+from pipeline.checkpoint.memory.memory_room import room
+from pipeline.checkpoint.write.plan import WritePlan
+from pipeline.checkpoint.write.write_shards import write_shards
+
+Lookup = Callable[[WriteItem], Tensor]
+
+
+class MemoryCopies:
+    """Copies the files of one rank.
+
+    Args:
+        memory: the folder of the run, in use by this process.
+        rank: of this process.
+        ranks_here: ranks that copy into this folder.
+    """
+
+    def __init__(self, memory: MemoryFolder, *, rank: int, ranks_here: int) -> None:
+        self._memory, self._rank, self._ranks_here = memory, rank, ranks_here
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy")
+        self._job: Future[None] | None = None
+        self._stopped = threading.Event()
+        self._wanted, self._drop_first = False, False
+        self._failure: str | None = None
+
+    def prepare(self, step: int, nbytes: int) -> None:
+        """Decides whether the next file is copied; to be called while no rank copies.
+
+        Args:
+            step: of the checkpoint.
+            nbytes: of this rank's shards: all ranks have about the same.
+        """
+        need = nbytes * self._ranks_here
+        try:
+            free = room(self._memory.path)
+            earlier = sum(sum(self._memory.sizes(each).values()) for each in self._steps() if each < step)
+        except OSError as error:
+            self._wanted, self._failure = False, str(error)
+            return
+        self._drop_first = need > free
+        self._wanted = need <= free + earlier
+        if not self._wanted:
+            self._failure = (
+                f"the copies of this node take {need / 1e9:.3g} GB, and {max(0, free) / 1e9:.3g} GB of"
+                f" {self._memory.root.parent} and of the host's memory may be used"
+            )
+
+    def start(self, step: int, plan: WritePlan, lookup: Lookup, sha256: Mapping[str, str]) -> None:
+        """Begins to copy; does nothing where `prepare` has found no room.
+
+        Args:
+            step: of the checkpoint.
+            plan: which shards.
+            lookup: returns their values, which must not change until `stop` or `wait` has returned.
+            sha256: file name -> checksum of the files that were written.
+        """
+        if self._wanted:
+            self._stopped.clear()
+            with suppress(RuntimeError):  # the process is ending
+                self._job = self._thread.submit(self._copy, step, plan, lookup, sha256)
+
+    def stop(self) -> None:
+        """Gives up a copy that is being made, and returns when its values are not used any more."""
+        self._stopped.set()
+        self.wait()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until no copy is being made; returns whether that is so."""
+        return self._job is None or not futures.wait([self._job], timeout=timeout_s).not_done
+
+    def committed(self, step: int) -> None:
+        """Removes the copies of earlier checkpoints."""
+        self._memory.drop_before(step)
+
+    def discard(self, step: int) -> None:
+        """Removes the copy of a checkpoint that was not committed."""
+        self.stop()
+        self._failure = None  # that of the save is told
+        self._remove_own(step)
+
+    def failure(self) -> str | None:
+        """Why a copy was not made since the last call, if one was not."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _copy(self, step: int, plan: WritePlan, lookup: Lookup, sha256: Mapping[str, str]) -> None:
+        partial, folder = self._memory.partial(step, self._rank), self._memory.folder(step)
+
+        def value(item: WriteItem) -> Tensor:
+            if self._stopped.is_set():
+                raise _StoppedError
+            return lookup(item)
+
+        try:
+            if self._drop_first:
+                for each in self._steps():
+                    if each < step:
+                        self._remove_own(each)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(mode=0o700)
+            written = write_shards(plan, value, partial)
+            if written.sha256 != sha256:
+                raise CheckpointError("the copy in memory has another checksum than the file")
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for name in written.sha256:
+                (partial / name).replace(folder / name)
+        except _StoppedError:
+            self._failure = "it was not done when the next checkpoint began"
+        except (OSError, RuntimeError, CheckpointError) as error:
+            self._failure = (str(error) or repr(error)).splitlines()[0]
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _steps(self) -> list[int]:
+        found = (step_of(path.name) for path in self._memory.path.iterdir())
+        return [step for step in found if step is not None]
+
+    def _remove_own(self, step: int) -> None:
+        for path in self._memory.folder(step).glob(f"__{self._rank}_*"):
+            path.unlink(missing_ok=True)
+
+
+class _StoppedError(Exception):
+    """The values are needed for the next save."""

@@ -1,0 +1,181 @@
+"""What a restart reads: copies in the memory of the nodes where they are verified, else the run's directory.
+
+find    all ranks   the ranks of a node divide the copies in its memory, and compare size and SHA-256 with the
+                    checkpoint's manifest; every rank learns which files are held where. The files of the others
+                    are verified in the run's directory (`store.find_damage_collective`)
+opened  all ranks   serve their copies to other nodes while an engine reads
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from headrace.base.directory import sha256_of_file
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder
+from pipeline.checkpoint.memory.memory_server import Client, ServerAddress, served
+from pipeline.checkpoint.memory.shard_files import FolderSource, NodeSource, ReadBytes, ShardFiles, Source
+
+_HASH_THREADS = 4
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The verified copies of one checkpoint.
+
+    Attributes:
+        here: in this node's memory.
+        elsewhere: file name -> a rank of another node that has verified its copy.
+        own: those that this rank has verified.
+    """
+
+    here: frozenset[str] = frozenset()
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+
+
+class RestartFiles:
+    """Finds and opens them. To be made on all ranks at once where there is a folder in memory.
+
+    Args:
+        memory: the folder of the run on this node; None to read from the run's directory alone.
+        master: rank 0's host.
+        warn: takes lines for people, on every rank.
+        on_progress: called while copies are read.
+
+    Attributes:
+        reads: bytes that this rank has read.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryFolder | None = None,
+        *,
+        master: str = "127.0.0.1",
+        warn: Callable[[str], None] = lambda _line: None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.reads = ReadBytes()
+        self._memory, self._master, self._say, self._on_progress = memory, master, warn, on_progress
+        self._warnings: list[str] = []
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        nodes = _gathered(memory.identity()) if memory is not None else [None]
+        self._here = [rank for rank, node in enumerate(nodes) if node == nodes[self._rank if memory else 0]]
+        self._found: dict[Path, _Found] = {}
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of this run that use this node's folder."""
+        return len(self._here)
+
+    def find(self, path: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+        """The files of a checkpoint of which some node has a verified copy. Collective.
+
+        A copy that is damaged is removed with a warning.
+
+        Args:
+            path: directory of the checkpoint.
+            step: of the checkpoint.
+            files: file name -> its entry in the manifest; empty where that is damaged.
+        """
+        if self._memory is None:
+            return frozenset()
+        memory, listed = self._memory, _gathered(self._memory.sizes(step))[self._here[0]]
+        mine = sorted(name for name in listed if name in files)[self._here.index(self._rank) :: self.ranks_here]
+
+        def is_intact(name: str) -> bool:
+            try:
+                return listed[name] == files[name]["bytes"] and self._sha256(memory.folder(step) / name) == str(
+                    files[name]["sha256"]
+                )
+            except OSError:
+                return False
+
+        with ThreadPoolExecutor(_HASH_THREADS) as threads:
+            intact = dict(zip(mine, threads.map(is_intact, mine), strict=True))
+        for name in (name for name, good in intact.items() if not good):
+            (memory.folder(step) / name).unlink(missing_ok=True)
+            where = f"in the memory of {socket.gethostname()}"
+            self._warn(f"the copy of {path.name}/{name} {where} is damaged; the file itself is read")
+        own = frozenset(name for name, good in intact.items() if good)
+        holders = _gathered(own)
+        here = frozenset(name for rank in self._here for name in holders[rank])
+        elsewhere = {name: rank for rank, names in enumerate(holders) for name in names if name not in here}
+        self._found[path] = _Found(here, elsewhere, own)
+        return here | elsewhere.keys()
+
+    def chosen(self, step: int | None) -> None:
+        """Removes what is in memory of other checkpoints than the one that is resumed. After `find`, on all ranks."""
+        if self._memory is not None and self._rank == self._here[0]:
+            self._memory.keep_only(step)
+
+    @contextmanager
+    def opened(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[ShardFiles]:
+        """The files of a checkpoint that `find` has looked at. Collective.
+
+        Every rank has to have read what it needs before any leaves the block (`named_state.read` is collective).
+
+        Args:
+            path: directory of the checkpoint.
+            files: file name -> its entry in the manifest.
+        """
+        found = self._found.get(path, _Found())
+        copies: dict[str, Source] = {}
+        with ExitStack() as stack:
+            if self._memory is not None:
+                folder = self._memory.folder(int(path.name.rpartition("-")[2]))
+                copies |= dict.fromkeys(found.here, FolderSource("memory", folder))
+                if len(self._here) < (dist.get_world_size() if dist.is_initialized() else 1):
+                    copies |= self._elsewhere(stack, found, folder)
+            yield ShardFiles(path, copies, files=files, reads=self.reads, warn=self._warn)
+
+    def report(self) -> tuple[dict[str, int], list[str]]:
+        """Bytes that all ranks have read since the last call, by source, and their warnings. Collective."""
+        everyone = _gathered((self.reads.values(), self._warnings))
+        self._warnings = []
+        self.reads.clear()
+        total = {name: sum(each[name] for each, _ in everyone) for name in everyone[0][0]}
+        return total, [line for _, lines in everyone for line in lines]
+
+    def _warn(self, line: str) -> None:
+        self._warnings.append(line)
+        self._say(f"warning: {line}")
+
+    def _elsewhere(self, stack: ExitStack, found: _Found, folder: Path) -> dict[str, Source]:
+        """Serves this rank's verified copies, and connects to those of other nodes when they are first read."""
+        own: ServerAddress | None = None
+        try:
+            if found.own:
+                own = stack.enter_context(served({name: folder / name for name in found.own}, master=self._master))
+        except OSError as error:
+            self._warn(f"the checkpoint copies of this node cannot be served to other nodes: {error}")
+        servers = _gathered(own)
+        clients: dict[int, NodeSource] = {}
+        for rank in set(found.elsewhere.values()):
+            if (address := servers[rank]) is not None:
+                clients[rank] = NodeSource(Client(address))
+                stack.callback(clients[rank].client.close)
+        return {name: clients[rank] for name, rank in found.elsewhere.items() if rank in clients}
+
+    def _sha256(self, path: Path) -> str:
+        def read(nbytes: int) -> None:
+            self.reads.add("memory", nbytes)
+            self._on_progress()
+
+        return sha256_of_file(path, read)
+
+
+def _gathered(own: Any) -> list[Any]:
+    """What all ranks give, by rank. Collective."""
+    if not dist.is_initialized():
+        return [own]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone

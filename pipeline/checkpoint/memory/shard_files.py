@@ -1,0 +1,163 @@
+"""Where the shards of a checkpoint are read: this node's memory, another node's, or the checkpoint's directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar, cast
+
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from headrace.base.directory import sha256_of_file
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.memory.memory_server import Client
+
+T = TypeVar("T")
+
+
+@dataclass
+class ReadBytes:
+    """Bytes of checkpoint files that a rank has read, those that were only verified included.
+
+    Attributes:
+        memory: of copies in this node's memory.
+        other_nodes: of copies in other nodes' memory.
+        run_dir: of the files in the run's directory; without manifests and metadata.
+    """
+
+    memory: int = 0
+    other_nodes: int = 0
+    run_dir: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, source: str, nbytes: int) -> None:
+        """Counts bytes of a source, one of the attributes; from any thread."""
+        with self._lock:
+            setattr(self, source, getattr(self, source) + nbytes)
+
+    def clear(self) -> None:
+        """Counts from zero."""
+        self.memory = self.other_nodes = self.run_dir = 0
+
+    def values(self) -> dict[str, int]:
+        """Source -> bytes."""
+        return {"memory": self.memory, "other_nodes": self.other_nodes, "run_dir": self.run_dir}
+
+
+class Source(Protocol):
+    """Opens parts of files."""
+
+    @property
+    def name(self) -> str:
+        """As `ReadBytes` counts it."""
+        ...
+
+    def opened(self, file: str, begin: int, length: int) -> AbstractContextManager[IO[bytes]]:
+        """A part of a file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """Files of a directory.
+
+    Attributes:
+        name: as `ReadBytes` counts it.
+        folder: the directory.
+    """
+
+    name: str
+    folder: Path
+
+    @contextmanager
+    def opened(self, file: str, begin: int, length: int) -> Iterator[IO[bytes]]:
+        """See `Source.opened`."""
+        with (self.folder / file).open("rb") as opened:
+            yield cast("IO[bytes]", _create_file_view(opened, begin, length))
+
+
+@dataclass(frozen=True)
+class NodeSource:
+    """Files in another node's memory.
+
+    Attributes:
+        client: connected to a rank there.
+        name: as `ReadBytes` counts it.
+    """
+
+    client: Client
+    name: str = "other_nodes"
+
+    @contextmanager
+    def opened(self, file: str, begin: int, length: int) -> Iterator[IO[bytes]]:
+        """See `Source.opened`."""
+        yield self.client.read(file, begin, length)
+
+
+class ShardFiles:
+    """The files of one checkpoint.
+
+    Args:
+        directory: of the checkpoint.
+        copies: file name -> where a copy is that has been verified.
+        files: file name -> its entry in the manifest: a file whose copy fails has not been verified itself yet.
+        reads: counts.
+        warn: takes a line for people about a copy that fails.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        copies: Mapping[str, Source] | None = None,
+        *,
+        files: Mapping[str, Mapping[str, Any]] | None = None,
+        reads: ReadBytes | None = None,
+        warn: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._directory = FolderSource("run_dir", directory)
+        self._copies = dict(copies or {})
+        self._files, self._reads, self._warn = files or {}, reads or ReadBytes(), warn
+
+    def read(self, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T]) -> T:
+        """A part of a file, parsed; from the directory where its copy cannot be read or parsed.
+
+        Args:
+            file: its name.
+            begin: first byte.
+            length: number of bytes.
+            parse: makes the value of the bytes and the file's name.
+
+        Raises:
+            OSError: the file cannot be read.
+            CheckpointError: from `parse`; or the file is not what the manifest says.
+        """
+        copy = self._copies.get(file)
+        if copy is not None:
+            try:
+                return self._read(copy, file, begin, length, parse)
+            except (OSError, CheckpointError) as error:
+                del self._copies[file]
+                self._warn(f"the copy of {file} in memory cannot be read ({error}); its file is read instead")
+                self._verify(file)
+        return self._read(self._directory, file, begin, length, parse)
+
+    def _read(self, source: Source, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T]) -> T:
+        with source.opened(file, begin, length) as view:
+            value = parse(view, file)
+        self._reads.add(source.name, length)
+        return value
+
+    def _verify(self, file: str) -> None:
+        wanted = self._files.get(file)
+        path = self._directory.folder / file
+        if wanted is not None:
+            self._reads.add("run_dir", path.stat().st_size)
+            if sha256_of_file(path) != wanted["sha256"]:
+                raise CheckpointError(f"{file} does not have the checksum it was written with")

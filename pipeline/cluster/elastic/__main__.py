@@ -1,0 +1,161 @@
+"""`python -m pipeline.cluster.elastic --nodes a=10.0.0.1,b=10.0.0.2 --directory D pipeline.train ...`: a host's agent.
+
+Start it on every host with the same arguments, by whatever starts processes there (ssh, pdsh, systemd, a batch system).
+A host that dies is left out; a host on which the agent is started again takes part from the next checkpoint on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from zlib import crc32
+
+from headrace.base.cli import guarded
+from headrace.base.errors import ConfigError
+from pipeline.cluster.elastic.agent import Agent
+from pipeline.cluster.elastic.commands import Commands
+from pipeline.cluster.elastic.files import DEAD_S, StateFiles
+from pipeline.cluster.elastic.leader import Terms
+from pipeline.cluster.elastic.local_ranks import Command
+from pipeline.cluster.elastic.memory import kept_while_here
+from pipeline.cluster.elastic.questions import Questions
+from pipeline.cluster.elastic.ranks_config import ranks_config
+from pipeline.cluster.elastic.slurm_requeue import SlurmJob
+from pipeline.cluster.elastic.warm_ranks import WarmRanks
+from pipeline.cluster.node_checks.before_start import addresses_of
+from pipeline.config.sections.node_checks import NodeChecksSection
+
+_OWN = ("node", "guest", "stopped", "module", "arguments")
+"""Arguments that are not handed to the agent of another job."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keeps the run going; returns the exit code of the run.
+
+    Raises:
+        ConfigError: the nodes or this node's name are unusable.
+    """
+    args = _arguments(argv)
+    addresses, guest = addresses_of(args.nodes), args.guest is not None
+    if args.node not in addresses and not guest:
+        why = f"--nodes names {', '.join(addresses)}"
+        raise ConfigError("--node", args.node, why=why, remedy="name this host as --nodes does")
+    directory, output = Path(args.directory), Path(args.output) if args.output else None
+    nodes = tuple(dict.fromkeys([*addresses, args.node]))
+    files = StateFiles(directory, node=args.node, nodes=nodes, dead_s=args.dead)
+    if guest:
+        files.announce(args.guest)
+    arguments = (sys.executable, "-m", args.module, *args.arguments)
+    command = Command(arguments, args.tasks, directory / "logs", output)
+    commands = Commands()
+    config = ranks_config(args.arguments)
+    node_checks = NodeChecksSection() if config is None else config.launch.node_checks
+    asks = Questions(args.arguments, args.tasks, partial(_write, output), commands, node_checks)
+    wanted, checks = args.wanted or len(addresses), directory / "checks"
+    terms = Terms(
+        addresses,
+        least=args.least,
+        restarts=args.restarts,
+        job=crc32(str(directory.absolute()).encode()),
+        refusal=cache(asks.refusal),
+        step=asks.step,
+        wanted=wanted,
+        left_out=asks.left_out,
+        note_fault=asks.note_fault,
+        faults=node_checks.faults,
+        checks=args.node_checks,
+        bad=partial(asks.bad_nodes, checks),
+    )
+    say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted, commands)
+    script = slurm is not None and not guest and args.node == args.batch_host
+    check = partial(asks.check_nodes, args.node, checks) if args.node_checks else None
+    warm = None if args.no_warm_ranks else WarmRanks(command, args.node)
+    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, warm, check)
+    commands.tick = agent.tick
+    if args.stopped:
+        agent.stop()
+    with kept_while_here(config):
+        outcome = agent.run().outcome
+    assert outcome is not None
+    return outcome
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.cluster.elastic",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--nodes", required=True, metavar="NAME=ADDRESS,...", help="all hosts; the first that is alive leads")
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    add("--node", default=host, metavar="NAME", help="this host; default: %(default)s")
+    add(
+        "--directory",
+        required=True,
+        metavar="DIR",
+        help="for the agents' files: shared by all hosts, new for every job",
+    )
+    add("--tasks", type=int, default=1, metavar="N", help="ranks of each host: its GPUs; default: %(default)s")
+    add("--least", type=int, default=1, metavar="N", help="fewest hosts to go on with; default: %(default)s")
+    add("--restarts", type=int, default=20, metavar="N", help="without a new checkpoint; default: %(default)s")
+    add("--join", type=float, default=120.0, metavar="S", help="seconds in which all hosts have to come; default: 120")
+    add("--dead", type=float, default=DEAD_S, metavar="S", help="seconds of silence of a dead host; default: 20")
+    add(
+        "--node-checks",
+        action="store_true",
+        help="check the hosts that have come before the first start, leave bad ones out",
+    )
+    add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
+    add("--no-warm-ranks", action="store_true", help="keep no processes for the next start with their imports done")
+    add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
+    add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
+    slurm = parser.add_argument_group("under Slurm (slurm/ranks.sh sets them)")
+    slurm.add_argument("--slurm-job", metavar="ID", help="queue this job again when the run asks for it")
+    slurm.add_argument("--batch-host", metavar="NAME", help="host of its batch script")
+    slurm.add_argument("--stopped", action="store_true", help="the job was asked to stop before this began")
+    slurm.add_argument("--join-script", metavar="FILE", help="submit this to replace a host that is lost")
+    add("module", choices=("pipeline.train", "pipeline.distill"), help="what the ranks run")
+    add("arguments", nargs=argparse.REMAINDER, help="--config FILE [--set KEY=VALUE ...]")
+    args = parser.parse_args(argv)
+    for name in ("tasks", "least"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}", getattr(args, name), why="it is below 1", remedy="use 1 or more")
+    return args
+
+
+def _slurm_job(args: argparse.Namespace, wanted: int, commands: Commands) -> SlurmJob:
+    directory, join = Path(args.directory), _join_command(args) if args.join_script else []
+    return SlurmJob(
+        args.slurm_job, args.batch_host, directory.parent, directory / "outcome", args.tasks, wanted, commands, join
+    )
+
+
+def _join_command(args: argparse.Namespace) -> list[str]:
+    """Starts another node's agent: it has the same options but for being a guest, whose address its script knows."""
+    options: list[str] = []
+    for name, value in vars(args).items():
+        if name not in _OWN and value is not None and value is not False:
+            options += [f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
+    return [args.join_script, *options, args.module, *args.arguments]
+
+
+def _say(output: Path | None, line: str) -> None:
+    _write(output, f"agents: {line}\n")
+
+
+def _write(output: Path | None, text: str) -> None:
+    if output is None:
+        print(text, end="", flush=True)
+        return
+    with output.open("a") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(partial(main, None)))

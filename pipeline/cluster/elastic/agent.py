@@ -1,0 +1,239 @@
+"""One node's agent: keeps its file fresh, follows the leader's plans, and leads where no node before it is alive."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace.base.errors import EXIT_REQUEUE
+from pipeline.cluster.elastic.files import NodeState, Plan, StateFiles
+from pipeline.cluster.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
+from pipeline.cluster.elastic.local_ranks import Command, LocalRanks
+from pipeline.cluster.elastic.slurm_requeue import SlurmJob
+from pipeline.cluster.elastic.warm_ranks import WarmRanks
+
+_POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 10.0
+_LINGER_S = 15.0
+"""Seconds in which the others read how the job ends."""
+_WARM_S = 30.0
+"""Seconds after a start in which the ranks have the host to themselves, for their own imports."""
+_ALONE_S = 60.0
+"""Seconds without any node of the run's own job after which a guest leaves."""
+
+
+@dataclass
+class Agent:
+    """Runs until the job ends; see `run`. There is one thread, so that a node whose file system hangs counts as dead.
+
+    Args:
+        node: this one.
+        command: of the ranks.
+        terms: of the job.
+        files: of all nodes.
+        join_s: seconds in which all nodes have to come; the run starts with those that have.
+        say: takes the leader's lines for people.
+        slurm: the batch system; None where something else has started the agents.
+        guest: whether this node belongs to another job than the run's own.
+        script: whether the job's batch script is on this node.
+        warm: processes that wait with a rank's imports done; None for none.
+        check_nodes: makes the checks of this node together with others (node -> address, and the version of the plan
+            that asks for them); it has to call `tick` meanwhile.
+    """
+
+    node: str
+    command: Command
+    terms: Terms
+    files: StateFiles
+    join_s: float
+    say: Callable[[str], None]
+    slurm: SlurmJob | None = None
+    guest: bool = False
+    script: bool = False
+    warm: WarmRanks | None = None
+    check_nodes: Callable[[Mapping[str, str], int], None] | None = None
+    _state: NodeState = field(init=False)
+    _ranks: LocalRanks | None = None
+    _stop: signal.Signals | None = None
+    _exit_seen: tuple[int, float] = (0, 0.0)
+    _written: float = 0.0
+    _looked: float = 0.0
+    _started: float = 0.0
+    _decided: bool = False
+    _terminated: bool = False
+
+    def __post_init__(self) -> None:
+        self._state, self._began = NodeState(self.node, guest=self.guest, script=self.script), time.monotonic()
+        self._host_seen, self._alive_at_end = self._began, {self.node: self._state}
+
+    def run(self) -> Plan:
+        """Follows and leads until there is an outcome; returns the last plan."""
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stopped)
+        try:
+            while self._state.plan.outcome is None:
+                self.tick()
+                self._look()
+                time.sleep(_POLL_S)
+            self._linger()
+        finally:
+            if self._ranks is not None:
+                self._ranks.end(tick=self.tick)
+            if self.warm is not None:
+                self.warm.end()
+        if self.slurm is not None and self._decided:
+            self._end_job(self.slurm)
+        return self._state.plan
+
+    def tick(self) -> None:
+        """Keeps this node's file fresh; to be called at least every few seconds."""
+        if time.monotonic() - self._written >= _BEAT_S:
+            self._change()
+
+    def stop(self) -> None:
+        """Asks all nodes to save and to end."""
+        self._stop = signal.SIGUSR1
+
+    def _look(self) -> None:
+        self._report()
+        if self.guest and self._left_alone():
+            self._adopt(replace(self._state.plan, outcome=EXIT_REQUEUE, reason="no node of the run's job is left"))
+            return
+        leader = self.files.leader()
+        plan = self._lead() if leader is None else leader.plan
+        if plan is not None and plan.version > self._state.plan.version:
+            self._adopt(plan)
+
+    def _report(self) -> None:
+        """Takes the ranks' exits into this node's state."""
+        ranks = self._ranks
+        if self.warm is not None and ranks is not None and time.monotonic() - self._started > _WARM_S:
+            self.warm.prepare()
+        if ranks is not None and (ranks.codes() != self._state.codes or ranks.running != self._state.running):
+            self._change(codes=ranks.codes(), running=ranks.running, error=self._state.error or ranks.error())
+
+    def _lead(self) -> Plan | None:
+        others = {node: self.files.read(node) for node in self.files.nodes if node != self.node}
+        if any(map(self.files.unknown, others)):
+            return None  # this node has just begun to lead, and has not looked at all others long enough
+        alive = {self.node: self._state, **{node: state for node, state in others.items() if state is not None}}
+        plan = max((state.plan for state in alive.values()), key=lambda each: each.version)
+        if plan.version > self._state.plan.version:
+            return plan  # of another leader
+        made = self._first(alive) if plan.version == 0 else self._next(plan, alive)
+        if made is not None:
+            self._tell(made, alive)
+            self._decided, self._alive_at_end = made.outcome is not None, alive
+            if self._decided and self.slurm is not None:
+                self.slurm.note(made)
+        return made
+
+    def _first(self, alive: Mapping[str, NodeState]) -> Plan | None:
+        if any(state.stop for state in alive.values()):
+            return Plan(version=1, outcome=EXIT_REQUEUE, reason="stopped before the start")
+        missing = [node for node in self.files.nodes if node not in alive]
+        if missing and time.monotonic() - self._began < self.join_s:
+            return None
+        if missing:
+            self.say(f"{', '.join(missing)} did not come within {self.join_s:g} s")
+        return first_plan(self.terms, alive)
+
+    def _next(self, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+        made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive))
+        if made is None and not plan.growing and not plan.checking and time.monotonic() - self._looked > _GROW_S:
+            self._looked = time.monotonic()
+            made = welcomed(plan, self.files.announced())
+            if made is None and len(alive) > len(plan.members):
+                made = grown(self.terms, plan, alive)
+            if self.slurm is not None and not self._terminated:
+                self._ask_for_nodes(self.slurm, plan, alive)
+        return made
+
+    def _ask_for_nodes(self, slurm: SlurmJob, plan: Plan, alive: Mapping[str, NodeState]) -> None:
+        usable = [node for node in alive if node not in plan.excluded]
+        guests = sum(alive[node].guest for node in alive)
+        slurm.ask_for(self.terms.wanted - len(usable), guests=guests, excluded=[*plan.excluded, *usable], say=self.say)
+
+    def _waited(self, plan: Plan, alive: Mapping[str, NodeState]) -> float:
+        """Seconds since the first exit of a start was seen here."""
+        if not any(alive[node].codes for node in plan.members if node in alive and alive[node].start == plan.start):
+            return 0.0
+        if self._exit_seen[0] != plan.start:
+            self._exit_seen = plan.start, time.monotonic()
+        return time.monotonic() - self._exit_seen[1]
+
+    def _tell(self, plan: Plan, alive: Mapping[str, NodeState]) -> None:
+        if plan.outcome is not None:
+            self.say(f"the run ends with code {plan.outcome}: {plan.reason}")
+        elif plan.checking:
+            self.say(f"the nodes are checked ({plan.reason})")
+        elif plan.start == self._state.plan.start:
+            self.say(plan.reason)
+        else:
+            spares = [node for node in alive if node not in plan.members and node not in plan.excluded]
+            rest = f"; spare: {', '.join(spares)}" if spares else ""
+            left = "".join(f"; left out: {node} ({why})" for node, why in plan.excluded.items())
+            self.say(f"start {plan.start} on {', '.join(plan.members)}{rest}{left} ({plan.reason})")
+
+    def _left_alone(self) -> bool:
+        """Whether no node of the run's own job has been alive for some time."""
+        states = (self.files.read(node) for node in self.files.nodes if node != self.node)
+        if any(state is not None and not state.guest for state in states):
+            self._host_seen = time.monotonic()
+        return time.monotonic() - self._host_seen > _ALONE_S
+
+    def _end_job(self, slurm: SlurmJob) -> None:
+        if self._terminated:
+            slurm.withdraw()
+            return
+        plan, alive = self._state.plan, self._alive_at_end
+        nodes = [node for node, state in alive.items() if node not in plan.excluded and not state.guest]
+        script = any(state.script for state in alive.values())
+        slurm.end(plan, step=self.terms.step(), nodes=len(nodes), script_lives=script, say=self.say)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.files.add(plan.guests)
+        starts = plan.start > self._state.plan.start
+        if (starts or plan.checking) and self._ranks is not None:
+            self._change(plan=plan)  # the others end theirs at the same time
+            self._ranks.end(tick=self.tick)
+            self._ranks = None
+        self._change(plan=plan)
+        if plan.checking:
+            if self.check_nodes is not None and self.node in plan.members:
+                addresses = {**self.terms.addresses, **plan.guests}
+                self.check_nodes({node: addresses[node] for node in plan.members}, plan.version)
+            self._change(checked=plan.version)
+        if starts and plan.outcome is None and self.node in plan.members:
+            self._ranks = LocalRanks(self.command, plan, self.node, None if self.warm is None else self.warm.take)
+            self._ranks.start()
+            self._started = time.monotonic()
+            self._change(start=plan.start, running=True, codes={}, error="")
+        if self._ranks is not None and (plan.growing or self._stop is not None):
+            self._ranks.send(self._stop or signal.SIGUSR1)
+
+    def _linger(self) -> None:
+        """The others read this file until they know the outcome."""
+        deadline = time.monotonic() + _LINGER_S
+        while time.monotonic() < deadline:
+            self.tick()
+            others = [self.files.read(node) for node in self.files.nodes if node != self.node]
+            if all(each is None or each.plan.outcome is not None for each in others):
+                return
+            time.sleep(_POLL_S)
+
+    def _stopped(self, number: int, _frame: object) -> None:
+        """Hands a request to stop on; a batch system's SIGTERM gives the ranks time to save as well."""
+        self._stop = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
+        self._terminated |= number == signal.SIGTERM  # the batch system ends the job, or takes it back: no requeue
+        if self._ranks is not None:
+            self._ranks.send(self._stop)
+
+    def _change(self, **fields: Any) -> None:
+        count, self._written = self._state.count + 1, time.monotonic()
+        self._state = replace(self._state, count=count, stop=self._stop is not None, **fields)
+        with suppress(OSError):  # a full disk, a file system that fails for a moment: the next look writes again
+            self.files.write(self._state)

@@ -1,0 +1,197 @@
+"""The leader's decisions: which nodes run the ranks next, or how the job ends. No processes, no clocks.
+
+All that a leader has to remember is in its plan, which every node keeps, so that the next leader goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from pipeline.cluster.elastic.files import NodeState, Plan
+from pipeline.cluster.elastic.verdict import Verdict, verdict
+
+_FIRST_PORT, _PORTS = 10000, 20000  # below 32768, where Linux takes ports at random
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the job allows.
+
+    Attributes:
+        addresses: node -> address of the nodes of the job, in order.
+        least: fewest nodes that the run may go on with.
+        restarts: after losses, without a new checkpoint in between.
+        job: a number that differs between jobs on one machine.
+        refusal: why the run has no layout for a number of nodes; None when it has.
+        step: reads the step of the newest checkpoint.
+        wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
+        left_out: node -> why it gets no ranks in this run, of earlier starts.
+        note_fault: takes a node on which a fault began, and the fault, for later starts.
+        faults: that began on a node after which it gets no ranks any more.
+        checks: whether the nodes check each other before the first start, and after a loss that names none of them.
+        bad: node -> what the checks that the plan of a version asked for have found wrong with it.
+    """
+
+    addresses: Mapping[str, str]
+    least: int
+    restarts: int
+    job: int
+    refusal: Callable[[int], str | None]
+    step: Callable[[], int]
+    wanted: int = 1
+    left_out: Callable[[], Mapping[str, str]] = dict
+    note_fault: Callable[[str, str], None] = lambda _node, _fault: None
+    faults: int = 3
+    checks: bool = False
+    bad: Callable[[int], Mapping[str, str]] = lambda _version: {}
+
+
+def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> Plan:
+    """The first plan: a start, or the checks before it.
+
+    Args:
+        terms: of the job.
+        alive: the nodes that are.
+    """
+    plan = Plan(step=terms.step(), excluded=dict(terms.left_out()))
+    members = tuple(_ready(terms, plan, alive))
+    if terms.checks and len(members) > 1:
+        return _next(plan, members=members, checking=True, reason="start")
+    return _start(terms, plan, alive, "start")
+
+
+def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float) -> Plan | None:
+    """The next plan; None while there is nothing to decide.
+
+    Args:
+        terms: of the job.
+        plan: the newest of all nodes, of a start that has begun, or of checks.
+        alive: the nodes that are, this one among them.
+        waited_s: since the first exit of this start was seen.
+    """
+    if plan.checking:
+        return _after_checks(terms, plan, alive)
+    dead = [node for node in plan.members if node not in alive]
+    if dead:
+        return _after_loss(terms, plan, alive, f"{', '.join(dead)} does not answer", begun=dead)
+    states = {node: alive[node] for node in plan.members}
+    # a node that has not started its ranks yet has not ended them either
+    current = {n: each if each.start == plan.start else NodeState(n, running=True) for n, each in states.items()}
+    found = verdict(current, waited_s=waited_s)
+    return None if found is None else _after_verdict(terms, plan, alive, found)
+
+
+def _after_verdict(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found: Verdict) -> Plan:
+    if found.kind == "stopped" and plan.growing and not any(state.stop for state in alive.values()):
+        return _start(terms, replace(plan, step=terms.step(), restarts=0), alive, "more nodes are there")
+    if found.kind in ("finished", "stopped"):
+        return _next(plan, outcome=found.code, reason=found.kind)
+    if found.kind == "failed":
+        return _after_error(terms, plan, alive, found)
+    if terms.checks and not found.nodes and len(plan.members) > 1:
+        return _next(plan, checking=True, reason=f"a rank was lost: {found.text}")
+    return _after_loss(terms, plan, alive, "a rank was lost", begun=found.nodes, text=found.text)
+
+
+def _after_checks(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+    """A start without the nodes that the checks have named, once all have made them."""
+    if any(state.stop for state in alive.values()) and plan.start == 0:
+        return _next(plan, checking=False, outcome=EXIT_REQUEUE, reason="stopped before the start")
+    if any(alive[node].checked < plan.version for node in plan.members if node in alive):
+        return None
+    bad = {node: why for node, why in terms.bad(plan.version).items() if node in plan.members}
+    for node, what in bad.items():
+        terms.note_fault(node, what)
+    reason = f"{plan.reason}; bad node: {', '.join(sorted(bad))}" if bad else plan.reason
+    left = replace(plan, checking=False, excluded={**plan.excluded, **bad})
+    if plan.start == 0:
+        return _start(terms, left, alive, reason)
+    dead = [node for node in plan.members if node not in alive and node not in bad]
+    return _after_loss(terms, left, alive, reason, begun=dead)
+
+
+def welcomed(plan: Plan, announced: Mapping[str, str]) -> Plan | None:
+    """The plan that knows the guests; None where it knows them already.
+
+    Args:
+        plan: the newest.
+        announced: node -> address of all guests so far.
+    """
+    if plan.guests == announced:
+        return None
+    reason = f"{', '.join(sorted({*announced} - {*plan.guests}))} is there: it takes part from the next checkpoint on"
+    return _next(plan, guests=dict(announced), reason=reason)
+
+
+def grown(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+    """The plan that makes room for nodes without ranks; None where there are none, or no checkpoint is newer."""
+    ready = _ready(terms, plan, alive)
+    if plan.growing or len(ready) <= len(plan.members) or terms.step() <= plan.step:
+        return None
+    if any(terms.refusal(count) is None for count in range(len(ready), len(plan.members), -1)):
+        return _next(plan, growing=True, reason="more nodes are there: the ranks save and start again")
+    return None
+
+
+def _after_error(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found: Verdict) -> Plan:
+    """One node's error may be the node's: the others go on without it, once until there is a new checkpoint."""
+    step = terms.step()
+    suspected = step <= plan.step and any(why.startswith("error") for why in plan.excluded.values())
+    ends = _next(plan, outcome=found.code, reason=found.text or f"exit code {found.code}")
+    if len(found.nodes) != 1 or len(plan.members) == 1 or suspected:
+        return ends
+    [bad] = found.nodes
+    terms.note_fault(bad, found.text)
+    plan = replace(plan, excluded={**plan.excluded, bad: f"error: {found.text}"}, step=step)
+    made = _start(terms, plan, alive, f"without {bad}: {found.text}")
+    return made if made.outcome is None else ends
+
+
+def _after_loss(
+    terms: Terms, plan: Plan, alive: Mapping[str, NodeState], why: str, *, begun: Sequence[str], text: str = ""
+) -> Plan:
+    step = terms.step()
+    restarts = 1 if step > plan.step else plan.restarts + 1
+    faults, excluded = dict(plan.faults), dict(plan.excluded)
+    for node in begun:
+        terms.note_fault(node, f"{why}: {text}" if text else why)
+        faults[node] = faults.get(node, 0) + 1
+        if faults[node] >= terms.faults and len(_ready(terms, plan, alive)) > terms.least:
+            excluded[node] = f"{faults[node]} faults began there"
+    reason = f"{why}: {text}" if text else why
+    plan = replace(plan, restarts=restarts, step=step, faults=faults, excluded=excluded)
+    if restarts > terms.restarts:
+        why = f"{reason}; started again {terms.restarts} times without a new checkpoint: look for the cause"
+        return _next(plan, outcome=EXIT_LOST, reason=why)
+    return _start(terms, plan, alive, reason)
+
+
+def _start(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], reason: str) -> Plan:
+    """A start on as many nodes as there is a layout for; the others are spares."""
+    ready, refusals = _ready(terms, plan, alive), []
+    for count in range(len(ready), max(terms.least, 1) - 1, -1):
+        refusal = terms.refusal(count)
+        if refusal is None:
+            members, start = tuple(ready[:count]), plan.start + 1
+            port = _FIRST_PORT + (terms.job * 17 + start) % _PORTS
+            where = {"members": members, "address": _addresses(terms, plan)[members[0]], "port": port}
+            return _next(plan, start=start, reason=reason, growing=False, **where)
+        refusals.append(refusal)
+    why = refusals[0] if refusals else f"{len(ready)} nodes are left, and {terms.least} are needed"
+    waits = plan.start > 0 or len(ready) < terms.wanted
+    return _next(plan, outcome=EXIT_REQUEUE if waits else EXIT_USAGE, short=waits, reason=f"{reason}; {why}")
+
+
+def _ready(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> list[str]:
+    return [node for node in _addresses(terms, plan) if node in alive and node not in plan.excluded]
+
+
+def _addresses(terms: Terms, plan: Plan) -> dict[str, str]:
+    return {**terms.addresses, **plan.guests}
+
+
+def _next(plan: Plan, **fields: Any) -> Plan:
+    return replace(plan, version=plan.version + 1, **fields)

@@ -1,0 +1,109 @@
+"""The ranks of one start on this node."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.cluster.elastic.files import Plan
+from pipeline.runtime.launch.environment import AGENT_STARTS
+from pipeline.runtime.launch.rank_process import RankProcess, start_rank, terminate
+
+_MOST = 4000
+
+
+@dataclass(frozen=True)
+class Command:
+    """What every rank runs.
+
+    Attributes:
+        arguments: of the process.
+        tasks: ranks of each node.
+        logs: directory for what the ranks write, but for rank 0, and for their errors.
+        output: file that rank 0 appends to; None for this process's own output.
+    """
+
+    arguments: Sequence[str]
+    tasks: int
+    logs: Path
+    output: Path | None = None
+
+
+@dataclass
+class LocalRanks:
+    """The ranks that a plan gives this node.
+
+    Args:
+        command: what they run.
+        plan: has this node among its members.
+        node: its name.
+        take: makes a rank of a process that waits with its imports done, if there is one (`WarmRanks.take`).
+    """
+
+    command: Command
+    plan: Plan
+    node: str
+    take: Callable[..., RankProcess | None] | None = None
+    _ranks: list[RankProcess] = field(default_factory=list)
+    _codes: dict[int, int] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Starts them."""
+        self.command.logs.mkdir(parents=True, exist_ok=True)
+        self._ranks += [self._start(local) for local in range(self.command.tasks)]
+
+    def codes(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended, in the order in which that was seen."""
+        for rank in self._ranks:
+            if rank.number not in self._codes and rank.process.poll() is not None:
+                self._codes[rank.number] = rank.process.returncode
+        return dict(self._codes)
+
+    @property
+    def running(self) -> bool:
+        """Whether one of them runs."""
+        return len(self.codes()) < len(self._ranks)
+
+    def error(self) -> str:
+        """Of the first that failed: what it reported, or the end of its output; empty where none has."""
+        number = next((number for number, code in self.codes().items() if code), None)
+        if number is None:
+            return ""
+        [rank], code = [rank for rank in self._ranks if rank.number == number], self._codes[number]
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        name, text = f"rank {number} on {self.node} {how}", rank.error_text()
+        return f"{name}:\n{text}"[:_MOST] if text else name
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to those that run."""
+        for rank in self._ranks:
+            rank.send(number)
+
+    def end(self, *, tick: Callable[[], None]) -> None:
+        """Ends those that still run, within some seconds.
+
+        Args:
+            tick: is called meanwhile.
+        """
+        terminate(self._ranks, signal.SIGTERM, tick=tick)
+
+    def _start(self, local: int) -> RankProcess:
+        number = self.plan.members.index(self.node) * self.command.tasks + local
+        logs, start = self.command.logs, self.plan.start
+        error = logs / f"start-{start}-rank-{number}.error"
+        error.unlink(missing_ok=True)  # an earlier job's
+        environ = {
+            **os.environ,
+            AGENT_STARTS: str(start),
+            "RANK": str(number),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(len(self.plan.members) * self.command.tasks),
+            "MASTER_ADDR": self.plan.address,
+            "MASTER_PORT": str(self.plan.port),
+        }
+        output = self.command.output if number == 0 else logs / f"rank-{number}.log"
+        warm = self.take and self.take(local, number, environ=environ, output=output, error=error)
+        return warm or start_rank(self.command.arguments, number, environ=environ, output=output, error=error)

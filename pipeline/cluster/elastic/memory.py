@@ -1,0 +1,35 @@
+"""The checkpoint copies in a node's memory (`run.in_memory_checkpoints`) outlive its ranks, and go with its agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
+from pipeline.config.sections.run import Config
+
+
+@contextmanager
+def kept_while_here(config: Config | None) -> Iterator[None]:
+    """Keeps the copies for the starts of this job; removes them when the agent leaves it. No torch.
+
+    An agent that is killed leaves them: the next one on this node, or the next start of the run, uses or removes them.
+
+    Args:
+        config: of the ranks; None where it is refused.
+    """
+    memory = _folder(config)
+    with ExitStack() as stack:
+        if memory is not None:
+            stack.callback(remove, memory)
+            with suppress(OSError):  # the ranks report it
+                stack.enter_context(used(memory))
+        yield
+
+
+def _folder(config: Config | None) -> MemoryFolder | None:
+    """The run's folder; None where the config names none, or is refused."""
+    if config is None or config.run.in_memory_checkpoints is None:
+        return None
+    return MemoryFolder.of(config.run.in_memory_checkpoints, Path(config.run.dir))

@@ -1,0 +1,97 @@
+"""What an agent asks other programs about the run, in processes of their own, since these import torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.errors import DataError
+from pipeline.cluster.elastic.commands import Commands
+from pipeline.cluster.node_checks.bad_nodes import add_fault, nodes_left_out
+from pipeline.cluster.node_checks.before_start import check_command, read_verdict
+from pipeline.config.sections.node_checks import NodeChecksSection
+
+_LEAVE_S = 60.0
+"""Seconds for the imports of the checks and their end, beside those of `launch.node_checks.timeout`."""
+
+
+@dataclass
+class Questions:
+    """Asks `headrace check` and the checks of nodes.
+
+    Args:
+        arguments: --config and --set.
+        tasks: ranks of a host.
+        write: prints for people.
+        commands: runs them.
+        node_checks: thresholds of the checks of nodes.
+    """
+
+    arguments: Sequence[str]
+    tasks: int
+    write: Callable[[str], None]
+    commands: Commands
+    node_checks: NodeChecksSection
+    _told: bool = False
+    _run_dir: Path | None = None
+
+    def refusal(self, nodes: int) -> str | None:
+        """Why there is no layout for a number of hosts."""
+        done = self._check("--processes", str(nodes * self.tasks))
+        if done.returncode:
+            return done.stderr.strip() or f"headrace check ended with code {done.returncode}"
+        if not self._told:
+            self._told = True
+            self.write(done.stdout)
+        return None
+
+    def step(self) -> int:
+        """Of the newest checkpoint."""
+        word, _, run_dir = self._check("--progress").stdout.rstrip("\n").partition(" ")
+        self._run_dir = Path(run_dir) if run_dir else self._run_dir
+        return int(word) if word.isdecimal() else 0
+
+    def left_out(self) -> Mapping[str, str]:
+        """Node -> why the run's directory, which `step` has found, lists it as left out."""
+        with suppress(DataError, OSError):
+            return {} if self._run_dir is None else nodes_left_out(self._run_dir)
+        return {}
+
+    def note_fault(self, node: str, fault: str) -> None:
+        """Lists a fault in the run's directory, which `step` has found."""
+        with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
+            if self._run_dir is not None:
+                add_fault(self._run_dir, node, fault.partition("\n")[0], faults=self.node_checks.faults)
+
+    def check_nodes(self, node: str, directory: Path, nodes: Mapping[str, str], number: int) -> None:
+        """Makes the checks of this node together with the others (`python -m pipeline.cluster.node_checks`).
+
+        Args:
+            node: this one.
+            directory: for the records, of this job.
+            nodes: node -> address of those that are checked.
+            number: of these checks.
+        """
+        command = check_command(nodes, node, directory, attempt=_attempt(directory, number), arguments=self.arguments)
+        self.commands.run(command, timeout_s=self.node_checks.timeout + _LEAVE_S)
+
+    def bad_nodes(self, directory: Path, number: int) -> Mapping[str, str]:
+        """Node -> what checks have found wrong with it; empty also where the config is refused, as `refusal` says.
+
+        Args:
+            directory: of the records.
+            number: of the checks.
+        """
+        found = read_verdict(directory, attempt=_attempt(directory, number))
+        return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}
+
+    def _check(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self.commands.run([sys.executable, "-m", "pipeline", "check", *options, *self.arguments])
+
+
+def _attempt(directory: Path, number: int) -> str:
+    return f"{directory.parent.name}-{number}"

@@ -1,0 +1,210 @@
+"""The Slurm job of a run: queued again, ended where its batch script is gone, and given nodes for those that it lost.
+
+Slurm knows the end of a job by its batch script alone, which lives on the job's first node. slurm/ranks.sh says what a
+start of the script reads and writes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.base.directory import write_text
+from headrace.base.errors import EXIT_REQUEUE
+from pipeline.cluster.elastic.commands import Commands
+from pipeline.cluster.elastic.files import Plan
+
+STARTS_WITHOUT_PROGRESS = 3
+"""Starts of a job from the same checkpoint after which it is held rather than queued."""
+_ASK_S, _UPDATE_S, _TIMEOUT_S = 30.0, 15.0, 60.0
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class SlurmJob:
+    """The job of the run, seen from one of the nodes that train.
+
+    Args:
+        number: its id; ARRAY_ELEMENT for that of an array.
+        batch_host: node of its batch script.
+        records: directory in which its starts are noted, of the run.
+        outcome: file that the batch script reads at its end: the exit code, and why.
+        tasks: ranks of each node.
+        wanted: nodes that it was submitted for.
+        commands: runs those of Slurm.
+        join: command line of `slurm/join.sbatch` for one more node, without the options of sbatch; empty: ask for none.
+    """
+
+    number: str
+    batch_host: str
+    records: Path
+    outcome: Path
+    tasks: int
+    wanted: int
+    commands: Commands
+    join: Sequence[str] = ()
+    _asked: float = field(default=-_ASK_S, init=False)
+    _refused: bool = field(default=False, init=False)
+    _avoided: str = field(default="", init=False)
+
+    def ask_for(self, missing: int, *, guests: int, excluded: Sequence[str], say: Say) -> None:
+        """Submits one job for each missing node that none is asked for yet.
+
+        Args:
+            missing: nodes.
+            guests: nodes of such jobs that are here.
+            excluded: nodes that are of no use, or here.
+            say: takes lines for people.
+        """
+        if missing <= 0 or not self.join or time.monotonic() - self._asked < _ASK_S:
+            return
+        self._asked = time.monotonic()
+        listed = self._run("squeue", "--noheader", f"--name={self._join_name}", "--format=%i %T")
+        if listed.returncode:
+            return  # the controller does not answer just now
+        jobs = [line.split() for line in listed.stdout.splitlines()]
+        # a dead node looks like an idle one until Slurm takes it out of the job
+        avoided = ",".join(sorted({*excluded, *self._nodes()}))
+        if avoided != self._avoided:
+            for number, state in jobs:
+                if state == "PENDING":
+                    self._run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
+            self._avoided = avoided
+        for _ in range(missing - max(0, len(jobs) - guests)):
+            submitted = self._run("sbatch", *self._join_options(avoided), *self.join)
+            if submitted.returncode:
+                if not self._refused:  # perhaps only now, while Slurm knows of no node but those of the job
+                    say(f"no node can be asked for yet: {submitted.stderr.strip()}; the run goes on with those it has")
+                self._refused = True
+                return
+            say(f"job {submitted.stdout.strip()} is queued for another node")
+
+    def note(self, plan: Plan) -> None:
+        """Tells the batch script the outcome, before any agent ends: it would start one that ends without again."""
+        write_text(self.outcome, _end_of(plan))
+
+    def end(self, plan: Plan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
+        """Ends the job or queues it again, by the outcome of the run.
+
+        Args:
+            plan: the last, with the outcome.
+            step: of the newest checkpoint.
+            nodes: of this job that are left and of use.
+            script_lives: whether the node of the batch script does.
+            say: takes lines for people.
+        """
+        self.withdraw()
+        if plan.outcome == EXIT_REQUEUE:
+            self._queue_again(plan, step=step, nodes=nodes, say=say)
+        elif not script_lives:
+            write_text(self.records / f"{self.number}.ended", _end_of(plan))
+            say("the batch script is gone with its node: the job is queued once more, to end with that code")
+            if self._control("requeue", say=say):
+                self._update(self._size(1), say=say)
+
+    def withdraw(self) -> None:
+        """Takes the jobs that wait for more nodes out of the queue."""
+        self._run("scancel", f"--name={self._join_name}", "--state=PENDING")
+
+    def _queue_again(self, plan: Plan, *, step: int, nodes: int, say: Say) -> None:
+        """On the nodes that are left, without those that were left out; a start that had too few waits for all."""
+        if self._starts_at(step) >= STARTS_WITHOUT_PROGRESS:
+            remedy = f"raise --time or the 180 of --signal, then: scontrol release {self.number}"
+            say(f"{plan.reason}; held, since {STARTS_WITHOUT_PROGRESS} starts have not made a new checkpoint: {remedy}")
+            self._control("requeuehold", say=say)
+            return
+        say(f"{plan.reason}; back into the queue")
+        changes = [f"ExcNodeList={self._excluded(plan)}"] if plan.excluded else []
+        if 0 < nodes < self.wanted and not plan.short:
+            changes += self._size(nodes)
+        if self._control("requeue", say=say) and changes:
+            self._update(changes, say=say)
+
+    def _size(self, nodes: int) -> list[str]:
+        """What makes a queued job one of so many nodes: it keeps the tasks and cores of its old size otherwise."""
+        cores = nodes * int(os.environ.get("SLURM_CPUS_PER_TASK", self.tasks))  # the agent is its node's only task
+        return [f"NumNodes={nodes}", f"NumTasks={nodes * self.tasks}", f"NumCPUs={cores}"]
+
+    def _update(self, changes: Sequence[str], *, say: Say) -> None:
+        """Changes the queued job.
+
+        Slurm answers "the DB index is being set" for a job that a lost node has made smaller: for a moment where it
+        keeps accounts, always where it keeps none. The job then waits for as many nodes as before.
+        """
+        deadline = time.monotonic() + _UPDATE_S  # the job's processes have KillWait seconds, 30 by default
+        while True:
+            done = self._run("scontrol", "update", f"JobId={self.number}", *changes)
+            if not done.returncode:
+                return
+            if time.monotonic() > deadline:
+                say(f"the queued job is not changed ({' '.join(changes)}): {done.stderr.strip()}")
+                return
+            time.sleep(1)
+
+    def _excluded(self, plan: Plan) -> str:
+        """The nodes that the user excludes, and those that were left out."""
+        shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
+        found = re.search(r" ExcNodeList=(\S+)", shown)
+        before = [] if found is None or found[1] == "(null)" else [found[1]]
+        return ",".join([*before, *plan.excluded])
+
+    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """A command of Slurm's; without the variables of the present job, which sbatch would give to the next."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+        return self.commands.run(command, environ=kept, timeout_s=_TIMEOUT_S)
+
+    def _nodes(self) -> list[str]:
+        """Of the job, as Slurm knows them."""
+        listed = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%N").stdout.strip()
+        return self._run("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
+
+    def _starts_at(self, step: int) -> int:
+        """How many starts of this job, this one included, began at a step."""
+        lines = (self.records / "starts").read_text().splitlines()
+        return lines.count(f"{self.number} {step}")
+
+    def _control(self, how: str, *, say: Say) -> bool:
+        done = self._run("scontrol", how, self.number)
+        if done.returncode:
+            say(f"the job could not be queued: {done.stderr.strip()}; submit it again, it resumes")
+        return not done.returncode
+
+    @property
+    def _join_name(self) -> str:
+        return f"headrace-join-{self.number}"
+
+    def _join_options(self, avoided: str) -> list[str]:
+        env, left = os.environ, self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%L").stdout.strip()
+        options = {
+            "job-name": self._join_name,
+            "nodes": "1",
+            "ntasks": "1",
+            "cpus-per-task": env.get("SLURM_CPUS_ON_NODE", ""),
+            "gpus-per-node": env.get("SLURM_GPUS_PER_NODE", ""),
+            "mem": env.get("SLURM_MEM_PER_NODE", ""),
+            "partition": env.get("SLURM_JOB_PARTITION", ""),
+            "account": env.get("SLURM_JOB_ACCOUNT", ""),
+            "qos": env.get("SLURM_JOB_QOS", ""),
+            "time": left if left[:1].isdigit() else "",
+            "exclude": avoided,
+            "output": str(self.records / f"{self._join_name}-%j.log"),
+        }
+        return ["--parsable", *(f"--{name}={value}" for name, value in options.items() if value)]
+
+
+def _end_of(plan: Plan) -> str:
+    """The exit code and the reason, a line each, as slurm/ranks.sh reads them."""
+    return f"{plan.outcome}\n{_in_a_line(plan.reason)}\n"
+
+
+def _in_a_line(reason: str) -> str:
+    """The last line of the job's log: of a traceback the error alone."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    traceback = next((at for at, line in enumerate(lines) if line.startswith("Traceback")), None)
+    return " ".join(lines if traceback is None else [*lines[:traceback], lines[-1]])

@@ -1,0 +1,59 @@
+"""What an agent or a job script needs of the checks: the command of a node, and the verdict.
+
+Imports no torch. The checks run in a process of their own, since they import it and may hang with a device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.base.errors import ConfigError
+from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict
+
+
+def addresses_of(text: str) -> dict[str, str]:
+    """Node -> address, in order, from `--nodes NAME=ADDRESS,...`; a name alone is its own address.
+
+    Raises:
+        ConfigError: a name is unusable.
+    """
+    found: dict[str, str] = {}
+    for each in text.split(","):
+        name, _, address = each.strip().partition("=")
+        if not name or name in found or "/" in name:
+            why = "a name is empty, has a /, or comes twice"
+            raise ConfigError("--nodes", text, why=why, remedy="write --nodes a=10.0.0.1,b=10.0.0.2")
+        found[name] = address or name
+    return found
+
+
+def check_command(
+    nodes: Mapping[str, str], node: str, directory: Path, *, attempt: str, arguments: Sequence[str] = ()
+) -> list[str]:
+    """The command that checks one node; to be started on all of them within some seconds.
+
+    Args:
+        nodes: node -> address of those that are checked, in the same order everywhere.
+        node: this one.
+        directory: shared by all nodes.
+        attempt: another one for every time that the directory is used.
+        arguments: `--config FILE`, `--set KEY=VALUE`, `--devices N` and so on.
+    """
+    named = ",".join(f"{name}={address}" for name, address in nodes.items())
+    given = ["--nodes", named, "--node", node, "--directory", str(directory), "--attempt", attempt, *arguments]
+    return [sys.executable, "-m", "pipeline.cluster.node_checks", *given]
+
+
+def read_verdict(directory: Path, *, attempt: str) -> NodesVerdict | None:
+    """The verdict of an attempt; None while there is none."""
+    try:
+        raw = json.loads((directory / VERDICT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there yet, or on a file system that fails for a moment
+        return None
+    if raw["attempt"] != attempt:
+        return None
+    bad = {node: tuple(why) for node, why in raw["bad"].items()}
+    return NodesVerdict(bad, tuple(raw["common"]), tuple(raw["warnings"]))

@@ -1,0 +1,179 @@
+"""Which nodes are bad, by the records of all nodes. No processes, no clocks.
+
+A node is named only where it can be told from the others: what is wrong on every node is the run's own, and a slow link
+between two nodes that are quick with others is a link's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from pipeline.cluster.node_checks.records import Link, NodeRecord
+from pipeline.config.sections.node_checks import NodeChecksSection
+
+VERDICT = "verdict.json"
+"""File in the shared directory that has the verdict."""
+_NOISE = 0.4
+"""Share of what a node has to have, below which a single link is reported: it varies more than a node's fastest link
+(of 66 links between 12 processes on 2 cores the slowest had 30 % of the median)."""
+_SHOWN = 8
+_FEW = 3
+"""Nodes from which on a common member of slow links can be told."""
+
+
+@dataclass(frozen=True)
+class NodesVerdict:
+    """What the checks say about the nodes.
+
+    Attributes:
+        bad: node -> what is wrong with it, each in words.
+        common: what is wrong on every node: no node is to blame.
+        warnings: what cannot be blamed on one node.
+    """
+
+    bad: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    common: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The verdict, for people."""
+        named = [f"bad node {node}: {'; '.join(why)}" for node, why in self.bad.items()]
+        return (
+            *named,
+            *(f"every node: {text}" for text in self.common),
+            *(f"warning: {text}" for text in self.warnings),
+        )
+
+
+def decide(nodes: Sequence[str], records: Mapping[str, NodeRecord], *, terms: NodeChecksSection) -> NodesVerdict:
+    """The verdict on all nodes.
+
+    Args:
+        nodes: all of them, in order.
+        records: of those that have written one.
+        terms: thresholds.
+    """
+    bad: dict[str, list[str]] = defaultdict(list)
+    finished = {node: records[node] for node in nodes if node in records and records[node].finished}
+    common, warnings = list(_local(finished, bad)), list(_devices(finished, bad))
+    if 2 * len(finished) < len(nodes):
+        silent = ", ".join(node for node in nodes if node not in finished)
+        warnings.append(f"no more than {len(finished)} of {len(nodes)} nodes have finished: {silent} have not")
+    else:
+        for node in nodes:
+            if node not in finished:
+                bad[node].append(_silence(records.get(node), terms.timeout))
+    links = _links(finished)
+    warnings += chain(_speeds(links, bad, terms), _clocks(links, bad, terms))
+    return NodesVerdict({node: tuple(bad[node]) for node in nodes if bad[node]}, tuple(common), tuple(warnings))
+
+
+def _local(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Iterator[str]:
+    """Problems that nodes have found on themselves; yields those of every node."""
+    for check in dict.fromkeys(chain.from_iterable(record.problems for record in finished.values())):
+        having = {node: record.problems[check] for node, record in finished.items() if check in record.problems}
+        if len(having) == len(finished) > 1:
+            yield next(iter(having.values()))
+            continue
+        for node, text in having.items():
+            bad[node].append(text)
+
+
+def _devices(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Iterator[str]:
+    """Nodes with fewer accelerators than most; yields a warning where there is no such number."""
+    counts = {node: record.devices for node, record in finished.items() if record.devices is not None}
+    if len(set(counts.values())) < 2:
+        return
+    numbers = list(counts.values())
+    usual = max(sorted(set(numbers), reverse=True), key=numbers.count)
+    if 2 * numbers.count(usual) <= len(numbers):
+        yield "the nodes have different numbers of devices: " + ", ".join(f"{n} {count}" for n, count in counts.items())
+        return
+    for node, count in counts.items():
+        if count < usual:
+            bad[node].append(f"it has {count} devices, the others {usual}")
+
+
+def _silence(record: NodeRecord | None, timeout_s: float) -> str:
+    if record is None:
+        return (
+            f"no sign of it within {timeout_s:g} s: its checks did not start, or cannot write into the shared directory"
+        )
+    return f"it did not finish its checks within {timeout_s:g} s; the last thing it did: {record.stage}"
+
+
+def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[Link]]:
+    """Node -> its links, those that the other end measured included."""
+    links: dict[str, list[Link]] = {node: [] for node in finished}
+    for node, record in finished.items():
+        for link in record.links:
+            links[node].append(link)
+            if link.other in links:
+                clock = None if link.clock_s is None else -link.clock_s
+                links[link.other].append(Link(node, link.mb_s, clock, link.round_trip_ms, link.error))
+    return links
+
+
+def _speeds(links: Mapping[str, Sequence[Link]], bad: dict[str, list[str]], terms: NodeChecksSection) -> Iterator[str]:
+    """Nodes none of whose links is quick; yields slow links of nodes that have quick ones."""
+    best = {node: max((link.mb_s or 0.0 for link in each), default=None) for node, each in links.items()}
+    known = sorted(speed for speed in best.values() if speed is not None)
+    usual = known[len(known) // 2] if known else 0.0  # the upper one of two: a slow node slows its links, not others'
+    least = max(terms.slow_link * usual, terms.min_bandwidth or 0.0)
+    slow = {node for node, speed in best.items() if speed is not None and speed < least}
+    if len(known) < _FEW:
+        pairs = {frozenset((node, link.other)): link for node, each in links.items() for link in each}
+        for pair, link in pairs.items():
+            if link.error or (link.mb_s or 0.0) < least:
+                ends = " and ".join(sorted(pair))
+                yield f"the link of {ends}: {_speed(link)}; which of the two is to blame is unknown"
+        return
+    if len(slow) == len(known):
+        yield f"no node has a link of {least:,.0f} MB/s; the median node's fastest has {usual:,.0f}"
+        return
+    for node in slow:
+        bad[node].append(_slow(links[node], best[node] or 0.0, usual))
+    yield from _slow_links({node: each for node, each in links.items() if node not in slow}, _NOISE * least)
+
+
+def _slow_links(links: Mapping[str, Sequence[Link]], least: float) -> Iterator[str]:
+    """Links between good nodes that failed or are very slow."""
+    found = [
+        f"the link of {node} and {link.other}: {_speed(link)}, and both are quick with others"
+        for node, each in links.items()
+        for link in each
+        if node < link.other and link.other in links and (link.error or (link.mb_s or 0.0) < least)
+    ]
+    yield from found[:_SHOWN]
+    if len(found) > _SHOWN:
+        yield f"{len(found) - _SHOWN} more links like these"
+
+
+def _slow(links: Sequence[Link], best: float, usual: float) -> str:
+    if not best:
+        error = next((link.error for link in links if link.error), "no answer")
+        return f"no other node can exchange data with it ({error})"
+    return f"its fastest link of {len(links)} has {best:,.0f} MB/s, the median node's {usual:,.0f}"
+
+
+def _speed(link: Link) -> str:
+    return link.error or f"{link.mb_s or 0.0:,.0f} MB/s"
+
+
+def _clocks(links: Mapping[str, Sequence[Link]], bad: dict[str, list[str]], terms: NodeChecksSection) -> Iterator[str]:
+    """Nodes whose clock differs from every other's; yields a difference of two nodes."""
+    nearest: dict[str, float] = {}
+    for node, each in links.items():
+        offsets = [link.clock_s for link in each if link.clock_s is not None]
+        if offsets:
+            nearest[node] = min(offsets, key=abs)
+    off = {node: offset for node, offset in nearest.items() if abs(offset) > terms.max_clock_skew}
+    if off and len(off) == len(nearest):
+        yield "the nodes' clocks differ: " + ", ".join(f"{node} by {abs(each):.1f} s" for node, each in off.items())
+        return
+    for node, offset in off.items():
+        bad[node].append(f"its clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the others'")

@@ -1,0 +1,84 @@
+"""What the agents of a run (`pipeline.cluster.elastic`) have decided last, from the files in `.agents`.
+
+Under Slurm each start of a job has a directory of its own there, `.agents/JOB.N/`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.cluster.elastic.files import DEAD_S, NodeState, state_of
+
+FOLDER = ".agents"
+
+
+@dataclass(frozen=True)
+class Agents:
+    """The newest plan of the agents.
+
+    Attributes:
+        start: number of the start of the ranks.
+        members: nodes with ranks, in the order of the ranks.
+        reason: of the newest plan.
+        outcome: exit code of the job; None while it goes on.
+        restarts: starts after a loss since the newest checkpoint.
+        silent: members whose agent has not written its file for some time.
+        written: when one of them wrote last, in seconds since the epoch.
+        excluded: node -> why it gets no ranks any more.
+    """
+
+    start: int
+    members: tuple[str, ...]
+    reason: str
+    outcome: int | None
+    restarts: int
+    silent: tuple[str, ...]
+    written: float
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+
+def folders_of(run_dir: Path) -> list[Path]:
+    """The directories in which agents of a run have written: those of its Slurm jobs, and `.agents` itself."""
+    top = run_dir / FOLDER
+    return [top, *sorted(path for path in top.glob("*") if path.is_dir())]
+
+
+def read_agents(run_dir: Path) -> Agents | None:
+    """The newest plan of the agents that have written last; None where the run has none."""
+    found = [states for folder in folders_of(run_dir) if (states := _read(folder))]
+    if not found:
+        return None
+    states = max(found, key=_written)
+    plan = max((state.plan for state, _ in states.values()), key=lambda plan: plan.version)
+    now = time.time()
+    late = {node for node, (_, written) in states.items() if now - written > DEAD_S}
+    silent = tuple(node for node in plan.members if node in late or node not in states)
+    return Agents(
+        start=plan.start,
+        members=plan.members,
+        reason=plan.reason,
+        outcome=plan.outcome,
+        restarts=plan.restarts,
+        silent=silent,
+        written=_written(states),
+        excluded=plan.excluded,
+    )
+
+
+def _read(folder: Path) -> dict[str, tuple[NodeState, float]]:
+    """Node -> what its agent has written in a directory, and when."""
+    states: dict[str, tuple[NodeState, float]] = {}
+    for path in folder.glob("[!.]*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # being replaced, or another program's
+            state = state_of(json.loads(path.read_text()))
+            states[state.node] = state, path.stat().st_mtime
+    return states
+
+
+def _written(states: Mapping[str, tuple[NodeState, float]]) -> float:
+    return max(written for _, written in states.values())

@@ -1,0 +1,95 @@
+"""Which run is meant: by its directory, its config, or the runs that are found from the working directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.base import configfile
+from headrace.base.directory import MANIFEST
+from headrace.base.errors import ConfigError, DataError
+from pipeline.cluster.status.slurm import SlurmJob, own_jobs, run_dir_of_job
+from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
+from pipeline.runtime.metrics.journal import NAME as JOURNAL
+
+SUBMISSIONS = "submissions"
+"""Of `headrace submit`, in a run's directory."""
+_USUAL = ("*", "runs/*", "out/*", "out/runs/*", "out/*/runs/*")
+"""Where runs are looked for, from the working directory."""
+
+
+def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
+    """The directory of a run that is given by itself or by its config file; it need not exist while its job waits.
+
+    Raises:
+        DataError: it is something of data prep, or a directory of another kind.
+        ConfigError: it is a config file without run.dir, or none at all.
+    """
+    if path.is_dir():
+        _refuse_other_directory(path)
+        return path
+    if path.suffix not in configfile.SUFFIXES:
+        if waiting_jobs(path):
+            return path
+        raise DataError(
+            f"{path}: no such directory\n  try: the directory that run.dir names in a config, or the config"
+        )
+    raw = configfile.load(path, overrides)
+    if "output" in raw and "sources" in raw:
+        raise DataError(f"{path} is the config of a data-prep job\n  try: headrace prep status --config {path}")
+    run = raw.get("run")
+    if not isinstance(run, dict) or not isinstance(run.get("dir"), str):
+        remedy = "give a run's directory, or the config it was started with"
+        raise ConfigError("run.dir", why=f"{path} does not name a run's directory", remedy=remedy)
+    return Path(run["dir"])
+
+
+def found_runs(root: Path) -> list[Path]:
+    """Run directories in the usual places below a directory, the one written last first."""
+    journals = {path.parent for glob in _USUAL for name in (ATTEMPTS, JOURNAL) for path in root.glob(f"{glob}/{name}")}
+    return sorted(journals, key=_written, reverse=True)
+
+
+def waiting_jobs(run_dir: Path) -> list[SlurmJob]:
+    """This user's Slurm jobs that are to train in a directory."""
+    return [job for job, where in jobs_with_runs() if where is not None and where.resolve() == run_dir.resolve()]
+
+
+def jobs_with_runs() -> list[tuple[SlurmJob, Path | None]]:
+    """This user's Slurm jobs that wait or run, with the run directory where their command line tells it."""
+    return [(job, run_dir_of_job(job)) for job in own_jobs()]
+
+
+def submitted_logs(run_dir: Path) -> list[Path]:
+    """What the jobs of `headrace submit` have written, the oldest submission first; some may never have trained."""
+    folders = [path for path in (run_dir / SUBMISSIONS).glob("*") if path.name.isdecimal()]
+    return [log for path in sorted(folders, key=lambda path: int(path.name)) for log in sorted(path.glob("logs/*.out"))]
+
+
+def not_begun(run_dir: Path) -> DataError:
+    """The error that says so, and where the output of its jobs is: they may have been refused at their start."""
+    logs = submitted_logs(run_dir)
+    if not logs:
+        return DataError(f"{run_dir}: no run has begun there\n  try: the directory that run.dir names in its config")
+    why = f"no run has begun there: its last job wrote {logs[-1]}"
+    return DataError(f"{run_dir}: {why}\n  try: headrace status {run_dir} --log")
+
+
+def _written(run_dir: Path) -> float:
+    return max((run_dir / name).stat().st_mtime for name in (ATTEMPTS, JOURNAL) if (run_dir / name).exists())
+
+
+def _refuse_other_directory(path: Path) -> None:
+    if (path / "job.json").exists() or (path.name.startswith(".") and path.name.endswith(".job")):
+        raise DataError(f"{path} is the directory of a data-prep job\n  try: headrace prep status --config CORPUS.json")
+    try:
+        kind = json.loads((path / MANIFEST).read_text())["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if kind in ("tokens", "packing"):
+        raise DataError(f"{path} holds finished tokens\n  try: headrace prep stats {path}")
+    if kind == "checkpoint":
+        raise DataError(f"{path} is a checkpoint\n  try: headrace status {path.parent.parent}")
+    if kind != "run":
+        raise DataError(f"{path} holds a '{kind}', not a run\n  try: the directory that run.dir names in a config")

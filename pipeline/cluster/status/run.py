@@ -1,0 +1,230 @@
+"""How far a run is, from the files in its directory, and from Slurm where there is one. No torch; nothing is disturbed.
+
+The files are its manifest, metrics, journal of attempts, faults, checkpoints and lock, and those of its agents.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import MANIFEST, check_sizes, read_manifest
+from headrace.base.errors import DataError
+from pipeline.checkpoint.format.naming import finished_checkpoints
+from pipeline.cluster.status.agents import FOLDER as AGENTS
+from pipeline.cluster.status.agents import Agents, read_agents
+from pipeline.cluster.status.find import not_begun
+from pipeline.cluster.status.slurm import SlurmJob, find_jobs
+from pipeline.cluster.status.time_left import seconds_left
+from pipeline.runtime.faults.report import read_faults
+from pipeline.runtime.goodput.account import Goodput, goodput_of, submission_time
+from pipeline.runtime.goodput.attempts import Attempt, read_attempts
+from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
+from pipeline.runtime.launch.run_lock import is_training
+from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
+from pipeline.runtime.metrics.journal import NAME as JOURNAL
+
+SLURM_STARTS = ".agents/starts"
+
+
+@dataclass(frozen=True)
+class CheckpointStatus:
+    """The newest finished checkpoint.
+
+    Attributes:
+        path: its directory.
+        step: after which it was written.
+        age_seconds: since then.
+        damage: what is missing, by the sizes of its files; None where it is whole.
+    """
+
+    path: Path
+    step: int
+    age_seconds: float
+    damage: str | None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How far a run is.
+
+    Attributes:
+        dir: the run's directory.
+        steps: of the whole run; None where its manifest does not tell.
+        step: the newest one in its metrics, 0 before the first.
+        loss: of that step, in nats per token.
+        tokens_per_second: of that step, over all ranks.
+        mfu: of that step, a fraction; None where the device's peak is not known.
+        heldout_loss: of the newest evaluation, in nats per token.
+        shares: samples of a step by data-parallel rank, as measured last; empty where they are fixed.
+        newest: the newest finished checkpoint.
+        training: whether a process trains there now; None where the file system has no locks.
+        idle_seconds: since the metrics were last written.
+        seconds_left: estimated; None while it does not train, or is not known yet.
+        goodput: see `pipeline.runtime.goodput.account`; None before the first step.
+        attempts: oldest first.
+        agents: what the agents have decided last; None without agents.
+        jobs: its Slurm jobs, as far as Slurm knows them.
+        faults: lost and failed ranks, rollbacks and failed checkpoints, oldest first.
+        damaged_lines: of the journals, that were skipped.
+        exchange: the newest exchange with other islands; None in an ordinary run.
+    """
+
+    dir: Path
+    steps: int | None
+    step: int
+    loss: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    heldout_loss: float | None
+    shares: tuple[int, ...]
+    newest: CheckpointStatus | None
+    training: bool | None
+    idle_seconds: float | None
+    seconds_left: float | None
+    goodput: Goodput | None
+    attempts: tuple[Attempt, ...]
+    agents: Agents | None
+    jobs: tuple[SlurmJob, ...]
+    faults: tuple[dict[str, Any], ...]
+    damaged_lines: int
+    exchange: dict[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether its last step is done."""
+        return self.steps is not None and self.step >= self.steps
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest finished checkpoint."""
+        return None if self.newest is None else self.newest.path
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """The step of the newest finished checkpoint."""
+        return None if self.newest is None else self.newest.step
+
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        found: dict[str, Any] = plain(self)
+        derived = {name: getattr(self, name) for name in ("finished", "checkpoint_step")}
+        if self.goodput is not None:
+            found["goodput"] = {**self.goodput.row(), "attempts": found["goodput"]["attempts"]}
+        path = None if self.checkpoint is None else str(self.checkpoint)
+        return {**found, **derived, "checkpoint": path}
+
+
+class RunReader:
+    """Looks at one run again and again; of its metrics only what was appended is read.
+
+    Args:
+        run_dir: the run's directory.
+        slurm: whether to ask Slurm for its jobs.
+        jobs: jobs that are known to be the run's without having started yet.
+    """
+
+    def __init__(self, run_dir: Path, *, slurm: bool = True, jobs: Sequence[str] = ()) -> None:
+        self._dir, self._slurm, self._jobs = run_dir, slurm, tuple(jobs)
+        self._metrics = MetricsReader(run_dir)
+
+    def read(self) -> RunStatus:
+        """The status now.
+
+        Raises:
+            DataError: no run has begun there, or its manifest is damaged.
+        """
+        run_dir, now = self._dir, time.time()
+        if not has_begun(run_dir) and not self._jobs:
+            raise not_begun(run_dir)
+        steps, metrics, training = _steps(run_dir), self._metrics.read(), is_training(run_dir)
+        last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}
+        attempts, damaged = read_attempts(run_dir, training=training, **last)
+        jobs = find_jobs(self._job_ids(attempts)) if self._slurm else []
+        faults = [*metrics.events, *read_faults(run_dir)]
+        return RunStatus(
+            dir=run_dir,
+            steps=steps,
+            step=metrics.step["step"],
+            loss=metrics.step.get("loss"),
+            tokens_per_second=metrics.step.get("tokens_per_second"),
+            mfu=metrics.step.get("mfu"),
+            heldout_loss=metrics.evaluation.get("loss"),
+            shares=tuple(metrics.shares.get("samples", ())),
+            newest=_newest(run_dir, metrics, now),
+            training=training,
+            idle_seconds=_idle(run_dir, now),
+            seconds_left=seconds_left(metrics, steps=steps) if training is not False else None,
+            goodput=goodput_of(metrics, attempts, now=now, submitted=submission_time(run_dir)),
+            attempts=tuple(attempts),
+            agents=read_agents(run_dir),
+            jobs=tuple(jobs),
+            faults=tuple(sorted(faults, key=lambda row: int(row.get("step", 0)))),
+            damaged_lines=damaged + metrics.damaged,
+            exchange=metrics.exchange,
+        )
+
+    def _job_ids(self, attempts: Sequence[Attempt]) -> list[str]:
+        """The newest job that has started, the newest that Slurm has started, and those that are to train here."""
+        started = [attempt.job for attempt in attempts if attempt.job][-1:]
+        starts = self._dir / SLURM_STARTS
+        noted = [line.split()[0] for line in starts.read_text().splitlines() if line.strip()] if starts.exists() else []
+        return list(dict.fromkeys([*started, *noted[-1:], *self._jobs]))
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Looks at a run once, without asking Slurm.
+
+    Raises:
+        DataError: no run has begun there, or its manifest is damaged.
+    """
+    return RunReader(run_dir, slurm=False).read()
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether there is anything of a run in a directory."""
+    return any((run_dir / name).exists() for name in (JOURNAL, MANIFEST, ATTEMPTS, SLURM_STARTS, AGENTS))
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, paths and tuples as JSON has them."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _idle(run_dir: Path, now: float) -> float | None:
+    journal = run_dir / JOURNAL
+    return max(0.0, now - journal.stat().st_mtime) if journal.exists() else None
+
+
+def _steps(run_dir: Path) -> int | None:
+    if not (run_dir / MANIFEST).exists():
+        return None
+    details = read_manifest(run_dir, kind="run").details
+    return int(details["steps"]) if "steps" in details else None
+
+
+def _newest(run_dir: Path, metrics: Metrics, now: float) -> CheckpointStatus | None:
+    step, path = next(iter(finished_checkpoints(run_dir)), (None, None))
+    if step is None or path is None:
+        return None
+    written = metrics.checkpoints.get(step) or path.stat().st_mtime
+    return CheckpointStatus(path, step, max(0.0, now - written), _damage(path))
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        check_sizes(path, read_manifest(path, kind="checkpoint"))
+    except DataError as error:
+        return str(error).splitlines()[0]
+    except OSError as error:
+        return str(error)
+    return None

@@ -1,0 +1,147 @@
+"""The Slurm jobs of a run: squeue, and sacct where the site has it. Nothing here is needed for the rest of a status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.base import configfile
+from headrace.base.errors import HeadraceError
+from headrace.base.slurm import run_slurm
+from pipeline.cluster.status.slurm_reasons import in_words
+
+_TIMEOUT_S = 5.0
+_FORMAT = "%i|%j|%T|%r|%M|%L|%D|%N|%S|%Z"
+_SET = re.compile(r"run\.dir=(.*)")
+_FIELD_END = r"(?= +[A-Z][A-Za-z/:]*=| *\n| *$)"
+"""Of a field of `scontrol show --oneliner`: the next one begins; values may have spaces."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job as Slurm tells of it.
+
+    Attributes:
+        id: its number.
+        name: its name.
+        state: PENDING, RUNNING, ...
+        reason: why it waits or how it ended, in Slurm's word.
+        why: the same in plain words; empty where there is nothing to say.
+        elapsed: time since its start, as Slurm prints it.
+        left: until its time limit.
+        nodes: how many.
+        nodelist: which, as Slurm abbreviates them.
+        start: when it began, or is expected to.
+        workdir: where it was submitted.
+    """
+
+    id: str
+    name: str = ""
+    state: str = "UNKNOWN"
+    reason: str = ""
+    why: str = ""
+    elapsed: str = ""
+    left: str = ""
+    nodes: str = ""
+    nodelist: str = ""
+    start: str = ""
+    workdir: str = ""
+
+
+def find_jobs(ids: Sequence[str]) -> list[SlurmJob]:
+    """The jobs of these numbers that Slurm still knows; by sacct those that the controller has forgotten."""
+    if not ids or shutil.which("squeue") is None:
+        return []
+    found = _queue("--states=all", f"--jobs={','.join(ids)}")
+    known = {job.id for job in found}
+    return found + [job for each in ids if each not in known and (job := _accounted(each)) is not None]
+
+
+def own_jobs() -> list[SlurmJob]:
+    """This user's jobs that wait or run; none where there is no Slurm."""
+    if shutil.which("squeue") is None:
+        return []
+    return _queue("--states=PENDING,RUNNING,COMPLETING,SUSPENDED,CONFIGURING,REQUEUED", f"--user={os.getuid()}")
+
+
+def run_dir_of_job(job: SlurmJob) -> Path | None:
+    """The run directory of a job of `slurm/train.sbatch`; None where nothing tells.
+
+    `headrace submit` leaves it in the job's comment; a plain submission has it in its command line.
+    """
+    text = _output("scontrol", "show", "job", "--oneliner", job.id) or ""
+    commented = re.search(rf" Comment=(/.*?){_FIELD_END}", text)
+    if commented is not None:
+        return Path(commented[1])
+    found = re.search(rf" Command=(.*?) WorkDir=(.*?){_FIELD_END}", text)
+    if found is None:
+        return None
+    words, workdir = _words(found[1])[1:], Path(found[2])
+    sets = [match[1] for word in words if (match := _SET.fullmatch(word.removeprefix("--set=")))]
+    if sets:
+        return workdir / sets[-1].strip('"')
+    for word in words:
+        if Path(word).suffix in configfile.SUFFIXES:
+            return _configured(workdir / word, workdir)
+    return None
+
+
+def output_files(ids: Sequence[str]) -> list[Path]:
+    """The files that jobs write their output to, of those that the controller still knows."""
+    found = [_output("scontrol", "show", "job", "--oneliner", each) for each in ids if shutil.which("scontrol")]
+    names = [re.search(rf" StdOut=(/.*?){_FIELD_END}", text or "") for text in found]
+    return [Path(name[1]) for name in names if name is not None]
+
+
+def _words(command: str) -> list[str]:
+    """The words of a job's command line, which Slurm prints without the quotes that it had."""
+    try:
+        return shlex.split(command)
+    except ValueError:  # an apostrophe in one of them
+        return command.split()
+
+
+def _configured(config: Path, workdir: Path) -> Path | None:
+    try:
+        run = configfile.load(config).get("run")
+    except (HeadraceError, OSError, json.JSONDecodeError):
+        return None
+    return workdir / run["dir"] if isinstance(run, dict) and isinstance(run.get("dir"), str) else None
+
+
+def _queue(*options: str) -> list[SlurmJob]:
+    text = _output("squeue", "--noheader", f"--format={_FORMAT}", *options)
+    rows = [line.strip().split("|") for line in (text or "").splitlines()]
+    return [_job(*row) for row in rows if len(row) == _FORMAT.count("|") + 1]
+
+
+def _job(number: str, name: str, state: str, reason: str, *rest: str) -> SlurmJob:
+    names = ("elapsed", "left", "nodes", "nodelist", "start", "workdir")
+    more: dict[str, Any] = dict(zip(names, rest, strict=True))
+    return SlurmJob(number, name, state, reason, in_words(reason), **more)
+
+
+def _accounted(number: str) -> SlurmJob | None:
+    if shutil.which("sacct") is None:
+        return None
+    fields = "JobName,State,Reason,Elapsed,NNodes,NodeList,Start"
+    text = _output("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}")
+    row = (text or "").strip().splitlines()[-1:]
+    if not row or row[0].count("|") != fields.count(","):
+        return None
+    name, state, reason, elapsed, nodes, nodelist, start = row[0].split("|")
+    more = {"elapsed": elapsed, "nodes": nodes, "nodelist": nodelist, "start": start}
+    return SlurmJob(number, name, state.partition(" ")[0], reason, in_words(reason), **more)
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where it fails, or does not answer."""
+    done = run_slurm(*command, timeout_s=_TIMEOUT_S)
+    return None if done.returncode else done.stdout

@@ -1,0 +1,206 @@
+"""Cuts the kept units out of a model's files, tensor by tensor, and writes a Hugging Face folder.
+
+A norm over fewer channels divides by the root mean square of those that are left. With x the residual of D channels, of
+which D' are kept that have the share e of the mean square (measured over the calibration tokens), the root mean square
+becomes sqrt(e D / D') times what it was; the norm's weight is multiplied by that, so that what is behind the norm keeps
+its scale. A LayerNorm (GPT-2) does the same with what is left of x after its mean over the channels is taken away, so
+there it is the share of that; the mean of the kept channels is taken for that of all. Channels that are zero have no
+share (of a LayerNorm: channels that are the mean), so cutting them changes nothing; for the same reason the config's
+rms_norm_eps is multiplied by D / D' (in Qwen3 it is also that of the norms of queries and keys, whose mean squares it
+is a millionth of). Gemma multiplies its embeddings by sqrt(D): they are multiplied by sqrt(D / D'), and
+where the head is the embedding the last norm is divided by it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from headrace.base.directory import write_json
+from pipeline.compress.pruning.axes import EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, StoredTensor
+from pipeline.compress.pruning.rules import PruningPlan
+from pipeline.compress.pruning.search import Shape
+from pipeline.compress.pruning.selection import Kept
+from pipeline.models.folder.model_folder import CONFIG
+
+INDEX = "model.safetensors.index.json"
+_EMBEDDING, _LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
+Change = Callable[[str, Tensor], Tensor]
+
+
+def write_folder(
+    plan: PruningPlan,
+    shape: Shape,
+    kept: Kept,
+    sums: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    change: Change | None = None,
+) -> None:
+    """Writes config.json, safetensors and generation_config.json; no tokenizer.
+
+    Args:
+        plan: of the pruning.
+        shape: axis -> size of the result.
+        kept: what is kept.
+        sums: of the importance, for the scales of the norms.
+        folder: to write into.
+        change: what is done to a cut tensor, by its name in the source.
+    """
+    index, scales = plan.source.path / INDEX, norm_scales(plan, kept, sums)
+    files = sorted(file.name for file in plan.source.path.glob("*.safetensors"))
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    written: dict[str, str] = {}
+    for name in files:
+        if cut := _cut_file(plan, kept, name, scales=scales, change=change):
+            save_file(cut, folder / name, metadata={"format": "pt"})
+            written |= dict.fromkeys(cut, name)
+    if index.is_file():
+        total = sum((folder / name).stat().st_size for name in set(written.values()))
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": written})
+    write_json(folder / CONFIG, config_of(plan, shape, kept))
+    generation = plan.source.path / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
+
+
+def _cut_file(
+    plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, float], change: Change | None
+) -> dict[str, Tensor]:
+    """What is kept of one file, by its new names."""
+    cut, dtype = {}, getattr(torch, plan.dtype)
+    with safe_open(plan.source.path / name, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            tensor = plan.anatomy.tensors[key]
+            if (new := renamed(key, tensor, kept)) is None:
+                continue
+            made = cut_tensor(file.get_tensor(key), tensor, kept)
+            made = made if change is None else change(key, made)
+            made = _scaled(made, scales.get(key), unit_offset=_offset(plan, key))
+            cut[new] = (made.to(dtype) if made.is_floating_point() else made).contiguous()
+    return cut
+
+
+def renamed(name: str, tensor: StoredTensor, kept: Kept) -> str | None:
+    """The name in the result, with the new numbers of layer and expert; None where it is not kept."""
+    layer, expert = tensor.layer, tensor.expert
+    if expert is not None and layer is not None and (chosen := kept.experts.get(layer)) is not None:
+        if expert not in chosen:
+            return None
+        name = name.replace(f".experts.{expert}.", f".experts.{chosen.tolist().index(expert)}.", 1)
+    if layer is None:
+        return name
+    if layer not in kept.layers:
+        return None
+    number = kept.layers.tolist().index(layer)
+    words = name.split(".")
+    place = words.index(str(layer))
+    return ".".join([*words[:place], str(number), *words[place + 1 :]])
+
+
+def cut_tensor(value: Tensor, tensor: StoredTensor, kept: Kept) -> Tensor:
+    """The kept part of a stored tensor."""
+    for dim, (axis, width) in enumerate(tensor.dims):
+        units = None if axis is None else kept.of(axis, tensor.layer, tensor.expert)
+        if units is not None:
+            parts = tensor.parts if axis == GROUPS else 1
+            value = value.index_select(dim, spread(units, width, parts=parts, size=value.shape[dim]))
+    return value
+
+
+def spread(units: Tensor, width: int, *, parts: int = 1, size: int = 0) -> Tensor:
+    """Indices of the features of units that have `width` features each.
+
+    Args:
+        units: indices of units.
+        width: features of a unit, in all parts together.
+        parts: of the dim, one after another, in each of which a unit has its share of the features.
+        size: of the dim; needed where it has several parts.
+    """
+    own = (units[:, None] * (width // parts) + torch.arange(width // parts)).view(-1)
+    return (torch.arange(parts)[:, None] * (size // parts) + own).view(-1)
+
+
+def norm_scales(plan: PruningPlan, kept: Kept, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Stored name -> what its tensor is multiplied by; empty where no residual channel is cut."""
+    if kept.hidden is None:
+        return {}
+    channels = plan.anatomy.sizes[HIDDEN]
+    wider = channels / len(kept.hidden)
+    scales = {}
+    for name, tensor in plan.anatomy.tensors.items():
+        module = name.removesuffix(".weight")
+        squares = sums.get(f"{module}.in.square", sums.get(f"transformer.{module}.in.square"))
+        if squares is not None and tensor.dims == ((HIDDEN, 1),):
+            total = float(squares.sum())
+            share = float(squares[kept.hidden].sum()) / total if total else 1.0
+            scales[name] = (share * wider) ** 0.5
+    if plan.anatomy.architecture.scaled_embedding:
+        scales[_EMBEDDING] = wider**0.5
+        if plan.source.tied:
+            scales[_LAST_NORM] /= wider**0.5
+    return scales
+
+
+def _offset(plan: PruningPlan, name: str) -> bool:
+    return plan.anatomy.architecture.unit_offset and name != _EMBEDDING
+
+
+def _scaled(value: Tensor, scale: float | None, *, unit_offset: bool) -> Tensor:
+    if scale is None:
+        return value
+    wide = value.double()
+    return (wide + 1) * scale - 1 if unit_offset else wide * scale
+
+
+def config_of(plan: PruningPlan, shape: Shape, kept: Kept) -> dict[str, Any]:
+    """config.json of the result."""
+    config, sizes, keys = copy.deepcopy(plan.source.config), plan.anatomy.sizes, plan.anatomy.keys
+    config |= {keys[axis]: shape[axis] for axis in shape if axis != FFN or FFN in sizes}
+    config["dtype"] = plan.dtype
+    config.pop("torch_dtype", None)
+    if GROUPS in sizes:
+        config |= _of_heads(plan, shape)
+    if HIDDEN in sizes and shape[HIDDEN] < sizes[HIDDEN]:
+        whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True)  # has what the file leaves out
+        key = plan.anatomy.architecture.norm_eps
+        config[key] = float(getattr(whole, key)) * sizes[HIDDEN] / shape[HIDDEN]
+    if EXPERTS in sizes:
+        config["num_experts_per_tok"] = min(plan.anatomy.chosen_experts, shape[EXPERTS])
+    return config | _of_layers(plan, kept)
+
+
+def _of_heads(plan: PruningPlan, shape: Shape) -> dict[str, Any]:
+    if plan.anatomy.architecture.heads_of_hidden:
+        return {}
+    groups, heads = plan.anatomy.sizes[GROUPS], int(plan.source.config["num_attention_heads"])
+    return {"head_dim": plan.anatomy.head_size, "num_attention_heads": heads // groups * shape[GROUPS]}
+
+
+def _of_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
+    """Lists with one entry per layer, of the layers that are kept, also where transformers derives them by number."""
+    total = plan.anatomy.sizes[LAYERS]
+    if len(kept.layers) == total:
+        return {}
+    whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True).to_dict()
+    lists = {key: each for key, each in whole.items() if isinstance(each, list) and len(each) == total}
+    left = {key: [each[n] for n in kept.layers.tolist()] for key, each in lists.items() if key.startswith("layer")}
+    return left | (_of_dense_layers(plan, kept) if "decoder_sparse_step" in whole else {})
+
+
+def _of_dense_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
+    """Which of the kept layers have no experts (Qwen-MoE), all by their new numbers; a step counts from old ones."""
+    routed = {tensor.layer for tensor in plan.anatomy.tensors.values() if tensor.expert is not None}
+    dense = [number for number, layer in enumerate(kept.layers.tolist()) if layer not in routed]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}

@@ -1,0 +1,127 @@
+"""Gathers importance by all processes of the launcher, in one process group, after the shape for a latency is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+from pipeline.compress.pruning.importance import Sums, Windows, add_up, gather
+from pipeline.compress.pruning.latency import shape_for_latency
+from pipeline.compress.pruning.layout import data_ranks
+from pipeline.compress.pruning.rules import PruningPlan
+from pipeline.compress.pruning.search import Shape
+from pipeline.compress.pruning.sharded import gather_sharded, open_model
+from pipeline.compress.pruning.stored_sums import fingerprint, load_sums, needs_loss, save_sums
+from pipeline.data.loader import heldout_batches
+from pipeline.models.folder.loading import load_model
+from pipeline.runtime.launch.environment import Launch
+from pipeline.runtime.launch.group import process_group
+from pipeline.runtime.launch.on_rank_zero import on_rank_zero
+from pipeline.runtime.launch.rendezvous import Rendezvous
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What is known before anything is cut.
+
+    Attributes:
+        plan: with a shape.
+        sums: of all processes.
+        latency: of the shape, as a share of the original's; None where no latency is the target.
+    """
+
+    plan: PruningPlan
+    sums: Sums
+    latency: float | None
+
+
+def find_importance(plan: PruningPlan, launch: Launch) -> Importance:
+    """The shape, and the sums of all processes: those of an earlier start, or gathered now and kept for the next.
+
+    Collective. On other ranks than 0 the sums may be empty.
+
+    Raises:
+        ConfigError: a latency that cannot be met, or a layout that the architecture does not support; on all ranks.
+        LostError: rank 0 died while it measured.
+    """
+    device = _device(launch)
+    if launch.world_size == 1:
+        shape, latency = _shape(plan)
+        plan = replace(plan, shape=shape)
+        mark = fingerprint(plan)
+        sums = load_sums(plan, mark) or gather_here(plan, launch, None)
+    else:
+        model = None if plan.layout is None else open_model(plan.layout)
+        with process_group(launch, gpu=device.index) as rendezvous:  # sums go over gloo, a sharded model over nccl
+            shape, latency = _shape(plan, rendezvous)
+            plan = replace(plan, shape=shape)
+            mark = fingerprint(plan)
+            sums = _gather_together(plan, launch, model, mark)
+    if launch.rank == 0:
+        save_sums(plan, sums, mark)
+    return Importance(plan, sums, latency)
+
+
+def _shape(plan: PruningPlan, rendezvous: Rendezvous | None = None) -> tuple[Shape, float | None]:
+    if plan.shape is not None:
+        return plan.shape, None
+    if rendezvous is None or rendezvous.rank == 0:
+        Console(stderr=True).print("measuring forward passes for the target latency")
+    if rendezvous is None:
+        return shape_for_latency(plan)
+    return on_rank_zero(lambda: shape_for_latency(plan), rendezvous, what="measuring latencies")
+
+
+def _gather_together(plan: PruningPlan, launch: Launch, model: nn.Module | None, mark: str) -> Sums:
+    """Rank 0 decides for all whether there is something to gather: it may be the only one that sees the directory."""
+    stored = load_sums(plan, mark) if launch.rank == 0 else None
+    there = torch.tensor([stored is not None])
+    dist.broadcast(there, 0)
+    return (stored or {}) if there.item() else add_up(gather_here(plan, launch, model))
+
+
+def gather_here(plan: PruningPlan, launch: Launch, model: nn.Module | None) -> Sums:
+    """This process's part of the sums.
+
+    Args:
+        plan: of the pruning.
+        launch: of this process.
+        model: on meta, where processes share one.
+    """
+    device, loss = _device(launch), needs_loss(plan)
+    batches = list(windows_of(plan, launch))
+    if plan.layout is not None:
+        assert model is not None
+        sums = gather_sharded(plan.layout, model, batches, device=device, depth_loss=loss)
+        tokens = plan.config.calibration.samples * plan.config.data.sequence_length if launch.rank == 0 else 0
+        return sums | {"tokens": torch.tensor([tokens], dtype=torch.float64)}
+    console = Console(stderr=True)
+    hidden = launch.rank > 0 or not console.is_terminal
+    shown = track(batches, "importance", len(batches), console=console, disable=hidden)
+    whole = load_model(plan.source.path, dtype=torch.float32, device=device)
+    return gather(whole, shown, device=device, depth_loss=loss)
+
+
+def _device(launch: Launch) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+
+
+def windows_of(plan: PruningPlan, launch: Launch) -> Iterator[Windows]:
+    """This process's batches: as many, and of the same shape, as every other's."""
+    data, samples, layout = plan.config.data, plan.config.calibration.samples, plan.layout
+    dp = data_ranks(layout, world_size=launch.world_size)
+    place = {"dp": launch.rank, "cp": 0} if layout is None else layout.topology.coordinates(launch.rank)
+    cut = {} if layout is None else {"cp": layout.topology.cp, "cp_rank": place["cp"], "zigzag": layout.zigzag}
+    part = {"dp": dp, "dp_rank": place["dp"], "mask_documents": data.mask_documents, **cut}
+    batches = heldout_batches(plan.calibration, batch_size=data.batch_size, samples=samples, **part)  # type: ignore[arg-type]
+    for number, batch in enumerate(batches):
+        first = (number * dp + place["dp"]) * data.batch_size
+        yield Windows(batch, min(max(samples - first, 0), data.batch_size))

@@ -1,0 +1,269 @@
+"""Rules of a pruning, checked on the names and shapes of tensors before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+from pathlib import Path
+
+from headrace.base.errors import ConfigError, found_by
+from pipeline.compress.pruning.axes import EXPERT_FFN, EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, Anatomy, anatomy_of
+from pipeline.compress.pruning.config import PruneConfig
+from pipeline.compress.pruning.layout import data_ranks, layout_of
+from pipeline.compress.pruning.search import Choices, Shape, search
+from pipeline.compress.quantization.calibration_rules import open_calibration
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation.consumers.consumer import ConsumerPlan, plan_consumers
+from pipeline.evaluation.consumers.description import FOLDER, ModelDescription, architecture, head_size
+from pipeline.evaluation.heldout.data import as_trained, open_heldout
+from pipeline.models.folder.model_folder import ModelFolder
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WIDTHS = (HIDDEN, FFN, EXPERT_FFN)
+_MASKED = 4
+"""Neighbouring inputs that a 2:4 mask looks at."""
+_DEFAULT_AXES = (HIDDEN, FFN, EXPERT_FFN, GROUPS)
+
+
+@dataclass(frozen=True)
+class PruningPlan:
+    """A checked pruning config, with the model and datasets it refers to.
+
+    Attributes:
+        config: the config.
+        source: the model to prune.
+        anatomy: its sizes and tensors.
+        dataset: the split it is evaluated on.
+        calibration: the split that importance is measured on.
+        consumers: the programs that score the result.
+        shape: axis -> size of the result; None while a latency is still to be measured.
+        choices: the sizes that a search for a latency may give.
+        layout: in which processes share a model; None where each has a whole one.
+    """
+
+    config: PruneConfig
+    source: ModelFolder
+    anatomy: Anatomy
+    dataset: TokenDataset
+    calibration: TokenDataset
+    consumers: ConsumerPlan
+    shape: Shape | None
+    choices: Choices | None = None
+    layout: ResolvedRun | None = None
+
+    @property
+    def output(self) -> Path:
+        """The directory to write."""
+        return Path(self.config.output)
+
+    @property
+    def dtype(self) -> str:
+        """Of the written weights."""
+        return self.config.dtype or self.source.dtype
+
+
+def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
+    """Checks a config against the model and the dataset it names, and finds the shape.
+
+    Args:
+        config: as read.
+        world_size: processes that gather importance; each needs a window.
+
+    Raises:
+        ConfigError: the output exists; the model is quantized or of an unknown architecture; a size that it does not
+            have, or that is not allowed; a target that cannot be met, with what it would need; too few windows.
+        DataError: the model or the dataset is missing or damaged.
+    """
+    if Path(config.output).exists():
+        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
+    source = ModelFolder.open(config.model)
+    if source.quantized_by is not None:
+        why = f"it is quantized, by {source.quantized_by}"
+        raise ConfigError("model", config.model, why=why, remedy="prune the floating-point model, then quantize")
+    anatomy = anatomy_of(source)
+    shape, choices = _target(config, source, anatomy)
+    _check_mask(config, anatomy, shape)
+    config = config.model_copy(update={"data": as_trained(config.data, source.path)})
+    dataset = open_heldout(config.data, source)
+    layout = layout_of(config, source, anatomy.architecture, world_size=world_size)
+    calibration = _calibration(config, anatomy, data_ranks(layout, world_size=world_size))
+    about = ModelDescription(
+        FOLDER, config.dtype or source.dtype, head_size(source.config), **architecture(source.config)
+    )
+    consumers = plan_consumers(about, None if config.consumers is None else tuple(config.consumers))
+    return PruningPlan(config, source, anatomy, dataset, calibration, consumers, shape, choices, layout)
+
+
+def _calibration(config: PruneConfig, anatomy: Anatomy, shares: int) -> TokenDataset:
+    length, samples = config.data.sequence_length, config.calibration.samples
+    dataset = open_calibration(config.data, config.calibration)
+    widest = max((axis for axis in _WIDTHS if axis in anatomy.sizes), key=lambda axis: anatomy.sizes[axis])
+    if samples * length < anatomy.sizes[widest]:
+        tokens, channels = samples * length, anatomy.sizes[widest]
+        why = f"{samples} windows have {tokens} tokens, and {widest} has {channels} channels to rank"
+        near = -(-channels // length)
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {near} or more")
+    if samples < shares:
+        why = f"{shares} processes share the windows, and each needs one"
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {shares} or more")
+    return dataset
+
+
+def _target(config: PruneConfig, source: ModelFolder, anatomy: Anatomy) -> tuple[Shape | None, Choices | None]:
+    target = config.target
+    given = [name for name in type(target).model_fields if getattr(target, name) is not None]
+    if len(given) > 1:
+        raise ConfigError("target", given, why="these are several targets", remedy="leave all but one out")
+    if config.axes is not None and given in ([], ["shape"]):
+        why = "they are sizes that a search may cut, and nothing is searched" + (" for target.shape" if given else "")
+        raise ConfigError("axes", config.axes, why=why, remedy="leave it out, or give target.parameters, say")
+    if not given:
+        if config.experimental is None:
+            remedy = 'add e.g. "target": {"parameters": 1e6}'
+            raise ConfigError("target", why="it does not say how small the model has to be", remedy=remedy)
+        return dict(anatomy.sizes), None
+    if target.shape is not None:
+        return _explicit(config, anatomy), None
+    choices = Choices(anatomy.sizes, _allowed(config, anatomy))
+    if target.latency is not None:
+        return None, choices
+    return _within(config, source, anatomy, choices), None
+
+
+def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices: Choices) -> Shape:
+    """The shape for a number of parameters or bytes."""
+    each = 1 if config.target.bytes is None else ITEM_BYTES[config.dtype or source.dtype]
+    name = "parameters" if config.target.bytes is None else "bytes"
+    limit = int(config.target.bytes or config.target.parameters or 0)
+    now = anatomy.parameters({}) * each
+    if limit >= now:
+        why = f"the model has {now:,} {name}"
+        raise ConfigError(f"target.{name}", limit, why=why, remedy=f"use less than {now}")
+    found = search(choices, lambda shape: anatomy.parameters(shape) * each, limit)
+    if found is None:
+        needed = anatomy.parameters(choices.smallest) * each
+        sizes = ", ".join(f"{axis} {choices.smallest[axis]}" for axis in choices.allowed)
+        others = [axis for axis in anatomy.sizes if axis not in choices.allowed]
+        more = [axis for axis in others if not found_by([partial(_check_searched, "", axis, anatomy)])]
+        remedy = f"use {needed} or more, a smaller multiple_of" + (
+            f", or add {' or '.join(more)} to axes" if more else ""
+        )
+        raise ConfigError(f"target.{name}", limit, why=f"with {sizes} it has still {needed:,}", remedy=remedy)
+    return anatomy.completed(found)
+
+
+def _allowed(config: PruneConfig, anatomy: Anatomy) -> dict[str, list[int]]:
+    """Axis that may be cut -> its allowed sizes."""
+    names = config.axes if config.axes is not None else [axis for axis in _DEFAULT_AXES if _is_free(axis, anatomy)]
+    for axis in names:
+        _check_searched(f"axes.{axis}", axis, anatomy)
+    if not names:
+        raise ConfigError("axes", names, why="no size may be cut", remedy='use e.g. ["intermediate_size"]')
+    return {axis: _sizes(axis, anatomy, config.multiple_of) for axis in names}
+
+
+def _sizes(axis: str, anatomy: Anatomy, multiple: int) -> list[int]:
+    if axis == HIDDEN and anatomy.architecture.heads_of_hidden:
+        multiple = lcm(multiple, anatomy.head_size)
+    step, least = (multiple, multiple) if axis in _WIDTHS else (1, _least(axis, anatomy))
+    size = anatomy.sizes[axis]
+    return sorted({*range(least, size + 1, step), size})
+
+
+def _least(axis: str, anatomy: Anatomy) -> int:
+    return max(1, anatomy.chosen_experts) if axis == EXPERTS else 1
+
+
+def _explicit(config: PruneConfig, anatomy: Anatomy) -> Shape:
+    assert config.target.shape is not None
+    given = {axis: size for axis, size in config.target.shape.model_dump().items() if size is not None}
+    if GROUPS in given and anatomy.architecture.heads_of_hidden:
+        given = _with_hidden(given, anatomy)
+    for axis, size in given.items():
+        field = f"target.shape.{axis}"
+        _check_axis(field, axis, anatomy, size)
+        allowed = _sizes(axis, anatomy, config.multiple_of)
+        if size not in allowed:
+            raise ConfigError(field, size, why=_why_not(axis, anatomy, config), remedy=_nearest(size, allowed))
+    shape = anatomy.completed(given)
+    if shape == anatomy.sizes and config.experimental is None:
+        raise ConfigError("target.shape", given, why="these are the model's own sizes", remedy="make one smaller")
+    return shape
+
+
+def _with_hidden(given: dict[str, int], anatomy: Anatomy) -> dict[str, int]:
+    """The sizes with that of the residual which the heads give, of an architecture in which they are tied to it."""
+    hidden = given[GROUPS] * anatomy.head_size
+    if given.setdefault(HIDDEN, hidden) != hidden:
+        why = f"its heads have {anatomy.head_size} features each, and as many of them as the hidden size together"
+        remedy = f"use hidden_size {hidden}, or leave one of the two out"
+        raise ConfigError(f"target.shape.{GROUPS}", given[GROUPS], why=why, remedy=remedy)
+    return given
+
+
+def _why_not(axis: str, anatomy: Anatomy, config: PruneConfig) -> str:
+    if axis == EXPERTS and anatomy.chosen_experts > 1:
+        return f"the model has {anatomy.sizes[axis]} experts, and each token goes to {anatomy.chosen_experts}"
+    if axis == HIDDEN and anatomy.architecture.heads_of_hidden:
+        return (
+            f"the model has {anatomy.sizes[axis]} in heads of {anatomy.head_size}, multiple_of is {config.multiple_of}"
+        )
+    if axis in _WIDTHS:
+        return f"the model has {anatomy.sizes[axis]}, and channels are kept in multiples of {config.multiple_of}"
+    return f"the model has {anatomy.sizes[axis]}"
+
+
+def _nearest(size: int, allowed: list[int]) -> str:
+    below, above = [n for n in allowed if n < size][-1:], [n for n in allowed if n > size][:1]
+    return f"use {' or '.join(map(str, below + above))}"
+
+
+def _check_axis(field: str, axis: str, anatomy: Anatomy, value: object) -> None:
+    if axis not in anatomy.sizes:
+        why = "this model has no such size that can be cut"
+        raise ConfigError(field, value, why=why, remedy=f"use {', '.join(anatomy.sizes)}")
+    if axis == LAYERS and anatomy.scaled_by_layer:
+        why = "its attention is divided by the number of its layer (scale_attn_by_inverse_layer_idx)"
+        raise ConfigError(field, value, why=why, remedy="cut the other sizes")
+
+
+def _is_free(axis: str, anatomy: Anatomy) -> bool:
+    """Whether a search may choose a size: it does not follow from another."""
+    return axis in anatomy.sizes and not (axis == GROUPS and anatomy.architecture.heads_of_hidden)
+
+
+def _check_searched(field: str, axis: str, anatomy: Anatomy) -> None:
+    _check_axis(field, axis, anatomy, axis)
+    if not _is_free(axis, anatomy):
+        why = "in this architecture the heads follow from the hidden size: both are cut together"
+        raise ConfigError(field, axis, why=why, remedy="use hidden_size")
+    if axis == LAYERS and not anatomy.uniform:
+        why = "its layers are not alike, so that the size of the result depends on which of them stay"
+        raise ConfigError(
+            field, axis, why=why, remedy="give target.shape.num_hidden_layers, and search the others after"
+        )
+
+
+def _check_mask(config: PruneConfig, anatomy: Anatomy, shape: Shape | None) -> None:
+    mask = config.experimental
+    if mask is not None and mask.pattern == "2:4":
+        sizes = shape or {**anatomy.sizes, HIDDEN: config.multiple_of, FFN: config.multiple_of}
+        for axis in _WIDTHS:
+            if sizes.get(axis, 0) % _MASKED:
+                why = f"2:4 is two zeros in any four inputs, and {axis} {sizes[axis]} is no multiple of {_MASKED}"
+                remedy = f'use a multiple_of that is a multiple of {_MASKED}, or "unstructured"'
+                raise ConfigError("experimental.pattern", mask.pattern, why=why, remedy=remedy)
+    if mask is not None and anatomy.architecture.transposed:
+        why = "the weights of this architecture are stored transposed, and masks are not made for it"
+        raise ConfigError("experimental", mask.pattern, why=why, remedy="leave it out")
+    if mask is not None and mask.pattern == "2:4" and "sparsity" in mask.model_fields_set and mask.sparsity != 0.5:
+        why = "2:4 has two zeros in four"
+        raise ConfigError("experimental.sparsity", mask.sparsity, why=why, remedy='use "unstructured", or leave it out')
+
+
+def cut_axes(plan: PruningPlan, shape: Mapping[str, int]) -> list[str]:
+    """The axes that a shape makes smaller."""
+    return [axis for axis, size in plan.anatomy.sizes.items() if shape[axis] < size]

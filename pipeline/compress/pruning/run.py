@@ -1,0 +1,87 @@
+"""Runs a pruning: gathers importance, cuts, writes, evaluates before and after, commits the directory.
+
+Under a launcher with several processes all of them gather, see `gathering`; then rank 0 alone goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from headrace.base.directory import Manifest, parent_entry, staged
+from pipeline.compress.pruning.cutting import write_folder
+from pipeline.compress.pruning.gathering import find_importance
+from pipeline.compress.pruning.masks import mask_weights
+from pipeline.compress.pruning.report import details, step_numbers, table, unseen_line
+from pipeline.compress.pruning.rules import PruningPlan
+from pipeline.compress.pruning.selection import select, unseen_experts
+from pipeline.compress.pruning.stored_sums import remove_sums
+from pipeline.evaluation.consumers.gate import Sample
+from pipeline.evaluation.consumers.original import scored_original
+from pipeline.evaluation.consumers.pruned_gate import run_pruned_gate
+from pipeline.evaluation.consumers.table import consumer_table
+from pipeline.evaluation.heldout.measure import measure
+from pipeline.models.card.card import commit_with_card
+from pipeline.models.card.lineage import KEY as LINEAGE
+from pipeline.models.card.lineage import lineage_of, with_step
+from pipeline.models.tokenizer_files import copy_tokenizer
+from pipeline.runtime.launch.environment import Launch
+
+
+def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
+    """Writes the pruned model and prints its metrics before and after.
+
+    Args:
+        plan: by `prepare`.
+        launch: how this process was started.
+
+    Returns:
+        The manifest; None on all ranks but 0.
+
+    Raises:
+        ConfigError: a latency that cannot be met, or a layout that the architecture does not support.
+        DataError: the original or the result cannot be loaded in a subprocess, its perplexity is not finite, or a
+            consumer does not read the result as transformers does.
+    """
+    console = Console(stderr=True)
+    found = find_importance(plan, launch)
+    if launch.rank > 0:
+        return None
+    plan, sums = found.plan, found.sums
+    assert plan.shape is not None
+    how = plan.config.importance
+    kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
+    if unseen := unseen_experts(sums, kept):
+        console.print(unseen_line(unseen), markup=False)
+    sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
+    scored = scored_original(
+        plan.source.path, plan.config.data, sample, vocabulary=plan.source.vocab_size, console=console
+    )
+    with scored as original, staged(plan.output) as staging:
+        write_folder(plan, plan.shape, kept, sums, staging, change=mask_weights(plan, kept, sums))
+        copy_tokenizer(plan.source.path, staging)
+        console.print("evaluating the result in a subprocess")
+        after = measure(staging, plan.config.data)
+        recorded = details(plan, plan.shape, staging, before=original.measured, after=after)
+        recorded["pruning"] |= {"kept": kept.summary(), "latency": found.latency, "experts_without_tokens": len(unseen)}
+        recorded["consumers"] = run_pruned_gate(
+            plan.source.path,
+            staging,
+            scheme=plan.dtype,
+            sample=sample,
+            vocabulary=plan.source.vocab_size,
+            consumers=plan.consumers,
+            say=lambda line: console.print(line, markup=False),
+            reference=original.scores,
+        )
+        parents = {"model": parent_entry(plan.source.path, plan.source.fingerprint())}
+        parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
+        recorded |= {"model_type": plan.source.config.get("model_type"), "dtype": plan.dtype}
+        recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "pruning", step_numbers(recorded))
+        config = plan.config.model_dump()
+        manifest = commit_with_card(staging, plan.output, config=config, parents=parents, details=recorded)
+    remove_sums(plan)
+    Console(file=sys.stdout).print(table(manifest))
+    Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="beside the original; no bound"))
+    return manifest

@@ -1,0 +1,107 @@
+"""Importance by a model that several processes hold together: tensor, pipeline and context parallelism, FSDP2, ZeRO-3.
+
+The engine of the layout runs the model as it evaluates one in training, each process with its shards read from the
+files. The hooks are on the modules of this process's part; what they do not see, another process does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from headrace.base.errors import ConfigError
+from pipeline.compress.pruning.importance import Sums, Windows
+from pipeline.compress.pruning.layout import as_importance
+from pipeline.compress.pruning.observing import Observer, left_out
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.base import Engine
+from pipeline.engines.build import build_engine
+from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.decoder_layers import decoder_layers
+from pipeline.models.hf_config import read_hf_config
+from pipeline.run.prepare import attention_of
+
+
+def open_model(run: ResolvedRun) -> nn.Module:
+    """The model of a layout on meta, in fp32; refused before a process group is opened if it has no plan for it.
+
+    Raises:
+        ConfigError: the architecture does not support the layout.
+    """
+    assert run.config.model.path is not None
+    config: Any = read_hf_config(run.config.model.path)
+    for key, value in config.to_dict().items():  # of training; evaluations have none
+        if ("dropout" in key or key.endswith(("pdrop", "layerdrop"))) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    model = build_meta(config, dtype=torch.float32, attn_implementation=attention_of(run))
+    try:
+        check_layout(run, model)
+    except ConfigError as error:
+        raise as_importance(error) from None
+    return model
+
+
+@torch.no_grad()
+def gather_sharded(
+    run: ResolvedRun,
+    model: nn.Module,
+    batches: Sequence[Windows],
+    *,
+    device: torch.device,
+    depth_loss: bool = False,
+) -> Sums:
+    """This process's part of the sums; see `importance.add_up`. Collective.
+
+    Args:
+        run: the layout.
+        model: by `open_model`.
+        batches: of this process; as many on every process.
+        device: of this process.
+        depth_loss: run all batches once more without each layer.
+
+    Returns:
+        Key -> fp64 on the CPU.
+    """
+    assert run.config.model.path is not None
+    values = FromSafetensors(run.config.model.path, model=model)
+    engine = build_engine(run, model, values, CrossEntropy(), device=device)
+    observer = Observer(device)
+    with ExitStack() as stack:
+        for decoder in engine.decoders:
+            stack.enter_context(observer.watching(decoder.causal))
+            stack.callback(_counting(decoder, observer, batches).remove)
+        engine.evaluate(each.batch for each in batches)
+    sums = {key: value.cpu() for key, value in observer.sums.items()}
+    return sums | (_without_layers(engine, batches, model.config.num_hidden_layers) if depth_loss else {})  # type: ignore[union-attr, arg-type]
+
+
+def _counting(decoder: nn.Module, observer: Observer, batches: Sequence[Windows]) -> Any:
+    """Every schedule runs the passes of a stage in the order of the batches."""
+    coming = iter(batches)
+
+    def begin(*_: Any) -> None:
+        windows = next(coming)
+        observer.begin(rows=windows.real, of=len(windows.batch.input_ids))
+
+    return decoder.register_forward_pre_hook(begin)
+
+
+def _without_layers(engine: Engine, batches: Sequence[Windows], count: int) -> Sums:
+    """The loss without each layer, of all processes together: it counts on rank 0."""
+    own = {number: layer for decoder in engine.decoders for number, layer in decoder_layers(decoder.causal).items()}
+    sums: Sums = {}
+    for number in range(count):
+        with left_out(own.get(number)):
+            nats = engine.evaluate(each.batch for each in batches).nats
+        sums[f"layers.{number}.without"] = torch.tensor([nats if dist.get_rank() == 0 else 0.0], dtype=torch.float64)
+    return sums

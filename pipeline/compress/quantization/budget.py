@@ -1,0 +1,174 @@
+"""The byte budget of mixed bits: what each unit of a model may become, and what that takes. No torch.
+
+A unit is what has to share a scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from headrace.base.errors import ConfigError
+from pipeline.compress.quantization.assignment import LayerScheme, units_of
+from pipeline.compress.quantization.config import MIXED, SCHEMES, QuantizeConfig
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.gguf import libllama
+from pipeline.models.gguf.header import header_bytes
+from pipeline.models.gguf.plan import GgufPlan
+from pipeline.models.gguf.types import BY_GGUF, FLOATING_POINT, fitting
+
+UNCHANGED = "unchanged"
+"""The choice that leaves a unit in the floating point of the folder or file."""
+_ENTRY_BYTES = 120
+"""Of one tensor in the header of a safetensors file, beside its name: dtype, shape and offsets in JSON, at most."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that share a scheme.
+
+    Attributes:
+        layers: of a Hugging Face folder; sources of a tensor of a GGUF file.
+        bytes: choice -> bytes in the file.
+    """
+
+    layers: tuple[str, ...]
+    bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A checked byte budget.
+
+    Attributes:
+        limit: bytes of the weight files.
+        fixed: of them, bytes that no choice changes.
+        units: by name; of a GGUF file the names of its tensors.
+    """
+
+    limit: int
+    fixed: int
+    units: Mapping[str, Unit]
+
+    def total(self, chosen: Mapping[str, str]) -> int:
+        """Bytes of the weight files, at most, for unit -> choice."""
+        return self.fixed + sum(self.units[name].bytes[choice] for name, choice in chosen.items())
+
+    def smallest(self) -> dict[str, str]:
+        """The smallest choice of every unit."""
+        return {name: min(unit.bytes, key=lambda each: unit.bytes[each]) for name, unit in self.units.items()}
+
+
+def plan_budget(
+    config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]], gguf: GgufPlan | None
+) -> Budget | None:
+    """The budget of scheme mixed.
+
+    Raises:
+        ConfigError: a budget below the smallest possible size, or one that the model meets as it is.
+    """
+    if config.budget is None:
+        return None
+    limit = config.budget.bytes or int(config.budget.bits_per_weight * source.parameters / 8)  # type: ignore[operator]
+    fixed, units = _folder_units(config, source, layers) if gguf is None else _file_units(config, gguf)
+    budget = Budget(limit, fixed, units)
+    least = budget.total(budget.smallest())
+    if least > limit:
+        key = "bytes" if config.budget.bytes else "bits_per_weight"
+        why = f"{limit:,} bytes, and the smallest choice of every layer makes {least:,}: {fixed:,} are of what stays"
+        least_given = f"{least:,}" if key == "bytes" else f"{ceil(8000 * least / source.parameters) / 1000:.3f}"
+        remedy = f"use {least_given} or more, or smaller candidates"
+        if gguf is None and "lm_head" not in layers and not source.tied:
+            remedy += ', or quantize the head, too ("skip": [])'
+        raise ConfigError(f"budget.{key}", getattr(config.budget, key), why=why, remedy=remedy)
+    whole = budget.total(dict.fromkeys(budget.units, UNCHANGED))
+    if whole <= limit:
+        why = f"{limit:,} bytes, and {whole:,} are enough for the model as it is"
+        raise ConfigError("budget", config.budget.model_dump(), why=why, remedy="use less, or leave the model as it is")
+    return budget
+
+
+def check_keys(config: QuantizeConfig) -> None:
+    """Checks the budget's keys, before the model is looked at.
+
+    Raises:
+        ConfigError: mixed without a budget or the reverse; two limits or none; candidates of two formats, or twice one.
+    """
+    if (config.scheme == MIXED) != (config.budget is not None):
+        if config.budget is None:
+            remedy = 'add "budget": {"bytes": N}, or use another scheme'
+            raise ConfigError("scheme", config.scheme, why="it needs a budget", remedy=remedy)
+        why = f"scheme {config.scheme} gives every layer the same"
+        raise ConfigError("budget", config.budget.model_dump(), why=why, remedy='use "scheme": "mixed"')
+    if config.budget is None:
+        return
+    if (config.budget.bytes is None) == (config.budget.bits_per_weight is None):
+        why = "it has both bytes and bits_per_weight, or none of them"
+        raise ConfigError("budget", config.budget.model_dump(), why=why, remedy="give one of them")
+    folder = [name in SCHEMES for name in config.budget.candidates]
+    if any(folder) and not all(folder):
+        why = "some are of Hugging Face folders, and some are types of GGUF files"
+        raise ConfigError("budget.candidates", config.budget.candidates, why=why, remedy=f"use {', '.join(SCHEMES)}")
+    if len(set(config.budget.candidates)) < len(folder):
+        raise ConfigError("budget.candidates", config.budget.candidates, why="one is there twice", remedy="remove it")
+
+
+def _folder_units(
+    config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]]
+) -> tuple[int, dict[str, Unit]]:
+    assert config.budget is not None
+    size = _DTYPE_BYTES[config.dtype or source.dtype]
+    given = {name: scheme for name, scheme in _given(config, layers).items() if scheme is not None}
+    free = [name for name in layers if name not in given]
+    untouched = [prod(info.shape) for name, info in source.tensors.items() if name.rpartition(".")[0] not in layers]
+    fixed = size * sum(untouched) + 4096
+    fixed += sum(_ENTRY_BYTES + len(name) for name in source.tensors)
+    fixed += sum(3 * (_ENTRY_BYTES + len(name)) for name in layers)
+    for name, scheme in given.items():
+        fixed += LayerScheme(scheme, SCHEMES[scheme].group).stored_bytes(layers[name], scale_bytes=size)
+    units = {}
+    for unit, names in units_of(free).items():
+        choices = {
+            each: sum(scheme_of(each).stored_bytes(layers[name], scale_bytes=size) for name in names)
+            for each in config.budget.candidates
+        }
+        units[unit] = Unit(tuple(names), choices | {UNCHANGED: sum(size * prod(layers[name]) for name in names)})
+    return fixed, units
+
+
+def _given(config: QuantizeConfig, layers: Iterable[str]) -> dict[str, str | None]:
+    """Layers whose scheme the config names, which are no choice."""
+    return {name: config.head if name == "lm_head" else None for name in layers}
+
+
+def scheme_of(choice: str) -> LayerScheme:
+    """The scheme of a choice in a Hugging Face folder."""
+    return LayerScheme(choice, SCHEMES[choice].group)
+
+
+def _file_units(config: QuantizeConfig, plan: GgufPlan) -> tuple[int, dict[str, Unit]]:
+    assert config.budget is not None
+    types = [GGMLQuantizationType[name] for name in config.budget.candidates]
+    if not set(types) <= BY_GGUF and not libllama.installed():
+        why = "K-quants are computed by llama.cpp's library, which is not installed"
+        remedy = f"pip install {libllama.PACKAGE}, or use Q8_0 and Q4_0"
+        raise ConfigError("budget.candidates", config.budget.candidates, why=why, remedy=remedy)
+    fixed = header_bytes(plan) + 32 * len(plan.tensors)  # every tensor begins at a multiple of 32
+    units = {}
+    for tensor in plan.tensors:
+        fitted = {fitting(kind, tensor.shape[-1]) for kind in types} - FLOATING_POINT
+        if tensor.type == GGMLQuantizationType.F32 or not fitted:  # rows that no block divides stay as they are
+            fixed += tensor.stored_bytes
+            continue
+        choices = {kind.name: replace(tensor, type=kind).stored_bytes for kind in sorted(fitted, key=_bits)}
+        units[tensor.name] = Unit(tensor.sources, choices | {UNCHANGED: tensor.stored_bytes})
+    return fixed, units
+
+
+def _bits(kind: GGMLQuantizationType) -> float:
+    elements, size = GGML_QUANT_SIZES[kind]
+    return float(8 * size / elements)

@@ -1,0 +1,221 @@
+"""Calibrated quantization, decoder layer by decoder layer: each layer sees what the quantized layers before it give.
+
+The hidden states of all calibration windows are in the host's memory, and the second moments of the inputs of one
+decoder layer; the layer that is worked on is on the device.
+
+Shapes: B windows per batch, T tokens, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pipeline.compress.quantization.gptq import Rounding, gptq
+from pipeline.compress.quantization.moments import SecondMoments
+from pipeline.compress.quantization.signround import SignRound
+from pipeline.compress.quantization.smoothing import Smoother
+
+Scale = Callable[[nn.Linear], Tensor]
+Progress = Callable[[Sequence[nn.Module]], Iterable[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What calibration does with a decoder layer.
+
+    Attributes:
+        scale: gives the scales [O, G] of a linear layer.
+        rounding: to the numbers that the scheme stores, by GPTQ, by name where layers have several schemes; None
+            leaves weights as they are.
+        sign_round: learns the rounding instead; None for none.
+        smoother: moves outliers from activations to weights first; None for none.
+    """
+
+    scale: Scale
+    rounding: Rounding | Mapping[str, Rounding] | None = None
+    smoother: Smoother | None = None
+    sign_round: SignRound | None = None
+
+
+class _ReachedError(Exception):
+    """The first decoder layer was reached."""
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    names: Iterable[str],
+    batches: Sequence[Tensor],
+    *,
+    method: Method,
+    device: torch.device,
+    progress: Progress = iter,
+) -> dict[str, Tensor]:
+    """Smooths decoder layers and rounds the weights of linear layers in place, by GPTQ or SignRound.
+
+    Args:
+        model: a Hugging Face model in fp32, in evaluation mode, on the CPU.
+        names: of the linear layers. Those outside of the decoder layers (the head) are left as they are.
+        batches: token ids, int64 [B, T], all of one shape.
+        method: what is done with a layer.
+        device: where layers are run.
+        progress: wraps the iteration over decoder layers.
+
+    Returns:
+        Name -> scales of every layer that was rounded.
+    """
+    layers = decoder_layers(model)
+    wanted = {id(module): name for name, module in model.named_modules() if name in set(names)}
+    hidden, arguments = layer_inputs(model, layers, batches)
+    found: dict[str, Tensor] = {}
+    for number, layer in enumerate(progress(layers)):
+        linear = {wanted[id(module)]: module for module in layer.modules() if id(module) in wanted}
+        how: dict[str, Any] = {"method": method, "device": device, "last": number + 1 == len(layers)}
+        scales, hidden = calibrate_layer(layer, linear, hidden, arguments[number], **how)
+        found |= scales
+    return found
+
+
+@torch.no_grad()
+def calibrate_layer(
+    layer: nn.Module,
+    linear: Mapping[str, nn.Module],
+    hidden: Sequence[Tensor],
+    arguments: dict[str, Any],
+    *,
+    method: Method,
+    device: torch.device,
+    last: bool = False,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Smooths and rounds the weights of one decoder layer in place; it is back on the CPU afterwards.
+
+    Args:
+        layer: in fp32.
+        linear: name -> the linear layers in it that are rounded.
+        hidden: its input of every batch, fp32 [B, T, D] on the CPU.
+        arguments: its other arguments, alike for all batches.
+        method: what is done.
+        device: where it is run.
+        last: nothing is calibrated on its output, which is not computed.
+
+    Returns:
+        Name -> scales of every layer that was rounded, and the layer's output of every batch; none of the last.
+    """
+    layer.to(device)
+    given = _moved(arguments, device)
+    if method.smoother is not None:
+        with method.smoother.observe(layer) as smooth:
+            for states in hidden:
+                _run(layer, states.to(device), given)
+        smooth()
+    found: dict[str, Tensor] = {}
+    if method.sign_round is not None:
+        modules = {name: module for name, module in linear.items() if isinstance(module, nn.Linear)}
+        found = method.sign_round.fit(layer, modules, hidden, given, scale=method.scale, device=device)
+    if method.rounding is not None:
+        found = _round(layer, linear, hidden, given, method=method, device=device)
+    made = [] if last else [_run(layer, states.to(device), given).cpu() for states in hidden]
+    layer.cpu()
+    return found, made
+
+
+def _round(
+    layer: nn.Module,
+    linear: Mapping[str, nn.Module],
+    hidden: Sequence[Tensor],
+    given: dict[str, Any],
+    *,
+    method: Method,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Rounds the weights of linear layers in place by GPTQ; name -> scales. Those with one input are rounded as one."""
+    moments = SecondMoments(device)
+    with moments.observe(linear):
+        for states in hidden:
+            _run(layer, states.to(device), given)
+    found: dict[str, Tensor] = {}
+    for names, hessian in moments.pop():
+        scales = {name: method.scale(_linear(linear[name])) for name in names}
+        for alike, rounding in _alike(method, scales):
+            weights = [_linear(linear[name]).weight for name in alike]
+            stacked = torch.cat(weights), torch.cat([scales[name].float() for name in alike])
+            rounded = gptq(stacked[0], hessian, stacked[1], rounding=rounding)
+            for weight, part in zip(weights, rounded.split([len(each) for each in weights]), strict=True):
+                weight.copy_(part)
+        found |= {name: scale.cpu() for name, scale in scales.items()}
+    return found
+
+
+def _alike(method: Method, scales: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Rounding]]:
+    """Layers whose weights are rounded to the same numbers, by scales of as many groups."""
+    assert method.rounding is not None
+    found: dict[tuple[Rounding, int], list[str]] = {}
+    for name, scale in scales.items():
+        rounding = method.rounding[name] if isinstance(method.rounding, Mapping) else method.rounding
+        found.setdefault((rounding, scale.shape[1]), []).append(name)
+    for (rounding, _), names in found.items():
+        yield names, rounding
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a Hugging Face model, in their order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def layer_inputs(
+    model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches.
+
+    Runs the decoder without its head, whose logits would be the largest tensor of all.
+    """
+    decoder: nn.Module = model.base_model  # type: ignore[assignment]
+    arguments: list[dict[str, Any]] = []
+    hidden: list[Tensor] = []
+
+    def note(_layer: nn.Module, _positional: Any, given: dict[str, Any]) -> None:
+        arguments.append({name: value for name, value in given.items() if name != "hidden_states"})
+
+    def stop(_layer: nn.Module, positional: Any, given: dict[str, Any]) -> None:
+        hidden.append(positional[0] if positional else given["hidden_states"])
+        raise _ReachedError
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    decoder(input_ids=batches[0], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    handle = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+    for batch in batches:
+        try:
+            decoder(input_ids=batch, use_cache=False)
+        except _ReachedError:
+            continue
+    handle.remove()
+    return hidden, arguments
+
+
+def _run(layer: nn.Module, states: Tensor, arguments: dict[str, Any]) -> Tensor:
+    made = layer(states, **arguments)
+    found: Tensor = made[0] if isinstance(made, tuple) else made
+    return found
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    if isinstance(value, dict):
+        return {name: _moved(each, device) for name, each in value.items()}
+    return value

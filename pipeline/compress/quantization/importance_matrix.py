@@ -1,0 +1,84 @@
+"""Importance matrix of a GGUF quantization: the mean square of every input of every matrix, on calibration text.
+
+The error that rounding w to q makes in a layer's output is E[((q - w) x)^2]; with inputs that are not correlated it is
+the sum over inputs of (q - w)^2 E[x^2], so E[x^2] is what the error of a weight weighs. llama.cpp's types take it as
+weights of the least squares that choose their scales (`ggml_quantize_chunk`). It is the diagonal of the second moments
+that GPTQ takes.
+
+Shapes: B windows per batch, T tokens, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from pipeline.compress.quantization.weights import matrices_of
+from pipeline.models.unfused_experts import unfuse_experts
+
+Show = Callable[[int, int], None]
+Importance = Mapping[str, npt.NDArray[np.float32]]
+"""Name of a matrix in the model's folder -> mean square of its inputs, float32 [I]."""
+
+_LEAST = 1e-6
+"""Of the mean over a layer's inputs: an input that was always 0 is not free to be rounded to anything."""
+
+
+@torch.inference_mode()
+def measure_importance(
+    model: Any,
+    names: Iterable[str],
+    batches: Sequence[Tensor],
+    *,
+    device: torch.device,
+    show: Show = lambda _done, _all: None,
+) -> Importance:
+    """Runs the model over text.
+
+    Args:
+        model: a Hugging Face model in evaluation mode; its experts are unfused afterwards.
+        names: of tensors in its folder; those that are no matrix of a linear layer are left out, and so are experts
+            that no token goes to, and matrices whose inputs are all 0.
+        batches: token ids, int64 [B, T].
+        device: where the model is run.
+        show: called with (batches run, all).
+    """
+    unfuse_experts(model)
+    model.to(device)
+    sums: dict[str, Tensor] = {}
+    tokens: dict[str, int] = {}
+
+    def observe(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            rows = given[0].reshape(-1, given[0].shape[-1]).float()
+            total = rows.square().sum(0, dtype=torch.float64)
+            sums[name] = sums[name] + total if name in sums else total
+            tokens[name] = tokens.get(name, 0) + len(rows)
+
+        return hook
+
+    matrices = _matrices(model)
+    handles = [matrices[name].register_forward_pre_hook(observe(name)) for name in map(str, names) if name in matrices]
+    for done, batch in enumerate(batches):
+        model(input_ids=batch.to(device), use_cache=False)
+        show(done + 1, len(batches))
+    for handle in handles:
+        handle.remove()
+    # weights of 0 alone would make every number a 0
+    return {name: _mean(total, tokens[name]) for name, total in sums.items() if total.any()}
+
+
+def _matrices(model: Any) -> dict[str, nn.Module]:
+    """Tensor in the folder -> the layer that multiplies its inputs by it."""
+    return {f"{name}.weight": each for name, each in matrices_of(model).items() if not isinstance(each, nn.Embedding)}
+
+
+def _mean(total: Tensor, tokens: int) -> npt.NDArray[np.float32]:
+    mean = total / tokens
+    found: npt.NDArray[np.float32] = mean.clamp(min=float(mean.mean()) * _LEAST).float().cpu().numpy()
+    return found

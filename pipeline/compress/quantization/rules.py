@@ -1,0 +1,305 @@
+"""Rules of a quantization, checked on the names and shapes of tensors before torch is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from headrace.base.section import suggest
+from pipeline.compress.quantization.assignment import LayerScheme
+from pipeline.compress.quantization.budget import Budget, check_keys, plan_budget
+from pipeline.compress.quantization.calibration_rules import check_imatrix, open_split, plan_calibration
+from pipeline.compress.quantization.config import MIXED, SCHEMES, QuantizeConfig
+from pipeline.compress.quantization.families import family_of
+from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation.consumers.consumer import ConsumerPlan, plan_consumers
+from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescription, architecture, head_size
+from pipeline.evaluation.heldout.data import as_trained, open_heldout
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.gguf.plan import GgufPlan, plan_file
+
+HEAD = "lm_head"
+_EMBEDDINGS = ("embed_tokens", "wte")
+"""Last part of the name of the embedding."""
+LAYERS = "layers"
+"""Folder of the calibrated layers in a work directory."""
+_PATTERN = "re:"
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """A checked quantization config, with the model, dataset and layers it refers to.
+
+    Attributes:
+        config: the config.
+        source: the model to quantize.
+        dataset: the split it is evaluated on.
+        layers: name of each linear layer to quantize -> weight shape (outputs, inputs); of a GGUF file `gguf` says.
+        consumers: the programs that score the result.
+        gguf: the file to write; None for a Hugging Face folder.
+        calibration: the split that a calibrated method reads; None for rounding to the nearest.
+        schemes: layer -> its scheme in a Hugging Face folder; of scheme mixed none before the choice.
+        budget: of scheme mixed.
+    """
+
+    config: QuantizeConfig
+    source: ModelFolder
+    dataset: TokenDataset
+    layers: Mapping[str, tuple[int, int]]
+    consumers: ConsumerPlan
+    gguf: GgufPlan | None = None
+    calibration: TokenDataset | None = None
+    schemes: Mapping[str, LayerScheme] = field(default_factory=dict)
+    budget: Budget | None = None
+
+    @property
+    def routers(self) -> list[str]:
+        """The routers of a mixture of experts, which stay as they are."""
+        return routers(self.source)
+
+    @property
+    def output(self) -> Path:
+        """The directory to write."""
+        return Path(self.config.output)
+
+
+def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> QuantizationPlan:
+    """Checks a config against the model and the dataset it names.
+
+    Args:
+        config: to check.
+        folder: Hugging Face folder of the model, where `config.model` is a run from which it was exported.
+
+    Raises:
+        ConfigError: the output exists; the model is already quantized; `skip` names an unknown module, does not skip
+            the head of a tied model, or skips everything; a group size that does not divide a layer's inputs; a
+            dataset made with another tokenizer.
+        DataError: the model or the dataset is missing or damaged.
+    """
+    check_output(config)
+    check_keys(config)
+    source = ModelFolder.open(folder or config.model)
+    if source.quantized_by is not None:
+        why = f"it is already quantized, by {source.quantized_by}"
+        raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
+    gguf = _plan_gguf(config, source) if config.gguf else None
+    layers = {} if config.gguf else _plan_layers(config, source)
+    budget = plan_budget(config, source, layers, gguf)
+    config = config.model_copy(update={"data": as_trained(config.data, source.path)})
+    dataset = open_heldout(config.data, source)
+    if gguf is not None:
+        gguf.check_context(config.data.sequence_length)
+    schemes = {name: layer_scheme(config, name) for name in layers} if budget is None else {}
+    result = _description(config, source, layers)
+    consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
+    if config.budget is not None:
+        open_split(config.data, config.calibration)
+    calibration = plan_calibration(config, layers) if config.calibrated else None
+    return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration, schemes, budget)
+
+
+def _description(
+    config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]]
+) -> ModelDescription:
+    """What is known of the result before it is made."""
+    expected = ModelDescription(GGUF if config.gguf else FOLDER, config.scheme, head_size(source.config))
+    if config.gguf:
+        return expected
+    candidates = frozenset(map(str, config.budget.candidates)) if config.budget else frozenset({config.scheme})
+    own = {config.head} if config.head else set()
+    found = {name for name in linear_layers(source) if ".experts." in name}
+    experts = candidates if found & layers.keys() else frozenset()
+    # of mixed bits a layer may stay as it is
+    plain = bool(found - layers.keys() if config.budget is None else found) and (
+        bool(experts) or config.scheme != "FP8"
+    )
+    group = config.group if config.budget is None else SCHEMES["W4A16"].group
+    of_experts: dict[str, Any] = {"experts": experts, "experts_group": group, "plain_experts": plain}
+    return replace(expected, dense=candidates | own, **of_experts, **architecture(source.config))
+
+
+def check_output(config: QuantizeConfig) -> None:
+    """Raises ConfigError if the output exists."""
+    if Path(config.output).exists():
+        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
+
+
+def work_path(output: Path) -> Path:
+    """The work directory of an output: exported run, calibrated layers."""
+    return output.parent / f".{output.name}.work"
+
+
+def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
+    for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation", "head", "untie"):
+        if key in config.model_fields_set:
+            why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
+            raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
+    plan = plan_file(source, config.scheme)
+    if config.imatrix:
+        check_imatrix(config)
+    return plan
+
+
+def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
+    if config.scheme == MIXED and config.group_size is not None:
+        why = "the layers of scheme mixed have the group sizes of their own schemes"
+        raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out")
+    if config.scheme != MIXED and config.what.activations and config.group_size is not None:
+        why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
+        raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
+    _check_method(config)
+    if config.imatrix:
+        why = f"{config.scheme} is written to a Hugging Face folder, and an importance matrix is of GGUF types"
+        remedy = 'use "method": "gptq", which is calibrated on the same text, or a GGUF type'
+        raise ConfigError("imatrix", True, why=why, remedy=remedy)
+    if config.smoothing is not None:
+        family_of(source.config, key="smoothing", value=config.smoothing)
+    if config.rotation:
+        _check_rotation(config, source)
+    layers = _layers(config, source)
+    names = list(config.budget.candidates) if config.scheme == MIXED and config.budget else []
+    for name, shape in layers.items():
+        for group in {layer_scheme(config, name).group, *(SCHEMES[each].group for each in names)} - {None}:
+            check_group_size({name: shape}, int(group or 1), among=layers)
+    return layers
+
+
+def _check_method(config: QuantizeConfig) -> None:
+    # a head is outside of the decoder layers, and rounded to the nearest by every method
+    names = {config.scheme, *(config.budget.candidates if config.budget else ())}
+    if config.method == "auto-round" and "FP8" in names:
+        why = "it learns which way a weight is rounded to an integer, and FP8 stores e4m3"
+        raise ConfigError("method", config.method, why=why, remedy="use gptq, or another scheme than FP8")
+    if config.method != "auto-round" and "iterations" in config.calibration.model_fields_set:
+        why = f"method {config.method} learns nothing"
+        remedy = 'leave it out, or use "method": "auto-round"'
+        raise ConfigError("calibration.iterations", config.calibration.iterations, why=why, remedy=remedy)
+
+
+def layer_scheme(config: QuantizeConfig, name: str) -> LayerScheme:
+    """The scheme that the config gives to a layer."""
+    if name == HEAD and config.head is not None:
+        return LayerScheme(config.head, _group(config, config.head))
+    return LayerScheme(config.scheme, config.group)
+
+
+def _group(config: QuantizeConfig, scheme: str) -> int | None:
+    return config.group if scheme == config.scheme else SCHEMES[scheme].group
+
+
+def routers(source: ModelFolder) -> list[str]:
+    """Modules that choose the experts of a token: too small and too sensitive to be quantized."""
+    return [name.rpartition(".")[0] for name in source.tensors if _ROUTER.search(name)]
+
+
+def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
+    remedy = "leave it out; smoothing helps against outliers, too"
+    if family_of(source.config, key="rotation", value=True).norms_outputs:
+        why = f"{source.config['model_type']} has norms behind its layers, with which a rotation does not commute"
+        raise ConfigError("rotation", True, why=why, remedy=remedy)
+    if source.tied:
+        why = f"the head of {config.model} is its embedding, and takes the weight of the last norm, which that must not"
+        raise ConfigError("rotation", True, why=why, remedy=remedy)
+
+
+def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of the linear layers: matrices in numbered decoder layers, and the head.
+
+    Embeddings are matrices, too, but are outside the numbered layers in every decoder of transformers. Routers of
+    experts are left out.
+    """
+    found = {}
+    for name, info in source.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        in_block = any(part.isdigit() for part in module.split("."))
+        matrix = leaf == "weight" and len(info.shape) == 2 and not _ROUTER.search(name)
+        if matrix and (in_block or module == HEAD):
+            found[module] = (info.shape[0], info.shape[1])
+    return found
+
+
+def check_group_size(
+    layers: Mapping[str, tuple[int, int]], group: int, *, among: Mapping[str, tuple[int, int]] | None = None
+) -> None:
+    """Refuses a group size that does not divide the inputs of every layer.
+
+    Args:
+        layers: that are checked.
+        group: their size.
+        among: all layers, for which a size is proposed; `layers` when None.
+
+    Raises:
+        ConfigError: names the first such layer and the nearest group sizes that divide all layers.
+    """
+    for name, (_, inputs) in layers.items():
+        if inputs % group:
+            why = f"{name} has {inputs} inputs, which {group} does not divide"
+            raise ConfigError("group_size", group, why=why, remedy=_nearest(among or layers, group))
+
+
+def _nearest(layers: Mapping[str, tuple[int, int]], group: int) -> str:
+    common = gcd(*(inputs for _, inputs in layers.values()))
+    divisors = [n for n in range(1, common + 1) if common % n == 0]
+    below, above = [n for n in divisors if n < group], [n for n in divisors if n > group]
+    near = [str(n) for n in (*below[-1:], *above[:1])]
+    return f"use {' or '.join(near)}, which {'divides' if len(near) == 1 else 'divide'} the inputs of every layer"
+
+
+def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
+    modules = {name.rpartition(".")[0] for name in source.tensors}
+    for entry in config.skip:
+        _check_skip(entry, modules)
+    layers = {name: shape for name, shape in linear_layers(source).items() if not _skipped(name, config.skip)}
+    wanted = config.head is not None or not _skipped(HEAD, config.skip)
+    if config.untie and not wanted:
+        why = f"{HEAD} is in skip: the head would get weights of its own, and nothing smaller in return"
+        remedy = 'give head a scheme, e.g. "head": "W8A8"; or leave it out'
+        raise ConfigError("untie", config.untie, why=why, remedy=remedy)
+    if source.tied and wanted and not config.untie:
+        why = f"the head of {config.model} is its embedding"
+        key, value = ("head", config.head) if config.head else ("skip", config.skip)
+        remedy = '"untie": true gives the head weights of its own; or leave the head as it is'
+        raise ConfigError(key, value, why=why, remedy=remedy if config.head else f'add "{HEAD}", or {remedy}')
+    if wanted and (source.tied or HEAD in modules):
+        rows = (name for name in modules if name.rpartition(".")[2] in _EMBEDDINGS)
+        layers[HEAD] = _matrix(source, next(rows) if source.tied else HEAD)
+    if not layers:
+        why = f"no linear layer of {config.model} is left to quantize"
+        raise ConfigError("skip", config.skip, why=why, remedy=f'use ["{HEAD}"]')
+    return layers
+
+
+def _matrix(source: ModelFolder, module: str) -> tuple[int, int]:
+    rows, columns = source.tensors[f"{module}.weight"].shape
+    return rows, columns
+
+
+def _check_skip(entry: str, modules: Collection[str]) -> None:
+    if entry == HEAD:
+        return  # the default; it has no effect if the head is not stored
+    if entry.startswith(_PATTERN):
+        _compile(entry)
+    elif entry not in modules:
+        near = suggest(entry, sorted(modules))
+        remedy = (
+            f"did you mean '{near}'?" if near else f'use a full module name, or a pattern such as "{_PATTERN}.*mlp.*"'
+        )
+        raise ConfigError("skip", entry, why="the model has no such module", remedy=remedy)
+
+
+def _skipped(name: str, skip: list[str]) -> bool:
+    return any(_compile(e).match(name) is not None if e.startswith(_PATTERN) else e == name for e in skip)
+
+
+def _compile(entry: str) -> re.Pattern[str]:
+    try:
+        return re.compile(entry.removeprefix(_PATTERN))
+    except re.error as error:
+        remedy = 'use a regular expression of Python\'s re module, e.g. "re:.*down_proj$"'
+        raise ConfigError("skip", entry, why=f"not a regular expression: {error}", remedy=remedy) from None

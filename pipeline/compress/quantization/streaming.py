@@ -1,0 +1,245 @@
+"""Calibrated quantization of a folder in the memory of one decoder layer, which goes on where it was killed.
+
+A layer is read from the safetensors files, calibrated on the hidden states that the quantized layers before it gave,
+packed, written to the work directory and freed. What is outside of the decoder layers (embedding, last norm, head) is
+read for the first hidden states, and again at the end. The tensors are those of `calibrate` and `pack` on the whole
+model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from pipeline.checkpoint.export.write_safetensors import METADATA
+from pipeline.compress.quantization.calibration import calibrate_layer, decoder_layers, layer_inputs
+from pipeline.compress.quantization.rules import QuantizationPlan
+from pipeline.compress.quantization.weights import (
+    apply_scheme,
+    calibration_batches,
+    cast,
+    method_of,
+    pack_layer,
+    rotation_of,
+    scale_of,
+    weight_args,
+)
+from pipeline.compress.quantization.work import Work
+from pipeline.models.build.buffers import fill_buffers
+from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.folder.loading import empty_model, pick_device
+from pipeline.models.folder.model_folder import read_header
+
+Say = Callable[[str], None]
+Progress = Callable[[range, int], Iterable[int]]
+"""(numbers of the layers that are left, number of all) -> them, with a progress bar."""
+
+
+def streamable(model: nn.Module, plan: QuantizationPlan) -> bool:
+    """Whether the files hold the model's own tensors, layer by layer: none that transformers fuses or renames.
+
+    Args:
+        model: of the plan, on meta.
+        plan: whose method is calibrated.
+    """
+    modules = dict(model.named_modules())
+    plain = all(isinstance(modules.get(name), nn.Linear) for name in plan.layers)
+    known = model.state_dict().keys()
+    possible = plan.calibration is not None and not plan.config.untie and plain and bool(decoder_layers(model))
+    return possible and plan.source.tensors.keys() <= known
+
+
+@torch.no_grad()
+def stream(
+    plan: QuantizationPlan,
+    staging: Path,
+    *,
+    dtype: torch.dtype,
+    say: Say = lambda _line: None,
+    progress: Progress = lambda left, _all: left,
+) -> None:
+    """Writes packed weights in shards, their index, and config.json with its quantization section.
+
+    Args:
+        plan: `streamable`.
+        staging: an empty directory on the file system of the output.
+        dtype: of scales and unquantized weights.
+        say: takes lines for people.
+        progress: wraps the iteration over decoder layers.
+    """
+    work = Work.open(plan)
+    parts = _Parts(plan, dtype)
+    count = len(parts.layers)
+    if work.done:
+        say(f"resuming at layer {work.done + 1} of {count}" if work.done < count else f"all {count} layers are there")
+    if work.done < count:
+        _calibrate(parts, work, progress)
+    files = [work.layer(number) for number in range(count)]
+    _write_shards(staging, files, parts.outside_tensors())
+    parts.write_config(staging)
+
+
+def _calibrate(parts: _Parts, work: Work, progress: Progress) -> None:
+    """The layers that are not done."""
+    begin, count = work.done, len(parts.layers)
+    hidden, arguments = parts.inputs()
+    if begin:
+        hidden = work.hidden(begin)
+    for number in progress(range(begin, count), count):
+        with parts.loaded(parts.layers[number]) as layer:
+            linear = {name: each for name, each in parts.linear.items() if any(each is m for m in layer.modules())}
+            how: dict[str, Any] = {"method": parts.method, "device": parts.device, "last": number + 1 == count}
+            scales, hidden = calibrate_layer(layer, linear, hidden, arguments[number], **how)
+            work.finish(number, parts.packed(layer, scales), hidden)
+
+
+class _Parts:
+    """The model, of which one part at a time has its weights."""
+
+    def __init__(self, plan: QuantizationPlan, dtype: torch.dtype) -> None:
+        self._plan, self._dtype = plan, dtype
+        self.model: Any = empty_model(plan.source.path).float().eval()
+        self._values = FromSafetensors(plan.source.path, model=self.model)
+        fill_buffers(self.model, torch.device("cpu"), self._values)
+        self.layers = decoder_layers(self.model)
+        self.linear = {name: module for name, module in self.model.named_modules() if name in plan.layers}
+        self.method, self.device = method_of(plan, self.linear, dtype), pick_device()
+        self._rotation = rotation_of(self.model, plan)
+        self._modules = {id(module): name for name, module in self.model.named_modules()}
+        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        # its linear layers pack the weights they are lent: here a quantized layer's forward pass would round again
+        self._packer = empty_model(plan.source.path)
+        self._compressor: ModelCompressor = apply_scheme(self._packer, plan)
+
+    def inputs(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """See `layer_inputs`."""
+        head = self.model.get_output_embeddings()
+        outside = [module for module in self._outside() if module is not head]
+        with self._lent(outside), _passing(self.layers):
+            self._turn_outside()
+            return layer_inputs(self.model, self.layers, calibration_batches(self._plan))
+
+    @contextmanager
+    def loaded(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """A layer with its weights, in fp32 on the CPU, and without them afterwards."""
+        with self._lent(list(layer.modules())):
+            if self._rotation is not None:
+                self._rotation.layer(layer)
+            yield layer
+
+    def packed(self, layer: nn.Module, scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name -> tensor of a layer that has its weights, as they are served."""
+        found: dict[str, Tensor] = {}
+        for module in layer.modules():
+            found |= self._module_tensors(module, scales)
+        return found
+
+    def outside_tensors(self) -> dict[str, Tensor]:
+        """The same of what is outside of the decoder layers."""
+        outside = self._outside()
+        found: dict[str, Tensor] = {}
+        with self._lent(outside):
+            self._turn_outside()
+            seen: set[int] = set()
+            for module in outside:
+                first = {id(p) for p in module.parameters(recurse=False)} - seen
+                found |= self._module_tensors(module, {}) if first else {}  # a tied head is stored once
+                seen |= first
+        buffers = {name: self._values.buffer(name) for name, _ in self.model.named_buffers()}
+        return found | {name: cast(value, self._dtype) for name, value in buffers.items() if value is not None}
+
+    def write_config(self, staging: Path) -> None:
+        """config.json with its quantization section, and generation_config.json."""
+        config = self.model.config
+        config.dtype, config.architectures = self._dtype, [type(self.model).__name__]
+        config.save_pretrained(staging)
+        source = self._plan.source.path
+        if (source / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(source).save_pretrained(staging)
+        self._compressor.update_config(str(staging))
+
+    def _turn_outside(self) -> None:
+        if self._rotation is not None:
+            self._rotation.outside(self.model)
+
+    def _outside(self) -> list[nn.Module]:
+        inside = {id(module) for layer in self.layers for module in layer.modules()}
+        return [module for module in self.model.modules() if id(module) not in inside]
+
+    @contextmanager
+    def _lent(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Gives the parameters of modules (not of those in them) their values."""
+        owned = [(module, key, p) for module in modules for key, p in module._parameters.items() if p is not None]
+        values: dict[int, nn.Parameter] = {}
+        for module, key, empty in owned:
+            if id(empty) not in values:
+                values[id(empty)] = nn.Parameter(self._values.value(self._names[id(empty)]), requires_grad=False)
+            module._parameters[key] = values[id(empty)]
+        try:
+            yield
+        finally:
+            for module, key, empty in owned:
+                module._parameters[key] = empty
+
+    def _module_tensors(self, module: nn.Module, scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        name = self._modules[id(module)]
+        if name not in self._plan.layers:
+            return {f"{name}.{key}": cast(p, self._dtype) for key, p in module._parameters.items() if p is not None}
+        assert isinstance(module, nn.Linear)
+        packer = self._packer.get_submodule(name)
+        packer._parameters |= {key: p for key, p in module._parameters.items() if p is not None}
+        args = weight_args(self._plan, name)
+        pack_layer(packer, scales[name] if name in scales else scale_of(module.weight, args, self._dtype))
+        found = {f"{name}.{key}": cast(value, self._dtype) for key, value in packer.state_dict().items()}
+        packer.to("meta")
+        return found
+
+
+@contextmanager
+def _passing(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Layers hand on the hidden states that they get, meanwhile."""
+
+    def forward(hidden_states: Tensor, *_others: Any, **_named: Any) -> Tensor:
+        assert hidden_states.ndim == 3, "the decoder takes a part of what a layer returns"
+        return hidden_states
+
+    for layer in layers:
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _write_shards(staging: Path, layers: list[Path], outside: dict[str, Tensor]) -> None:
+    """One file per decoder layer and one for the others, by number of all; and the index."""
+    count = len(layers) + 1
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    save_file({name: tensor.contiguous() for name, tensor in outside.items()}, staging / names[0], metadata=METADATA)
+    for source, name in zip(layers, names[1:], strict=True):
+        _link(source, staging / name)
+    tensors = {name: read_header(staging / name) for name in names}
+    weight_map = {tensor: name for name, found in tensors.items() for tensor in found}
+    total = sum(info.bytes for found in tensors.values() for info in found.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+
+
+def _link(source: Path, target: Path) -> None:
+    """The work directory keeps its own, until the output has its name."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)

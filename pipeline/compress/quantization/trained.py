@@ -1,0 +1,63 @@
+"""A trained run as the model of a quantization: its checkpoint is exported into the work directory first."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.base.directory import MANIFEST, read_manifest
+from headrace.base.errors import DataError, HeadraceError
+from pipeline.checkpoint.format.naming import FOLDER
+from pipeline.compress.quantization.config import QuantizeConfig
+from pipeline.compress.quantization.rules import LAYERS, check_output, work_path
+from pipeline.data.dataset import TokenDataset
+
+_EXPORT = "model"
+
+
+def is_trained(path: Path) -> bool:
+    """Whether a path is a run directory or one of its checkpoints, by its files."""
+    return (path / FOLDER).is_dir() or (path.resolve().parent.name == FOLDER and (path / MANIFEST).is_file())
+
+
+@contextmanager
+def model_folder(config: QuantizeConfig) -> Iterator[Path]:
+    """The Hugging Face folder of `config.model`: itself, or an export of the newest checkpoint of a run.
+
+    A checkpoint of any layout is exported once: an export of the same checkpoint that a killed run left is used again.
+    If the block is left with an error before anything was calibrated, the export is deleted.
+
+    Raises:
+        ConfigError: the output exists.
+        CheckpointError: the run has no checkpoint, or it cannot be exported.
+        DataError: the dataset of `config.data` is missing or damaged.
+    """
+    if not is_trained(Path(config.model)):
+        yield Path(config.model)
+        return
+    check_output(config)
+    TokenDataset.open(config.data.path, split=config.data.split, sequence_length=config.data.sequence_length)
+    try:
+        yield _exported(Path(config.model), work_path(Path(config.output)) / _EXPORT)
+    except HeadraceError:
+        work = work_path(Path(config.output))
+        if not (work / LAYERS).exists():  # nothing was calibrated on it
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _exported(run: Path, out: Path) -> Path:
+    from pipeline.checkpoint.export.export import export  # noqa: PLC0415  (brings in torch)
+    from pipeline.checkpoint.export.find import find_checkpoint  # noqa: PLC0415
+
+    checkpoint = find_checkpoint(run)
+    try:
+        same = read_manifest(out, kind="model").parents["checkpoint"]["fingerprint"] == checkpoint.manifest.fingerprint
+    except DataError:
+        same = False
+    if not same:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        export(checkpoint, out, replace=True)
+    return out

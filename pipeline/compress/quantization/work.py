@@ -1,0 +1,104 @@
+"""The work directory of a calibration: the layers that are done, and the hidden states that go into the next.
+
+It lies beside the output, `.NAME.work`, and says in `work.json` what it was made from. A layer is done when its file
+has its name; the hidden states of the layer behind it are written before. So a calibration that was killed goes on at
+the layer it was at, and one of anything else starts from an empty directory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.base.directory import code_version, fingerprint_of, sha256_of_file, sync, write_json
+from pipeline.checkpoint.export.write_safetensors import METADATA
+from pipeline.compress.quantization.rules import LAYERS, QuantizationPlan, work_path
+from pipeline.models import rounding
+
+_ABOUT = "work.json"
+_USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size", "skip", "dtype", "head")
+"""Keys of the config that decide about the bytes of a layer, beside the data."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A work directory. Use `Work.open`."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, plan: QuantizationPlan) -> Work:
+        """That of a plan; emptied if it was made from another config, model, dataset or version."""
+        path, about = work_path(plan.output) / LAYERS, {"fingerprint": _fingerprint(plan)}
+        try:
+            same = json.loads((path / _ABOUT).read_text()) == about
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            (path / _ABOUT).unlink(missing_ok=True)  # first: a directory that is half emptied is nobody's
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True, exist_ok=True)
+            write_json(path / _ABOUT, about)
+        return cls(path)
+
+    @property
+    def done(self) -> int:
+        """Decoder layers that are done: those from the first without a gap."""
+        number = 0
+        while self.layer(number).is_file():
+            number += 1
+        return number
+
+    def layer(self, number: int) -> Path:
+        """File of a layer's tensors, as they are served."""
+        return self.path / f"layer-{number:05d}.safetensors"
+
+    def finish(self, number: int, tensors: Mapping[str, Tensor], hidden: Sequence[Tensor]) -> None:
+        """Records a layer, and the hidden states behind it, which are empty after the last."""
+        if hidden:
+            _save({str(at): states for at, states in enumerate(hidden)}, self._hidden(number + 1))
+        _save(tensors, self.layer(number))
+        self._hidden(number).unlink(missing_ok=True)
+
+    def hidden(self, number: int) -> list[Tensor]:
+        """The hidden states that go into a layer, as `finish` was given them."""
+        found = load_file(self._hidden(number))
+        return [found[str(at)] for at in range(len(found))]
+
+    def _hidden(self, number: int) -> Path:
+        return self.path / f"hidden-{number:05d}.safetensors"
+
+
+def sources() -> list[Path]:
+    """The files whose code decides about the bytes of a layer."""
+    return [*sorted(Path(__file__).parent.glob("*.py")), Path(rounding.__file__)]
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    partial = path.with_suffix(".partial")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata=METADATA)
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def _fingerprint(plan: QuantizationPlan) -> str:
+    assert plan.calibration is not None
+    config = plan.config.model_dump(mode="json")
+    return fingerprint_of(
+        {
+            "config": {key: config[key] for key in _USED},
+            "schemes": {name: [each.name, each.group] for name, each in plan.schemes.items()},
+            "windows": [plan.config.data.sequence_length, plan.config.data.batch_size],
+            "model": plan.source.fingerprint(),
+            "data": plan.calibration.manifest.fingerprint,
+            # a version or a commit does not tell of what was edited since
+            "code": [code_version(), *map(sha256_of_file, sources())],
+        }
+    )

@@ -1,0 +1,191 @@
+"""Refuses a recipe that would fail at a later step, before the first one. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import read_manifest
+from headrace.base.errors import ConfigError, HeadraceError, problems_in, refuse_all
+from headrace.base.section import parse, problems_of
+from pipeline.checkpoint.export.find import find_checkpoint
+from pipeline.compress.pruning import rules as pruning
+from pipeline.compress.pruning.config import PruneConfig, TargetSection
+from pipeline.compress.quantization import rules as compress
+from pipeline.compress.quantization.config import QuantizeConfig
+from pipeline.compress.recipe.config import RecipeConfig
+from pipeline.compress.recipe.steps import CONFIGS, ORIGINAL, Recipe, Step, is_folder
+from pipeline.config.load import load_config
+from pipeline.config.rules.resolve import resolve
+from pipeline.evaluation.heldout.data import as_trained, open_heldout
+from pipeline.models.folder.model_folder import ModelFolder
+
+Fingerprint = Callable[[Path], str]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
+_OF_SHAPE = ("group_size", "calibration.samples", "target", "budget.bytes", "budget.bits_per_weight")
+"""Begins of the names of fields whose values may suit the pruned model and not the original."""
+
+
+def check_recipe(config: RecipeConfig) -> None:
+    """Checks what can be said of a config alone, and that its model is there.
+
+    Raises:
+        ConfigError: as `check_names`.
+        CheckpointError: the model is neither a folder nor a run with a checkpoint.
+    """
+    check_names(config)
+    if not is_folder(Path(config.model)):
+        find_checkpoint(Path(config.model))
+
+
+def check_names(config: RecipeConfig) -> None:
+    """Checks what can be said of a config whose model may not be made yet.
+
+    Raises:
+        ConfigError: nothing to do; a name that is no directory's; a section that its step would refuse.
+    """
+    if not config.rounds and config.distill is None and not config.quantize:
+        raise ConfigError("quantize", why="the recipe has no step", remedy='add {"int4": {"scheme": "W4A16"}}')
+    for name in config.quantize:
+        if not _NAME.fullmatch(name) or _TAKEN.fullmatch(name):
+            why = "it names a directory in the output, beside those of the other steps"
+            raise ConfigError(f"quantize.{name}", why=why, remedy="use another name, e.g. int4-gptq")
+    _check_rounds(config.rounds)
+
+
+def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
+    """Targets are absolute: one that the rounds before have met already would be refused hours later."""
+    smallest: dict[tuple[str, object], int] = {}
+    for number, fields in enumerate(rounds, 1):
+        for (name, dtype), size in _sizes(fields):
+            before = smallest.get((name, dtype))
+            smallest[name, dtype] = size
+            if before is not None and (size > before or (size == before and "shape" not in name)):
+                why = f"it is of round {number}, and a round before leaves {before:,} at most"
+                raise ConfigError(f"prune.{name}", size, why=why, remedy=f"use less than {before} there")
+
+
+def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, object], int]]:
+    """(Name, the dtype that it is in) -> size, of a round's target; none of one that its step refuses."""
+    target = fields.get("target")
+    if not isinstance(target, Mapping) or problems_of(TargetSection, target):
+        return
+    given = parse(TargetSection, target).model_dump()
+    sizes = {f"shape.{axis}": size for axis, size in (given["shape"] or {}).items()}
+    for name, size in {**sizes, "parameters": given["parameters"], "bytes": given["bytes"]}.items():
+        if size is not None:
+            yield (f"target.{name}", fields.get("dtype") if name == "bytes" else None), size
+
+
+def check_steps(recipe: Recipe) -> None:
+    """Checks the config of every step against the model that is there now, all at once.
+
+    Where a step's own model is not made yet, that is the original: what depends on a shape that pruning changes is left
+    to the step.
+
+    Raises:
+        ConfigError: a step would be refused, or it was done with another config or of another model.
+        DataError: the model or the data is missing or damaged.
+    """
+    folder = ModelFolder.open(recipe.original)
+    open_heldout(as_trained(recipe.config.data, folder.path), folder)
+    # a folder without a manifest is read whole for its fingerprint, and several steps start from it
+    fingerprint = cache(lambda source: ModelFolder.open(source).fingerprint())
+    problems = [problem for step in recipe.steps for problem in _problems(recipe, step, fingerprint)]
+    refuse_all(problems)
+
+
+def _problems(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[ConfigError]:
+    if step.done:
+        yield from _changed(recipe, step, fingerprint)
+        return
+    made = is_folder(step.source)
+    try:
+        if step.verb == "quantize":
+            compress.prepare(parse(QuantizeConfig, _here(step, recipe)))
+        elif step.verb == "prune":
+            pruning.prepare(parse(PruneConfig, _here(step, recipe)))
+        elif step.verb == "distill":
+            _check_distill(step, recipe)
+    except ConfigError as error:
+        for each in problems_in(error):
+            if made or not recipe.config.rounds or not each.field.startswith(_OF_SHAPE):
+                yield ConfigError(f"{_place(recipe, step)}{each.field}", each.value, why=each.why, remedy=each.remedy)
+
+
+def _place(recipe: Recipe, step: Step) -> str:
+    """Where the fields of a step's config are written."""
+    if recipe.config.distill is not None and step.verb == "distill":
+        return f"{recipe.config.distill.config}: "
+    return "prune." if step.verb == "prune" else f"{step.verb}.{step.name}."
+
+
+def _here(step: Step, recipe: Recipe) -> dict[str, Any]:
+    """A step's config with a model that is there, and an output that is not."""
+    model = step.source if is_folder(step.source) else recipe.original
+    return {**step.config, "model": str(model), "output": str(recipe.output / ".check")}
+
+
+def _check_distill(step: Step, recipe: Recipe) -> None:
+    """With the original as the student, whose shape is not known yet."""
+    assert recipe.config.distill is not None
+    places = {"model.path": recipe.original, "distill.teacher": recipe.original, "run.dir": step.output}
+    overrides = [f"{key}={json.dumps(str(path))}" for key, path in places.items()]
+    config = load_config(recipe.config.distill.config, [*recipe.config.distill.overrides, *overrides])
+    resolve(config, world_size=recipe.config.distill.processes, begun=True)
+
+
+def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[ConfigError]:
+    """What has changed since a step was done."""
+    stored = recipe.output / CONFIGS / f"{step.name}.json"
+    remedy = f"remove {step.result} to do the step again, or choose another output"
+    if step.config and stored.is_file():
+        before = json.loads(stored.read_text())
+        changed = sorted(different(before, json.loads(json.dumps(step.config))))
+        if changed:
+            why = f"it was done with another config ({', '.join(changed)})"
+            yield ConfigError(str(step.result), why=why, remedy=remedy)
+    if _is_of_another_model(step, fingerprint):
+        places = f"{step.result} and {step.output}" if step.verb == "distill" else step.result
+        remedy = f"remove {places} to do the step again, or choose another output"
+        yield ConfigError(str(step.result), why=f"it was made of another {step.source}", remedy=remedy)
+
+
+def _is_of_another_model(step: Step, fingerprint: Fingerprint) -> bool:
+    """Whether a step was done before what it starts from was made again, or gave way to another."""
+    if step.verb == "export":
+        return _is_of_another_checkpoint(step)
+    if not is_folder(step.source):
+        return True
+    made, kind, key = (step.output, "run", "model.path") if step.verb == "distill" else (step.result, "model", "model")
+    if step.verb == "distill" and not made.is_dir():
+        return False  # the run was removed, its export is kept
+    try:
+        recorded = read_manifest(made, kind=kind).parents[key]["fingerprint"]
+        return bool(recorded != fingerprint(step.source))
+    except (HeadraceError, KeyError):
+        return True
+
+
+def _is_of_another_checkpoint(step: Step) -> bool:
+    try:
+        now = find_checkpoint(step.source).manifest.fingerprint
+    except HeadraceError:
+        return False  # the run was removed, its export is kept
+    recorded = read_manifest(step.result, kind="model").parents.get("checkpoint") or {}
+    return bool(recorded.get("fingerprint") != now)
+
+
+def different(before: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """The dotted names of fields that two configs do not have in common."""
+    for key in {*before, *now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from different(old, new, f"{at}{key}.")
+        elif old != new:
+            yield f"{at}{key}"

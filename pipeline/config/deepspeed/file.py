@@ -1,0 +1,150 @@
+"""Takes a DeepSpeed file as DeepSpeed and the Hugging Face Trainer mean it, in the terms of the schema.
+
+Keys get the name they have here, "auto" gets a value, keys that change nothing are set aside and listed, and all others
+that are not supported are collected, so that they are refused together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.deepspeed.auto import SAMPLES_PER_DEVICE, resolve_auto
+from pipeline.config.deepspeed.ignored import IGNORED, OPTIMIZER_NAMES, OTHER_NAMES, is_comment
+from pipeline.config.deepspeed.keys import (
+    REFUSED,
+    REFUSED_BF16,
+    REFUSED_COMPILE,
+    REFUSED_FP16,
+    REFUSED_OPTIMIZER_PARAMS,
+    REFUSED_ZERO,
+)
+from pipeline.config.sections.optimizers import REFUSED_TYPES
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A config with DeepSpeed's keys, in the terms of the schema.
+
+    Attributes:
+        raw: without the keys that were ignored or refused, "auto" replaced.
+        ignored: "key = value" of every key that changes nothing here.
+        auto: "key = value" of every key that was "auto".
+        refused: keys that are not supported.
+    """
+
+    raw: dict[str, Any]
+    ignored: tuple[str, ...]
+    auto: tuple[str, ...]
+    refused: tuple[ConfigError, ...]
+
+
+_SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "tensor_parallel", "aio", "compile")
+
+_REFUSED_BELOW = {
+    "zero_optimization.": REFUSED_ZERO,
+    "bf16.": REFUSED_BF16,
+    "fp16.": REFUSED_FP16,
+    "optimizer.params.": REFUSED_OPTIMIZER_PARAMS,
+    "compile.": REFUSED_COMPILE,
+}
+
+
+def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_DEVICE) -> Translated:
+    """Takes DeepSpeed's keys as DeepSpeed and the Hugging Face Trainer mean them.
+
+    Args:
+        raw: a whole config as parsed JSON, overrides applied. It is not changed.
+        micro_batch: see `resolve_auto`.
+    """
+    named = _renamed("", raw)
+    ignored = _settle_clipping(named)
+    refused: list[ConfigError] = _refused_optimizer(named)
+    kept = _sift("", named, ignored, refused)
+    resolved, auto = resolve_auto(kept, micro_batch=micro_batch)
+    return Translated(_without_offload_to_none(resolved), tuple(ignored), tuple(auto), tuple(refused))
+
+
+def _renamed(at: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Every key under the name it has here; a value under both names keeps the one given under that name."""
+    kept: dict[str, Any] = {}
+    for key, value in section.items():
+        new = OTHER_NAMES.get(at + key, at + key)[len(at) :]
+        below = f"{at}{new}."
+        ours = below.split(".", maxsplit=1)[0] not in _SECTIONS
+        inner = value if ours or not isinstance(value, dict) else _renamed(below, value)
+        if new == key or new not in section:
+            kept[new] = inner
+    optimizer = kept.get("type") if at == "optimizer." else None
+    if isinstance(optimizer, str):
+        kept["type"] = OPTIMIZER_NAMES.get(optimizer.lower(), optimizer)
+    if at == "scheduler.params." and kept.get("warmup_num_steps") == 0 and "decay_num_steps" not in kept:
+        kept["warmup_num_steps"] = 1  # no warmup; DeepSpeed's shortest
+    return kept
+
+
+def _refused_optimizer(raw: dict[str, Any]) -> list[ConfigError]:
+    """Refuses an optimizer that is known and not supported, by name. Its section is dropped: its keys are its own."""
+    optimizer = raw.get("optimizer")
+    given = optimizer.get("type") if isinstance(optimizer, dict) else None
+    why, remedy = REFUSED_TYPES.get(given.lower(), ("", "")) if isinstance(given, str) else ("", "")
+    if not why:
+        return []
+    del raw["optimizer"]
+    return [ConfigError("optimizer.type", given, why=why, remedy=remedy)]
+
+
+def _settle_clipping(raw: dict[str, Any]) -> list[str]:
+    """Drops `optimizer.params.max_grad_norm` where it equals `gradient_clipping`, beside which Megatron writes it."""
+    optimizer = raw.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
+    if not isinstance(params, dict) or "max_grad_norm" not in params:
+        return []
+    if params["max_grad_norm"] != raw.get("gradient_clipping", 0):
+        return []
+    return [f"optimizer.params.max_grad_norm = {_json(params.pop('max_grad_norm'))}"]
+
+
+def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    table = _REFUSED_BELOW.get(at, REFUSED if not at else {})
+    for key, value in section.items():
+        path = at + key
+        harmless = path in IGNORED and (value == "auto" or IGNORED[path](value))
+        if harmless and path in _WITH_A_MEANING and value == "auto":
+            harmless = False
+        if harmless or (not at and is_comment(key)):
+            ignored.append(path if isinstance(value, dict | list) or is_comment(key) else f"{path} = {_json(value)}")
+        elif key in table:
+            why = "DeepSpeed's key, not supported here"
+            refused.append(ConfigError(path, value, why=why, remedy=table[key]))
+        elif isinstance(value, dict) and path.split(".")[0] in _SECTIONS:
+            kept[key] = _sift(f"{path}.", value, ignored, refused)
+        else:
+            kept[key] = value
+    return kept
+
+
+_WITH_A_MEANING = frozenset({"steps_per_print", "tensor_parallel.autotp_size", "zero_optimization.overlap_comm"})
+"""Keys of the schema of which one value is ignored."""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=repr)
+
+
+def _without_offload_to_none(raw: dict[str, Any]) -> dict[str, Any]:
+    """Offload to device "none", or null, is no offload, whatever stands beside it."""
+    zero = raw.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return raw
+    off = [
+        key
+        for key in ("offload_optimizer", "offload_param")
+        if key in zero
+        and (zero[key] is None or (isinstance(zero[key], dict) and zero[key].get("device", "none") in ("none", None)))
+    ]
+    return {**raw, "zero_optimization": {key: value for key, value in zero.items() if key not in off}}

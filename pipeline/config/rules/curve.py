@@ -1,0 +1,116 @@
+"""The config fields that determine a run's loss curve, stored in checkpoints and compared on resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.rules.resolve import ResolvedRun
+
+
+def curve_fields(run: ResolvedRun) -> dict[str, Any]:
+    """The fields that determine the loss curve; layout, logging and checkpointing are not among them.
+
+    A run may be resumed only where these are unchanged. Paths are not among them either: data and models are compared
+    by fingerprint. A feature that is off is None, so that checkpoints from before the feature existed can be resumed.
+    The keys are stored in checkpoints and keep their names.
+    """
+    config = run.config.model_dump(mode="json")
+    return {
+        "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")} | _parametrization(run),
+        "data": {
+            **_mixture(run),
+            "packing": None if config["data"]["packing"] == "contiguous" else config["data"]["packing"],
+            "fim": config["data"]["fim"],
+            "sequence_length": config["data"]["sequence_length"],
+            "mask_documents": config["data"]["mask_documents"] or None,
+        },
+        "distill": _distillation(run),
+        "loss.z_loss": config["loss"]["z_loss"] or None,
+        "moe": _balance(run),
+        "train_batch_size": run.batch.samples,
+        "optimizer": config["optimizer"],
+        "scheduler": run.schedule.describe(),
+        "gradient_clipping": config["gradient_clipping"],
+        "bf16": config["bf16"]["enabled"],
+        # loss scaling determines which steps overflow and are skipped
+        "fp16": config["fp16"] if config["fp16"]["enabled"] else None,
+        # not emulation, which rounds as the hardware does, nor the gathering in fp8, which is a layout
+        "fp8": config["fp8"]["recipe"] if config["fp8"]["enabled"] else None,
+        "quantization_aware": config["quantization_aware"],
+        "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
+        "communication_data_type": None if config["communication_data_type"] == "fp32" else "bf16",
+        "run.seed": config["run"]["seed"],
+        # which steps count as spikes, where spikes do not update the weights. The response to non-finite steps is not
+        # among these: a run that stopped at one may be resumed with another response
+        "anomalies": _spikes(run),
+        # not how many islands there are, nor how they find each other
+        "islands": _islands(run),
+    }
+
+
+def _parametrization(run: ResolvedRun) -> dict[str, Any]:
+    model = run.config.model
+    base = model.base.model_dump(exclude_none=True) if model.base is not None else None
+    return {"parametrization": None if model.parametrization == "standard" else model.parametrization, "base": base}
+
+
+def _distillation(run: ResolvedRun) -> dict[str, Any] | None:
+    """What of a distillation is no folder: those are compared by fingerprint."""
+    section = run.config.distill
+    if section is None:
+        return None
+    fields: dict[str, Any] = {"temperature": section.temperature, "alpha": section.alpha}
+    if section.divergence != "forward_kl":
+        fields["divergence"] = section.divergence
+    if section.divergence == "jsd":
+        fields["beta"] = section.beta
+    for name in ("hidden_states", "attentions"):
+        matching = getattr(section, name)
+        if matching is not None:
+            fields[name] = matching.model_dump(mode="json")
+    if section.on_policy is not None:
+        # not how many are continued at a time, nor whether keys and values are kept
+        length = section.on_policy.length(run.config.data.sequence_length)
+        kept = section.on_policy.model_dump(include={"fraction", "prompt_tokens", "temperature"})
+        fields["on_policy"] = {**kept, "new_tokens": length}
+    return fields
+
+
+def _mixture(run: ResolvedRun) -> dict[str, Any]:
+    """What determines the order in which sources are sampled. Names and limits on repetition do not."""
+    data = run.config.data
+    labels = [source.source for source in data.sources]
+    budgets = [{"epochs": source.epochs, "tokens": source.tokens} for source in data.sources]
+    budgeted = any(value is not None for budget in budgets for value in budget.values())
+    stages = [[stage.after_step, [stage.weights.get(n) for n in data.names]] for stage in data.curriculum or ()]
+    return {
+        # a source without a weight and without a budget has weight 1
+        "weights": [source.weight or (None if source.epochs or source.tokens else 1.0) for source in data.sources],
+        "sources": labels if any(labels) else None,
+        # the mixing weight that a budget amounts to depends on the length of the run
+        "budgets": {"sources": budgets, "samples": run.steps * run.batch.samples} if budgeted else None,
+        "schedule": stages or None,
+    }
+
+
+def _balance(run: ResolvedRun) -> dict[str, Any] | None:
+    moe = run.config.moe
+    if moe.balance == "none":
+        return None
+    return {"balance": moe.balance, "aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
+
+
+def _islands(run: ResolvedRun) -> dict[str, Any] | None:
+    section = run.config.islands
+    if section is None or section.name is None:
+        return None
+    # not in checkpoints that are older than them
+    newer = {"overlap": section.overlap, "mode": section.mode}
+    newer = {key: value for key, value in newer.items() if value not in (0, "synchronous")}
+    outer = section.outer.model_dump(exclude=None if section.outer.momentum_follows_lr else {"momentum_follows_lr"})
+    return section.model_dump(include={"steps", "compress"}) | {"outer": outer} | newer
+
+
+def _spikes(run: ResolvedRun) -> dict[str, Any] | None:
+    section = run.config.anomalies
+    return None if section.spikes == "ignore" else section.model_dump(include={"spikes", "window", "deviations"})

@@ -1,0 +1,163 @@
+"""Matching of hidden states and attention relations in a distillation: the layer map, and its rules. Without torch.
+
+Layers are counted from 0. Sources of the layer maps: uniform, Jiao et al. 2020, TinyBERT (arXiv:1909.10351), section
+3.1; the last layers alone, Wang et al. 2020, MiniLM (arXiv:2002.10957), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.sections.compression import AttentionsSection, DistillSection, HiddenStatesSection, LayerMap
+from pipeline.config.sections.run import Config
+from pipeline.config.topology import Topology
+
+HIDDEN, ATTENTIONS = "distill.hidden_states", "distill.attentions"
+
+
+def features_of(section: DistillSection) -> dict[str, HiddenStatesSection | AttentionsSection]:
+    """Field -> section of every matching that is on."""
+    both: dict[str, HiddenStatesSection | AttentionsSection | None] = {
+        HIDDEN: section.hidden_states,
+        ATTENTIONS: section.attentions,
+    }
+    return {field: value for field, value in both.items() if value is not None}
+
+
+def check_features(config: Config) -> None:
+    """Refuses matchings that no model makes possible: without a teacher in memory, or of other attention.
+
+    Raises:
+        ConfigError: names the field, and what works.
+    """
+    if config.distill is None:
+        return
+    for field in features_of(config.distill):
+        if config.distill.logits is not None:
+            why = "cached logits hold what the teacher says, not what it computes on the way"
+            raise ConfigError(field, why=why, remedy="use distill.teacher without distill.logits, or remove it")
+    if config.distill.attentions is None:
+        return
+    relations = config.distill.attentions.relations
+    if len({*relations}) < len(relations):
+        why = "one of them is named twice, and would count as two"
+        raise ConfigError(f"{ATTENTIONS}.relations", list(relations), why=why, remedy="name each once")
+    own = "queries, keys and values are recorded by headrace's own attention"
+    if config.model.attn_implementation != "sdpa":
+        why = f"{own}, and model.attn_implementation is {config.model.attn_implementation}"
+        raise ConfigError(ATTENTIONS, why=why, remedy="set model.attn_implementation to sdpa")
+    if config.engine == "reference":
+        why = f"{own}, and engine reference runs Hugging Face's"
+        raise ConfigError(ATTENTIONS, why=why, remedy="use engine torch or deepspeed")
+    if config.compile.enabled:
+        why = f"{own} within a layer, and a compiled layer is one graph that hands nothing out"
+        raise ConfigError(ATTENTIONS, why=why, remedy="set compile.enabled to false")
+
+
+def layer_map(field: str, given: LayerMap, *, student: int, teacher: int) -> dict[int, int]:
+    """Student's layer -> teacher's layer.
+
+    Args:
+        field: name of the section, for the message.
+        given: what the config says. uniform: layer i of n with layer ceil((i + 1) N / n) - 1 of N, so that both have
+            passed the same share of their depth, and the last are mapped to each other.
+        student, teacher: number of decoder layers, n and N.
+
+    Raises:
+        ConfigError: a layer that does not exist, or an empty map.
+    """
+    if given == "last":
+        return {student - 1: teacher - 1}
+    if given == "uniform":
+        return {layer: -(-(layer + 1) * teacher // student) - 1 for layer in range(student)}
+    assert isinstance(given, dict)
+    if not given:
+        raise ConfigError(f"{field}.layers", why="it maps no layer", remedy='use "uniform", "last" or e.g. {"0": 1}')
+    made: dict[int, int] = {}
+    for own, theirs in given.items():
+        number = int(own) if own.isdecimal() else None
+        if number is None or number >= student:
+            why = f"the student has {student} layers, 0 to {student - 1}"
+            raise ConfigError(f"{field}.layers", own, why=why, remedy=f'name one of them, e.g. "{student - 1}"')
+        if theirs >= teacher:
+            why = f"the teacher has {teacher} layers, 0 to {teacher - 1}"
+            raise ConfigError(f"{field}.layers", theirs, why=why, remedy=f'use at most {{"{own}": {teacher - 1}}}')
+        if number in made:
+            raise ConfigError(f"{field}.layers", own, why=f"layer {number} is named twice", remedy="name it once")
+        made[number] = theirs
+    return dict(sorted(made.items()))
+
+
+def check_models(
+    section: DistillSection,
+    student: Mapping[str, Any],
+    teacher: Mapping[str, Any],
+    topology: Topology,
+    *,
+    last_stage: tuple[int, int],
+) -> None:
+    """Refuses a layer map, a loss or relation heads that do not fit two models.
+
+    Args:
+        section: the config's `distill`.
+        student, teacher: their Hugging Face configs.
+        topology: the mesh.
+        last_stage: (first, end) of the student's layers on the last pipeline stage.
+
+    Raises:
+        ConfigError: names the field, and what works.
+    """
+    for field, matching in features_of(section).items():
+        depths = {"student": student["num_hidden_layers"], "teacher": teacher["num_hidden_layers"]}
+        earlier = [own for own in layer_map(field, matching.layers, **depths) if own < last_stage[0]]
+        if earlier:
+            first, last = last_stage[0], last_stage[1] - 1
+            why = f"the teacher is on the last of {topology.pp} pipeline stages, which has the student's layers {first}"
+            why += f" to {last}, and layer {earlier[0]} is on another"
+            raise ConfigError(f"{field}.layers", why=why, remedy=f'map layers from {first} on, e.g. "last", or pp 1')
+    hidden = section.hidden_states
+    widths = student["hidden_size"], teacher["hidden_size"]
+    if hidden is not None and hidden.loss != "similarity" and widths[0] != widths[1]:
+        why = f"the student's hidden_size is {widths[0]}, the teacher's {widths[1]}"
+        raise ConfigError(f"{HIDDEN}.loss", hidden.loss, why=why, remedy="use similarity, which needs no equal widths")
+    if section.attentions is not None:
+        _check_relation_heads(section.attentions, student, teacher, topology)
+
+
+def relation_heads(section: AttentionsSection, student: Mapping[str, Any]) -> int:
+    """Relation heads of both models: as given, or the student's attention heads."""
+    heads: int = section.relation_heads or student["num_attention_heads"]
+    return heads
+
+
+def attention_features(model: Mapping[str, Any]) -> dict[str, int]:
+    """Features of a token's queries, keys and values, all heads together, by a Hugging Face config."""
+    heads = model["num_attention_heads"]
+    size = model.get("head_dim") or model["hidden_size"] // heads
+    keys = (model.get("num_key_value_heads") or heads) * size
+    return {"query": heads * size, "key": keys, "value": keys}
+
+
+def _check_relation_heads(
+    section: AttentionsSection, student: Mapping[str, Any], teacher: Mapping[str, Any], topology: Topology
+) -> None:
+    heads, field = relation_heads(section, student), f"{ATTENTIONS}.relation_heads"
+    both = {"student": attention_features(student), "teacher": attention_features(teacher)}
+    common = gcd(*(made[name] for made in both.values() for name in section.relations))
+    fitting = [n for n in range(1, common + 1) if common % n == 0 and n % topology.tp == 0]
+    if heads in fitting:
+        return
+    why = f"it does not divide the features of both models' {', '.join(section.relations)} ({_shown(both)})"
+    if heads % topology.tp:
+        why = f"parallel.tp {topology.tp} does not divide it"
+    if not fitting:
+        raise ConfigError(field, heads, why=why, remedy="use a smaller parallel.tp, or remove distill.attentions")
+    near = min(fitting, key=lambda n: abs(n - heads))
+    raise ConfigError(field, heads, why=why, remedy=f"use {near}")
+
+
+def _shown(both: Mapping[str, Mapping[str, int]]) -> str:
+    return "; ".join(f"{name}: {made['query']}, {made['key']}, {made['value']}" for name, made in both.items())

@@ -1,0 +1,87 @@
+"""Rules on `islands`: what may listen where, and what does not go together with it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from headrace.base.errors import ConfigError
+from pipeline.config.quorum_schema import QuorumSection
+from pipeline.config.sections.groups import IslandsSection
+from pipeline.config.sections.run import Config
+
+
+def check_islands(config: Config) -> None:
+    """Checks what belongs to `islands`.
+
+    Raises:
+        ConfigError: an address without a secret, or a feature that an island cannot have.
+    """
+    section = config.islands
+    if section is None:
+        return
+    check_addresses(section, field="islands", groups="islands")
+    if section.overlap >= section.steps:
+        why = f"an exchange ends before the next one begins, {section.steps} steps later"
+        remedy = f"islands.overlap below islands.steps, e.g. {section.steps // 2}"
+        raise ConfigError("islands.overlap", section.overlap, why=why, remedy=remedy)
+    if section.overlap and section.mode == "asynchronous":
+        why = "islands that do not wait for each other have nothing to do beside an exchange but to send it"
+        raise ConfigError("islands.overlap", section.overlap, why=why, remedy="0 with islands.mode asynchronous")
+    if section.outer.momentum_follows_lr and section.mode == "asynchronous":
+        why = "pseudo-gradients of different rounds, and so of different learning rates, come together there"
+        raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or mode synchronous")
+    if section.outer.momentum_follows_lr and not section.outer.momentum:
+        why = "there is no momentum that could follow"
+        raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or a momentum such as 0.7")
+    refuse_rollback(
+        config, why="an island that loads an older checkpoint has left the round that it shares with the others"
+    )
+    if config.distill is not None:
+        why = "a teacher's cached logits and on-policy samples are read in a run's own order"
+        raise ConfigError("islands", why=why, remedy="distill in an ordinary run, or remove the section distill")
+
+
+def check_addresses(section: QuorumSection, *, field: str, groups: str) -> None:
+    """Checks where a group of processes listens, and where it finds the others.
+
+    Args:
+        section: of the config.
+        field: its name.
+        groups: what it calls them, "islands".
+
+    Raises:
+        ConfigError: an address without a secret, or none.
+    """
+    if not is_loopback(section.bind) and section.secret_file is None:
+        why = f"other hosts could connect there, and nothing would prove that they are {groups} of this run"
+        remedy = f"give {field}.secret_file, the same secret on all {groups}, or bind to 127.0.0.1"
+        raise ConfigError(f"{field}.bind", section.bind, why=why, remedy=remedy)
+    host, _, port = section.lighthouse.rpartition(":")
+    if not host or not port.isdigit():
+        remedy = "e.g. 127.0.0.1:29510"
+        raise ConfigError(f"{field}.lighthouse", section.lighthouse, why="it is HOST:PORT", remedy=remedy)
+
+
+def refuse_rollback(config: Config, *, why: str) -> None:
+    """Refuses a policy that loads an older checkpoint.
+
+    Raises:
+        ConfigError: says why.
+    """
+    for field in ("non_finite", "spikes"):
+        value = getattr(config.anomalies, field)
+        if value == "rollback":
+            raise ConfigError(f"anomalies.{field}", value, why=why, remedy="use skip")
+
+
+def is_island(section: IslandsSection | None) -> bool:
+    """Whether this run is an island: the section is there, and the island has a name."""
+    return section is not None and section.name is not None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can connect to an address."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"

@@ -1,0 +1,244 @@
+"""Divisibility rules of supported layouts: attention heads, sequence, hybrid shards, micro-batches of a pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from math import gcd, lcm
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.batch import BatchSizes
+from pipeline.config.distill_rules import check_distillation
+from pipeline.config.on_policy_rules import check_on_policy
+from pipeline.config.rules.distillation import check_features
+from pipeline.config.sections.optimizers import ADAMW
+from pipeline.config.sections.run import Config
+from pipeline.config.topology import Topology
+
+VIRTUAL_STAGE_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
+"""Pipeline schedules with several virtual stages (model chunks) per rank."""
+
+
+def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> Topology:
+    """The mesh: pp, cp and tp from the config, dp from the number of processes.
+
+    DeepSpeed's own keys for an axis mean the same as ours; if both are given, they have to be equal.
+
+    Args:
+        config: the config.
+        world_size: number of processes.
+        elastic: take the largest mesh that fits the processes; the others are spare.
+
+    Raises:
+        ConfigError: two keys contradict each other, or pp x cp x tp does not divide the number of processes.
+    """
+    sizes = _sizes(config)
+    model_ranks = math.prod(sizes.values())
+    if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be made smaller
+        dp_unit = _dp_unit(config, sizes)
+        if dp := world_size // (model_ranks * dp_unit) * dp_unit:
+            return Topology(dp=dp, **sizes)
+    if world_size % model_ranks:
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        near = max(1, world_size // model_ranks) * model_ranks
+        why = f"{world_size} processes are not a multiple of {model_ranks} ({product})"
+        remedy = f"start {near} or {near + model_ranks} processes, or change the section"
+        raise ConfigError("parallel", why=why, remedy=remedy)
+    return Topology(dp=world_size // model_ranks, **sizes)
+
+
+def fewest_processes(config: Config) -> int:
+    """The smallest number of processes that an elastic run in the configured layout takes.
+
+    Raises:
+        ConfigError: two keys contradict each other.
+    """
+    sizes = _sizes(config)
+    return math.prod(sizes.values()) * _dp_unit(config, sizes)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    """Sizes of the axes pp, tp and cp."""
+    deepspeed_keys = {
+        "pp": ("pipeline.stages", config.pipeline.stages),
+        "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
+        "cp": ("sequence_parallel_size", config.sequence_parallel_size),
+    }
+    sizes: dict[str, int] = {}
+    for axis, (key, value) in deepspeed_keys.items():
+        own = getattr(config.parallel, axis)
+        if own is not None and value is not None and own != value:
+            raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
+        sizes[axis] = own or value or 1
+    return sizes
+
+
+def _dp_unit(config: Config, sizes: Mapping[str, int]) -> int:
+    """dp has to be a multiple of it: dp x cp is one of the size of a hybrid shard group."""
+    shard = config.parallel.hybrid_shard_size
+    return shard // gcd(shard, sizes["cp"]) if shard else 1
+
+
+def check_layout(config: Config, topology: Topology) -> None:
+    """Checks divisibility by the mesh, and combinations of sections.
+
+    Raises:
+        ConfigError: names the nearest number that works.
+    """
+    _check_sequence(config, topology)
+    if config.model.config is not None:
+        check_heads(config.model.config, topology, cp_method=config.parallel.cp_method)
+    _check_attention(config, topology)
+    _check_hybrid_shard(config, topology)
+    _check_offload(config)
+    _check_moments(config, topology)
+    check_distillation(config)
+    check_features(config)
+    check_on_policy(config, topology)
+
+
+def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:
+    """Checks that attention heads and the vocabulary divide over tp ranks, and heads over cp ranks with ulysses.
+
+    Args:
+        model: a Hugging Face config; keys it does not have are not checked.
+        topology: the mesh.
+        cp_method: `parallel.cp_method`.
+
+    Raises:
+        ConfigError: names the largest number of ranks that works.
+    """
+    tp, cp = topology.tp, topology.cp
+    heads = model.get("num_attention_heads")
+    head_ranks = cp if cp_method == "ulysses" else 1
+    _check_divides("parallel.tp", tp, heads, "num_attention_heads")
+    _check_divides("parallel.tp", tp, model.get("num_key_value_heads"), "num_key_value_heads")
+    _check_divides("parallel.tp", tp, model.get("vocab_size"), "vocab_size")
+    if heads and (heads // tp) % head_ranks:
+        near = max(n for n in range(1, cp) if (heads // tp) % n == 0)
+        why = f"ulysses splits {heads // tp} heads ({heads} / tp {tp}) over cp ranks, and {cp} does not divide them"
+        raise ConfigError("parallel.cp", cp, why=why, remedy=f"use {near}, or parallel.cp_method ring")
+
+
+def _check_divides(field: str, ranks: int, count: int | None, name: str) -> None:
+    if count and count % ranks:
+        near = max(n for n in range(1, ranks) if count % n == 0)
+        above = -(-count // ranks) * ranks
+        remedy = f"use {near}, or {name} {above}"
+        raise ConfigError(field, ranks, why=f"it does not divide model.config.{name} ({count})", remedy=remedy)
+
+
+def _check_sequence(config: Config, topology: Topology) -> None:
+    length, cp, tp = config.data.sequence_length, topology.cp, topology.tp
+    ring = cp > 1 and config.parallel.cp_method == "ring"
+    unit = cp * (lcm(2, tp) if ring else tp)
+    if length % unit:
+        why = f"cp {cp} x tp {tp} ranks each hold an equal part of the sequence between decoder layers"
+        if ring:
+            why += f", and with ring attention {2 * cp} equal chunks, two for each cp rank, make its work equal"
+        below = length // unit * unit
+        near = f"{below} or {below + unit}" if below else str(unit)
+        raise ConfigError("data.sequence_length", length, why=why, remedy=f"use {near}")
+
+
+def _check_attention(config: Config, topology: Topology) -> None:
+    given = config.model.attn_implementation
+    if given == "sdpa":
+        return
+    for needs, what in (
+        (topology.cp > 1, "parallel.cp"),
+        (topology.tp > 1, "parallel.tp"),
+        (config.data.mask_documents, "data.mask_documents"),
+    ):
+        if needs:
+            why = f"{what} needs headrace's own attention, which attn_implementation sdpa selects"
+            raise ConfigError("model.attn_implementation", given, why=why, remedy="use sdpa")
+    if given.startswith("flash_attention") and not (config.bf16.enabled or config.fp16.enabled):
+        why = "FlashAttention's kernels take 16-bit numbers, and this run is in fp32"
+        raise ConfigError("model.attn_implementation", given, why=why, remedy="use sdpa, or bf16.enabled true")
+
+
+def _check_hybrid_shard(config: Config, topology: Topology) -> None:
+    shard, data = config.parallel.hybrid_shard_size, topology.dp * topology.cp
+    if shard is not None and data % shard:
+        fits = [n for n in range(1, data + 1) if data % n == 0]
+        near = min(fits, key=lambda n: abs(n - shard))
+        why = f"it does not divide the {data} data ranks (dp {topology.dp} x cp {topology.cp})"
+        remedy = f"use {near}, or leave it out to shard over all"
+        raise ConfigError("parallel.hybrid_shard_size", shard, why=why, remedy=remedy)
+
+
+def _check_offload(config: Config) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(config.zero_optimization, name)
+        if section.device == "nvme" and section.nvme_path is None:
+            field = f"zero_optimization.{name}.nvme_path"
+            raise ConfigError(
+                field, why="it is required with device nvme", remedy="name a directory on a local NVMe disk"
+            )
+    optimizer, stage = config.zero_optimization.offload_optimizer, config.zero_optimization.stage
+    if optimizer.device == "nvme" and stage != 3:
+        why = f"DeepSpeed's ZeRO stage {stage} offloads the optimizer to host memory only"
+        raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy="use cpu, or stage 3")
+    if optimizer.device == "nvme" and config.optimizer.kind != ADAMW:
+        why = f"DeepSpeed's swapping to NVMe was tried with the states of AdamW alone, not {config.optimizer.kind}"
+        remedy = "use cpu, or optimizer.type AdamW"
+        raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy=remedy)
+    if optimizer.device != "none" and optimizer.ratio not in (None, 1.0):
+        why = "an update split between CPU and GPU needs DeepSpeed's own Adam, and headrace runs torch's"
+        raise ConfigError("zero_optimization.offload_optimizer.ratio", optimizer.ratio, why=why, remedy="remove it")
+
+
+def _check_moments(config: Config, topology: Topology) -> None:
+    if config.optimizer.moments_bytes != 4 and (config.engine != "torch" or topology.world_size > 1):
+        why = "small moments are rounded by an element's index in its parameter, so that parameters have to be whole"
+        remedy = 'use "engine": "torch" in one process, or fp32'
+        given = config.optimizer.params.moments_dtype
+        raise ConfigError("optimizer.params.moments_dtype", given, why=why, remedy=remedy)
+
+
+def micro_batch_constraints(config: Config, topology: Topology) -> tuple[int, int]:
+    """The smallest number of micro-batches that the pipeline schedule needs, and what it has to be a multiple of."""
+    if topology.pp == 1 or config.parallel.schedule == "gpipe":
+        return 1, 1
+    return topology.pp, topology.pp if config.parallel.schedule in VIRTUAL_STAGE_SCHEDULES else 1
+
+
+def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> None:
+    """Checks the number of micro-batches and of virtual stages against the pipeline schedule.
+
+    Raises:
+        ConfigError: names the nearest batch sizes that work.
+    """
+    parallel, pp = config.parallel, topology.pp
+    chunks = parallel.virtual_stages
+    if chunks is not None and chunks > 1 and pp == 1:
+        why = "there is no pipeline: parallel.pp is 1"
+        raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy="remove it, or set parallel.pp")
+    if pp == 1:
+        return
+    several = parallel.schedule in VIRTUAL_STAGE_SCHEDULES
+    min_micro_batches, multiple_of = micro_batch_constraints(config, topology)
+    if chunks is not None and several != (chunks > 1):
+        why = f"{parallel.schedule} runs {'several virtual stages' if several else 'one virtual stage'} per rank"
+        remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
+        raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy=remedy)
+    if parallel.schedule == "zero_bubble" and config.memory.activation_checkpointing == "selective":
+        why = "zero_bubble splits the backward pass in two, and torch's selective checkpointing recomputes only once"
+        remedy = "use full, or schedule interleaved_1f1b"
+        raise ConfigError("memory.activation_checkpointing", "selective", why=why, remedy=remedy)
+    if batch.accumulation % multiple_of:
+        raise _micro_batches(batch, pp, why=f"{parallel.schedule} needs a multiple of pp {pp} micro-batches")
+    if batch.accumulation < min_micro_batches:
+        raise _micro_batches(batch, pp, why=f"{parallel.schedule} needs at least pp {pp} micro-batches")
+
+
+def _micro_batches(batch: BatchSizes, pp: int, *, why: str) -> ConfigError:
+    each = batch.dp * batch.micro
+    below, above = (n // pp * pp * each for n in (batch.accumulation, batch.accumulation + pp))
+    near = f"{below} or {above}" if below else str(above)
+    why += f", and a step has {batch.accumulation} ({batch.samples} samples / micro {batch.micro} / dp {batch.dp})"
+    return ConfigError(
+        "train_batch_size", batch.samples, why=why, remedy=f"use {near}, or a smaller train_micro_batch_size_per_gpu"
+    )

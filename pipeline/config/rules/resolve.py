@@ -1,0 +1,427 @@
+"""The table of supported parallel layouts, and `resolve`: from a validated `Config` to a run with all sizes derived.
+
+Everything is checked before a process group, a GPU or a byte of output is touched. `model_rules.py` has the rules that
+hold whatever the layout, `layout_rules.py` the divisibility rules of a supported layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from headrace.base.errors import ConfigError, found_by, refuse_all
+from pipeline.config.batch import BatchSizes, resolve_batch
+from pipeline.config.checkpoint_rules import check_checkpoints
+from pipeline.config.communication_rules import check_gradient_dtype, check_secondary_shards
+from pipeline.config.deepspeed.keys import refuse_on_torch
+from pipeline.config.fp8_rules import check_fp8_precision, check_fp8_tokens
+from pipeline.config.parametrization_rules import check_parametrization
+from pipeline.config.quantization_aware_rules import check_quantization_aware
+from pipeline.config.replicas_rules import check_replicas_section
+from pipeline.config.rules.data import check_data
+from pipeline.config.rules.fallback_layouts import choose_layout
+from pipeline.config.rules.groups import check_islands
+from pipeline.config.rules.layout import (
+    VIRTUAL_STAGE_SCHEDULES,
+    check_layout,
+    check_schedule,
+    micro_batch_constraints,
+    topology_of,
+)
+from pipeline.config.rules.shares import shared_batch
+from pipeline.config.rules.stage_devices import StageDevices, check_stage_devices, given_devices
+from pipeline.config.rules.training import check_model, check_moe, check_optimizer, check_precision
+from pipeline.config.schedule import Schedule, make_schedule
+from pipeline.config.sections.run import Config
+from pipeline.config.topology import Topology
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of a layout that not every engine supports at every ZeRO stage.
+
+    Attributes:
+        name: the feature, for messages.
+        field: the config field that selects it.
+        off: `field value` that turns it off, for remedies.
+        value: the value that selects it in a config; None where it is off.
+    """
+
+    name: str
+    field: str
+    off: str
+    value: Callable[[Config, Topology], object]
+
+
+def _offload(section: str) -> Feature:
+    field = f"zero_optimization.{section}.device"
+
+    def value(config: Config, _topology: Topology) -> object:
+        device = getattr(config.zero_optimization, section).device
+        return None if device == "none" else device
+
+    return Feature(section, field, f"{field} none", value)
+
+
+def _schedule(name: str) -> Feature:
+    def value(config: Config, topology: Topology) -> object:
+        return name if topology.pp > 1 and config.parallel.schedule == name else None
+
+    return Feature(f"schedule {name}", "parallel.schedule", "parallel.schedule 1f1b", value)
+
+
+FEATURES: dict[str, Feature] = {
+    "pp": Feature("pipeline parallelism", "parallel.pp", "parallel.pp 1", lambda _c, t: t.pp if t.pp > 1 else None),
+    "tp": Feature("tensor parallelism", "parallel.tp", "parallel.tp 1", lambda _c, t: t.tp if t.tp > 1 else None),
+    "cp": Feature("context parallelism", "parallel.cp", "parallel.cp 1", lambda _c, t: t.cp if t.cp > 1 else None),
+    "ring": Feature(
+        "ring attention",
+        "parallel.cp_method",
+        "parallel.cp_method ulysses",
+        lambda c, t: "ring" if t.cp > 1 and c.parallel.cp_method == "ring" else None,
+    ),
+    "shard": Feature(
+        "hybrid sharding",
+        "parallel.hybrid_shard_size",
+        "no parallel.hybrid_shard_size",
+        lambda c, _t: c.parallel.hybrid_shard_size,
+    ),
+    "offload_optimizer": _offload("offload_optimizer"),
+    "offload_param": _offload("offload_param"),
+    "fp16": Feature("fp16", "fp16.enabled", "bf16.enabled true", lambda c, _t: c.fp16.enabled or None),
+    **{name: _schedule(name) for name in ("gpipe", "interleaved_1f1b", "zero_bubble")},
+}
+"""Features besides data parallelism, which every layout has, and the schedule 1f1b, which every layout with pp has."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of the table: what one engine supports at one ZeRO stage.
+
+    Attributes:
+        engine: deepspeed or torch.
+        stage: `zero_optimization.stage`.
+        sharding: what is sharded at this stage, for messages.
+        features: supported entries of `FEATURES`, in any combination.
+    """
+
+    engine: str
+    stage: int
+    sharding: str
+    features: frozenset[str]
+
+
+_EVERYWHERE = frozenset({"tp", "cp", "ring", "fp16"})
+_NATIVE = _EVERYWHERE | {"pp", "gpipe", "interleaved_1f1b", "zero_bubble"}
+
+LAYOUTS = (
+    Layout("deepspeed", 0, "ZeRO-0: nothing is sharded", _EVERYWHERE | {"pp"}),
+    Layout("deepspeed", 1, "ZeRO-1: optimizer states are sharded", _EVERYWHERE | {"pp"}),
+    Layout("deepspeed", 1, "ZeRO-1: optimizer states are sharded", _EVERYWHERE | {"offload_optimizer"}),
+    Layout("deepspeed", 2, "ZeRO-2: optimizer states and gradients are sharded", _EVERYWHERE | {"offload_optimizer"}),
+    Layout(
+        "deepspeed",
+        3,
+        "ZeRO-3: optimizer states, gradients and parameters are sharded",
+        _EVERYWHERE | {"offload_optimizer", "offload_param"},
+    ),
+    Layout("torch", 0, "DDP: nothing is sharded", _NATIVE),
+    Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard"}),
+    # zero_bubble computes weight gradients apart from input gradients: torch 2.13 does not find weights that are
+    # resharded after each pass, and silently loses their gradients
+    Layout(
+        "torch",
+        3,
+        "FSDP2, parameters gathered for each forward and backward pass",
+        (_NATIVE | {"shard"}) - {"zero_bubble"},
+    ),
+)
+"""Every supported layout. Two rows of one engine and stage are alternatives: their features do not combine."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A config that can run, with everything derived from it and the number of processes.
+
+    Attributes:
+        config: the config.
+        topology: the mesh.
+        batch: global batch, micro-batch and gradient accumulation.
+        steps: length of the run in optimizer steps.
+        schedule: learning-rate schedule.
+        spare: processes that are not part of the mesh and stand by.
+        fallback: which of `launch.fallback_layouts` was taken, and why; None in the configured layout.
+        layouts: field -> the run in the configured layout and in each fallback, each on the fewest processes that it
+            takes; empty without fallbacks.
+        measured_devices: of the pipeline ranks, once `parallel.stage_speeds` "measured" has been; None before.
+    """
+
+    config: Config
+    topology: Topology
+    batch: BatchSizes
+    steps: int
+    schedule: Schedule
+    spare: int = 0
+    fallback: str | None = None
+    layouts: Mapping[str, ResolvedRun] = field(default_factory=dict)
+    measured_devices: StageDevices | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is the reference: one process, Hugging Face's own forward pass, no parallelism."""
+        return self.config.engine == "reference"
+
+    @property
+    def alone(self) -> bool:
+        """Whether no process group is needed: one process of an engine of our own."""
+        return self.config.engine != "deepspeed" and self.topology.world_size == 1
+
+    @property
+    def replicated(self) -> bool:
+        """Whether this is one of several replicas of the model that come and go."""
+        return self.config.replicas is not None and self.config.replicas.name is not None
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether context-parallel ranks hold two chunks of a sequence each; see `topology.sequence_chunks`."""
+        return self.topology.cp > 1 and self.config.parallel.cp_method == "ring"
+
+    @property
+    def virtual_stages(self) -> int:
+        """Virtual stages (model chunks) per pipeline rank."""
+        if self.topology.pp == 1:
+            return 1
+        return self.config.parallel.virtual_stages or (
+            2 if self.config.parallel.schedule in VIRTUAL_STAGE_SCHEDULES else 1
+        )
+
+    @property
+    def stage_devices(self) -> StageDevices:
+        """Speeds and memory of the pipeline ranks: measured, or as given."""
+        return self.measured_devices or given_devices(self.config, self.topology)
+
+    @property
+    def held_bytes_per_parameter(self) -> float | None:
+        """What engine torch holds of a parameter on one device, gradient included; None in other layouts.
+
+        Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches or replicas are
+        added up), and the optimizer's states. Source: `engines.torch_native.single`.
+        """
+        if self.plain or not self.alone:
+            return None
+        config = self.config
+        weight, gradient = (4, 4) if not (config.bf16.enabled or config.fp16.enabled) else (6, 2)
+        weight = 4 if config.bf16.enabled else weight
+        states = len(config.optimizer.kind.states) * config.optimizer.moments_bytes
+        return weight + (4 if self.batch.accumulation > 1 or self.replicated else gradient) + states
+
+    @property
+    def layout(self) -> str:
+        """One line on the layout: engine, sharding, mesh, pipeline schedule."""
+        return self._mesh + (f"; {self.fallback}" if self.fallback else "")
+
+    @property
+    def _mesh(self) -> str:
+        config = self.config
+        if self.plain:
+            return "reference, one plain process"
+        if self.alone:
+            return "torch, one device: nothing is sharded"
+        stage = config.zero_optimization.stage
+        sharding = next(row.sharding for row in LAYOUTS if (row.engine, row.stage) == (config.engine, stage))
+        features = [(FEATURES[name], value) for name, value in selected_features(config, self.topology).items()]
+        shown = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.schedule")
+        others = [f"{feature.name} {value}" for feature, value in features if feature.field not in shown]
+        if self.topology.pp > 1:
+            chunks = f", {self.virtual_stages} virtual stages per rank" if self.virtual_stages > 1 else ""
+            others.insert(0, config.parallel.schedule + chunks)
+        if self.spare:
+            others.append(f"{self.spare} spare process{'es' if self.spare > 1 else ''}")
+        return "; ".join([config.engine, sharding, str(self.topology), *others])
+
+    @property
+    def precision(self) -> str:
+        """One line on mixed precision."""
+        if self.config.fp16.enabled:
+            scale = self.config.fp16.loss_scale
+            return f"fp16, fp32 master weights, loss scale {f'{scale:g}' if scale else 'dynamic'}"
+        if self.config.fp8.enabled:
+            emulated = ", emulated" if self.config.fp8.emulate else ""
+            return f"fp8 {self.config.fp8.recipe}{emulated}, with bf16, fp32 master weights"
+        return "bf16, fp32 master weights" if self.config.bf16.enabled else "fp32"
+
+
+def resolve(config: Config, *, world_size: int, begun: bool = False) -> ResolvedRun:
+    """Checks all rules and derives topology, batch sizes, steps and learning-rate schedule.
+
+    Args:
+        config: the config.
+        world_size: number of processes.
+        begun: the run is resumed, so that any number of processes is accepted, as with `parallel.elastic`.
+
+    Returns:
+        The run; its `config` has the layout of a fallback where one was taken.
+
+    Raises:
+        ConfigError: `CombinedConfigError` where several rules that do not depend on each other are broken.
+    """
+    layouts: dict[str, ResolvedRun] = {}
+
+    def check(name: str, each: Config, processes: int) -> None:
+        layouts[name] = _resolve(each, processes, elastic=True)
+
+    chosen = choose_layout(config, world_size=world_size, check=check)
+    run = _resolve(chosen.config, world_size, elastic=begun or chosen.config.parallel.elastic)
+    return replace(run, fallback=chosen.text, layouts=layouts)
+
+
+def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
+    mesh: list[tuple[Topology, BatchSizes]] = []
+    checks: list[Callable[[], object]] = [
+        lambda: check_data(config.data),
+        lambda: check_model(config),
+        lambda: check_parametrization(config),
+        lambda: check_moe(config),
+        lambda: check_optimizer(config.optimizer),
+        lambda: check_precision(config),
+        lambda: check_fp8_precision(config),
+        lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
+        lambda: check_length(config),
+        lambda: check_checkpoints(config.run),
+        lambda: check_islands(config),
+        lambda: check_replicas_section(config),
+        lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
+    ]
+    refuse_all(found_by(checks))
+    [(topology, batch)] = mesh
+    check_schedule(config, topology, batch)
+    check_fp8_tokens(config, topology, batch)
+    check_quantization_aware(config, topology)
+    check_gradient_dtype(config, topology, batch)
+    check_secondary_shards(config, topology)
+    steps = steps_of(config, batch)
+    _check_curriculum(config, steps)
+    _check_profile(config, steps, topology)
+    spare = world_size - topology.world_size
+    return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps), spare)
+
+
+def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, BatchSizes]:
+    """The mesh and the batch sizes on it: rules that build on each other."""
+    topology = topology_of(config, world_size=world_size, elastic=elastic)
+    refuse_unsupported(config, topology)
+    check_layout(config, topology)
+    check_stage_devices(config, topology)
+    if config.parallel.shares is not None:
+        return topology, shared_batch(config, topology)
+    least, multiple = micro_batch_constraints(config, topology)
+    sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple}
+    return topology, resolve_batch(config, elastic=elastic, **sizes)
+
+
+def _check_reference(topology: Topology, selected: Mapping[str, object]) -> None:
+    """Refuses whatever the reference, one plain process, does not have."""
+    if topology.world_size > 1:
+        why = f"the reference is one process, and {topology.world_size} were started"
+        raise ConfigError("engine", "reference", why=why, remedy="use engine torch or deepspeed, or one process")
+    others = [FEATURES[name] for name in selected if name != "fp16"]
+    if others:
+        why = f"the reference has no {others[0].name}"
+        raise ConfigError(others[0].field, why=why, remedy=f"use engine torch, or {others[0].off}")
+
+
+def selected_features(config: Config, topology: Topology) -> dict[str, object]:
+    """Name -> value of the features that a config selects."""
+    values = {name: feature.value(config, topology) for name, feature in FEATURES.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_unsupported(config: Config, topology: Topology) -> None:
+    """Refuses a layout that is not in the table.
+
+    Raises:
+        ConfigError: its remedy names the nearest supported layouts.
+    """
+    engine, stage = config.engine, config.zero_optimization.stage
+    selected = selected_features(config, topology)
+    if engine == "reference":
+        _check_reference(topology, selected)
+        return
+    here = [row for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
+    if any(row.features >= selected.keys() for row in here):
+        return
+    remedy = _nearest(engine, stage, selected)
+    if not here:
+        stages = ", ".join(str(row.stage) for row in LAYOUTS if row.engine == engine)
+        why = f"engine {engine} has ZeRO stages {stages}"
+        raise ConfigError("zero_optimization.stage", stage, why=why, remedy=remedy)
+    missing = min((selected.keys() - row.features for row in here), key=len)
+    key = next(key for key in selected if key in missing)
+    others = [FEATURES[other].name for other in selected if other != key and other not in _EVERYWHERE]
+    together = f" together with {' and '.join(others)}" if any(key in row.features for row in here) else ""
+    why = f"engine {engine} at ZeRO stage {stage} does not support {FEATURES[key].name}{together}"
+    raise ConfigError(FEATURES[key].field, selected[key], why=why, remedy=remedy)
+
+
+def _nearest(engine: str, stage: int, selected: Collection[str]) -> str:
+    """The smallest sets of changes that give a supported layout, each with the nearest ZeRO stage."""
+    ways: dict[tuple[str, ...], tuple[int, int, int, int, str]] = {}
+    for row in LAYOUTS:
+        dropped = tuple(FEATURES[name].off for name in selected if name not in row.features)
+        other_engine = (f"engine {row.engine}",) if row.engine != engine else ()
+        other_stage = (f"zero_optimization.stage {row.stage}",) if row.stage != stage else ()
+        changes = (*other_engine, *other_stage, *dropped)
+        kind = (*other_engine, *dropped)
+        # ways that keep every selected feature come first
+        way = (len(changes), len(dropped), abs(row.stage - stage), -row.stage, " and ".join(changes))
+        ways[kind] = min(ways.get(kind, way), way)
+    fewest = min(ways.values())[0]
+    return "use " + ", or ".join(way[-1] for way in sorted(ways.values()) if way[0] == fewest)
+
+
+def _check_curriculum(config: Config, steps: int) -> None:
+    for number, stage in enumerate(config.data.curriculum or ()):
+        if stage.after_step >= steps:
+            why = f"the run has {steps:,} steps, so that the stage would never begin"
+            remedy = f"use a number below {steps}, run.steps {stage.after_step + 1} or more, or leave the stage out"
+            raise ConfigError(f"data.curriculum.{number}.after_step", stage.after_step, why=why, remedy=remedy)
+
+
+def _check_profile(config: Config, steps: int, topology: Topology) -> None:
+    if (profile := config.profile) is None:
+        return
+    first, last = profile.steps
+    if first > last:
+        why = "the first step is after the last"
+        raise ConfigError("profile.steps", [first, last], why=why, remedy=f"use [{last}, {first}]")
+    if last > steps:
+        remedy = f"use steps up to {steps}, or run.steps {last} or more"
+        raise ConfigError("profile.steps", [first, last], why=f"the run has {steps:,} steps", remedy=remedy)
+    if max(profile.ranks) >= topology.world_size:
+        why = (
+            f"the run has the ranks 0 to {topology.world_size - 1}" if topology.world_size > 1 else "the only rank is 0"
+        )
+        remedy = f"use ranks below {topology.world_size}"
+        raise ConfigError("profile.ranks", list(profile.ranks), why=why, remedy=remedy)
+
+
+def check_length(config: Config) -> None:
+    """Refuses a run whose length is given twice or not at all.
+
+    Raises:
+        ConfigError: see above.
+    """
+    run = config.run
+    if (run.steps is None) == (run.tokens is None):
+        why = "neither is given" if run.steps is None else "both are given"
+        raise ConfigError("run.steps / run.tokens", why=why, remedy="give exactly one of the two")
+
+
+def steps_of(config: Config, batch: BatchSizes) -> int:
+    """Optimizer steps of a run, given as such or as tokens."""
+    run = config.run
+    if run.steps is not None:
+        return run.steps
+    assert run.tokens is not None
+    return math.ceil(run.tokens / batch.tokens)

@@ -1,0 +1,132 @@
+"""Rules within the model, optimizer and mixed-precision sections, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.sections.deepspeed import OptimizerSection
+from pipeline.config.sections.optimizers import PARAMETERS
+from pipeline.config.sections.run import Config
+
+
+def check_model(config: Config) -> None:
+    """Checks the `model` section.
+
+    Raises:
+        ConfigError: not exactly one model, a field that needs `model.path`, or what `check_model_config` refuses.
+    """
+    model = config.model
+    if (model.config is None) == (model.path is None):
+        why = "neither is given" if model.config is None else "both are given"
+        raise ConfigError("model.config / model.path", why=why, remedy="give exactly one of the two")
+    if model.config is not None:
+        for key in ("fresh", "keep_layers"):
+            if getattr(model, key):
+                why = "it only applies to a model that is loaded from model.path"
+                raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
+        check_model_config(model.config, sequence_length=config.data.sequence_length)
+
+
+def check_moe(config: Config) -> None:
+    """Checks the `moe` section.
+
+    Raises:
+        ConfigError: a field that has no effect with the chosen balance.
+    """
+    moe = config.moe
+    if moe.aux_loss_coef is not None and moe.balance == "none":
+        why, remedy = "moe.balance is none", "set moe.balance to aux_loss, or remove it"
+        raise ConfigError("moe.aux_loss_coef", moe.aux_loss_coef, why=why, remedy=remedy)
+    if moe.bias_update_rate is not None and moe.balance != "bias":
+        why, remedy = f"moe.balance is {moe.balance}", "set moe.balance to bias, or remove it"
+        raise ConfigError("moe.bias_update_rate", moe.bias_update_rate, why=why, remedy=remedy)
+
+
+def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
+    """Checks the integers of a Hugging Face config that all decoders have; keys that are absent are not checked.
+
+    Raises:
+        ConfigError: no `model_type`; heads that do not divide; a sequence longer than the model's positions.
+    """
+    if not isinstance(model.get("model_type"), str):
+        remedy = 'add "model_type": "llama" (or qwen3, mistral, gpt2, ...)'
+        raise ConfigError(
+            "model.config.model_type", model.get("model_type"), why="it has to name the architecture", remedy=remedy
+        )
+    for key, value in model.items():
+        counts = key.startswith("num_") or key.endswith("_size")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if key in _SIZES and value is not None and not (whole and value > 0):
+            why, remedy = "it is not a whole number above 0", "use 1 or more"
+            raise ConfigError(f"model.config.{key}", value, why=why, remedy=remedy)
+        if counts and whole and value < 0:
+            raise ConfigError(f"model.config.{key}", value, why="it is below 0", remedy="use 0 or more")
+    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+    kv_heads = model.get("num_key_value_heads")
+    if hidden and heads and not model.get("head_dim") and hidden % heads:
+        near = max(h for h in range(1, heads + 1) if hidden % h == 0)
+        why = f"hidden_size {hidden} is not divisible by it"
+        raise ConfigError("model.config.num_attention_heads", heads, why=why, remedy=f"use {near}, or set head_dim")
+    if heads and kv_heads and heads % kv_heads:
+        near = max(h for h in range(1, min(kv_heads, heads) + 1) if heads % h == 0)
+        why = f"num_attention_heads {heads} is not divisible by it"
+        raise ConfigError("model.config.num_key_value_heads", kv_heads, why=why, remedy=f"use {near}")
+    # -1: XLNet's word for no limit
+    limits = {name: model[name] for name in POSITIONS if isinstance(model.get(name), int) and model[name] > 0}
+    for name, positions in limits.items():
+        if positions >= sequence_length:
+            continue
+        why = f"the model has {name} {positions}"
+        remedy = f"use at most {positions}, or raise {name}"
+        raise ConfigError("data.sequence_length", sequence_length, why=why, remedy=remedy)
+
+
+_SIZES = {
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads"),
+}
+"""Sizes that every decoder has. Other counts may be 0 (`num_nextn_predict_layers`), or lists with one per layer."""
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+"""Names of the longest sequence that an architecture computes, e.g. MPT's `max_seq_len`."""
+
+
+def check_optimizer(optimizer: OptimizerSection) -> None:
+    """Checks the `optimizer` section.
+
+    Raises:
+        ConfigError: a parameter that the type does not have; Adam with L2; a beta or a momentum outside [0, 1);
+            Nesterov momentum without momentum.
+    """
+    kind, params = optimizer.type, optimizer.params
+    for name, value in params:
+        if value is not None and name not in PARAMETERS[kind]:
+            remedy = f"remove it: {kind} takes {', '.join(sorted(PARAMETERS[kind]))}"
+            raise ConfigError(f"optimizer.params.{name}", value, why=f"{kind} has no such parameter", remedy=remedy)
+    if kind == "Adam" and not params.adam_w_mode:
+        why = "Adam with L2 regularisation (adam_w_mode false) is not supported"
+        raise ConfigError("optimizer.params.adam_w_mode", False, why=why, remedy="use type AdamW")
+    if not all(0 <= beta < 1 for beta in params.betas or ()):
+        why, remedy = "a beta must lie in [0, 1)", "use [0.9, 0.99]" if kind == "Lion" else "use [0.9, 0.95]"
+        raise ConfigError("optimizer.params.betas", params.betas, why=why, remedy=remedy)
+    if params.momentum is not None and params.momentum >= 1:
+        why = "momentum must lie in [0, 1)"
+        raise ConfigError("optimizer.params.momentum", params.momentum, why=why, remedy="use 0.9")
+    if params.nesterov and not params.momentum:
+        why, remedy = "Nesterov momentum needs momentum", "add optimizer.params.momentum, e.g. 0.9"
+        raise ConfigError("optimizer.params.nesterov", True, why=why, remedy=remedy)
+
+
+def check_precision(config: Config) -> None:
+    """Checks that one precision is selected, and that the dtype of gradient accumulation fits it.
+
+    Raises:
+        ConfigError: bf16 and fp16 together; gradients accumulated in bf16 in a run that is not bf16.
+    """
+    if config.bf16.enabled and config.fp16.enabled:
+        why = "bf16.enabled is true, too, and weights have one dtype"
+        raise ConfigError("fp16.enabled", True, why=why, remedy="keep bf16 (it needs no loss scaling), or only fp16")
+    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
+        why = f"gradients of an {'fp16' if config.fp16.enabled else 'fp32'} run are accumulated in fp32"
+        raise ConfigError("data_types.grad_accum_dtype", "bf16", why=why, remedy="remove it, or enable bf16")

@@ -1,0 +1,86 @@
+"""Parameter groups: weight decay, and learning rate and epsilon by parameter where the parametrization scales them.
+
+Groups keep the order of the model's parameters. The loop sets one learning rate; each group multiplies it by its
+`lr_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config.sections.deepspeed import OptimizerParams
+
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: its learning rate divided by the run's; 1 when absent."""
+
+
+@dataclass(frozen=True, order=True)
+class UpdateScale:
+    """Factors on the optimizer's hyperparameters for one parameter.
+
+    Attributes:
+        weight_decay: on `weight_decay`: 0 for vectors.
+        lr: on the learning rate of every step.
+        eps: on AdamW's epsilon.
+    """
+
+    weight_decay: float = 1.0
+    lr: float = 1.0
+    eps: float = 1.0
+
+
+DECAYED, NOT_DECAYED = UpdateScale(), UpdateScale(weight_decay=0.0)
+
+
+def parameter_groups(
+    parameters: Mapping[str, Tensor], scales: Mapping[str, UpdateScale], params: OptimizerParams
+) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer, from parameters by name: one for each `UpdateScale` that occurs.
+
+    Args:
+        parameters: the tensors that the optimizer updates, by Hugging Face name.
+        scales: of every parameter in the model.
+        params: the config's `optimizer.params`.
+
+    Returns:
+        First those with weight decay. The same number and order on every rank: one may have no parameter here.
+    """
+    return [
+        {
+            "params": [p for name, p in parameters.items() if scales[name] == scale],
+            "weight_decay": params.weight_decay * scale.weight_decay,
+            **({LR_SCALE: scale.lr} if scale.lr != 1.0 else {}),
+            **({"eps": params.eps * scale.eps} if scale.eps != 1.0 and params.eps is not None else {}),
+        }
+        for scale in sorted(set(scales.values()), key=_order)
+    ]
+
+
+def without_empty_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As many groups, none of them empty: an empty one takes a parameter, and the options, of the largest.
+
+    DeepSpeed's ZeRO reduces a norm for each group over the ranks that share the model, so that pipeline stages have to
+    have equally many, and it takes no empty ones. Which group a parameter is in does not change its update.
+    """
+    filled = [{**group, "params": list(group["params"])} for group in groups]
+    for number, group in enumerate(filled):
+        if not group["params"]:
+            largest = max(filled, key=lambda each: len(each["params"]))
+            assert len(largest["params"]) > 1, "fewer parameters than groups"
+            filled[number] = {**largest, "params": [largest["params"].pop()]}
+    return filled
+
+
+def _order(scale: UpdateScale) -> tuple[bool, UpdateScale]:
+    return scale.weight_decay == 0.0, scale
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of a step: `lr` times each group's `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)

@@ -1,0 +1,57 @@
+"""The state of an optimizer: created before its first step, its step counter, what a checkpoint has of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config.sections.optimizers import OptimizerKind
+from pipeline.engines.optim.small_moments import AdamWSmallMoments
+
+_COUNTER = "step"
+
+
+@torch.no_grad()
+def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: OptimizerKind) -> dict[str, Tensor]:
+    """The state of one parameter; created as torch does at the first step if it does not exist yet.
+
+    Zeros are what every optimizer of `config.optimizers` begins with: SGD's first momentum is the gradient itself,
+    which momentum x 0 + gradient is too, as it has no dampening here.
+    """
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    for name in kind.states:
+        if name not in state:
+            if isinstance(optimizer, AdamWSmallMoments):
+                state.update(optimizer.empty_moment(parameter, name))
+            else:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    if kind.counts_steps and _COUNTER not in state:
+        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        state[_COUNTER] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    return state
+
+
+def ensure_all_states(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
+    """Creates the state of every parameter.
+
+    torch's fused SGD cannot make a step in which some parameters have momentum and others do not yet.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            ensure_state(optimizer, parameter, kind)
+
+
+def step_counter(state: dict[str, Any]) -> Tensor:
+    """A copy on the CPU of the step counter in a parameter's state: fp32 scalar, 0 before the first step."""
+    if _COUNTER not in state:
+        return torch.zeros((), dtype=torch.float32)
+    counter: Tensor = state[_COUNTER]
+    return counter.detach().to("cpu", copy=True)
+
+
+def set_step_counter(state: dict[str, Any], counter: Any) -> None:
+    """Sets the step counter in a parameter's state; does nothing for an optimizer that has none (`counter` None)."""
+    if counter is not None:
+        state[_COUNTER].copy_(counter)

@@ -1,0 +1,99 @@
+"""Activation checkpointing, full or selective: activations are recomputed in the backward pass instead of stored.
+
+Applied to the forward pass of Hugging Face's decoder layers, so that parameter names do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headrace.base.errors import ConfigError
+from pipeline.config.sections.run import MemorySection
+
+_SAVED_OPERATORS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,  # products in fp8, and the largest values that their scales are made from
+    torch.ops.aten.max.default,
+    torch.ops.aten.amax.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+}
+"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. No collective is
+repeated."""
+
+
+WITHIN = "forward_within_checkpoint"
+"""Attribute of a checkpointed layer: its forward pass without checkpointing, which may be replaced."""
+
+
+def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
+    """Refuses activation checkpointing for a model whose layers do not support it.
+
+    Raises:
+        ConfigError: it is enabled and not supported.
+    """
+    if memory.activation_checkpointing != "none" and not _layers(model):
+        kind = model.config.model_type  # type: ignore[union-attr]
+        why = f"the layers of {kind} do not support it in transformers"
+        raise ConfigError(
+            "memory.activation_checkpointing", memory.activation_checkpointing, why=why, remedy="use none"
+        )
+
+
+def apply_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
+    """Enables activation checkpointing in every n-th decoder layer of a model.
+
+    Raises:
+        ConfigError: as `check_activation_checkpointing`.
+    """
+    if memory.activation_checkpointing == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
+    if memory.activation_checkpointing == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for index, layer in enumerate(_layers(model)):
+        if index % memory.every_n_layers == 0:
+            layer.forward = _checkpointed(layer, layer.forward, options)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether any rate of dropout in the model's config is not 0: only then are random numbers drawn in a layer."""
+    fields = model.config.to_dict()  # type: ignore[union-attr, operator]
+    rates = [value for key, value in fields.items() if "drop" in key and isinstance(value, float)]
+    return any(rates)
+
+
+def _checkpointed(layer: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A layer's forward pass that is run again in the backward pass. The layer's hooks stay outside."""
+    setattr(layer, WITHIN, forward)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        within = getattr(layer, WITHIN)
+        if not (layer.training and torch.is_grad_enabled()):
+            return within(*args, **kwargs)
+        return checkpoint(within, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def _layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

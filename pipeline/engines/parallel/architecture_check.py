@@ -1,0 +1,354 @@
+"""Pre-flight check that an architecture is computed correctly under a layout, on a tiny model of the same architecture.
+
+The reference is Hugging Face's own forward pass. An architecture whose logits differ from it under the layout (it caps
+or scales its logits after the head, or mixes positions by other means than attention) would silently train a different
+model; so it is refused, before the process group is initialized. It takes a fraction of a second, on the CPU.
+
+Shapes: B = 1, T = 16 positions, V = 32 ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.data.loader import MicroBatch
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.stages import keep_stage, split_layers
+from pipeline.engines.parallel.tensor import check_tp_plan
+from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.initial_values import OwnBuffers
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.hf_config import one_line
+from pipeline.models.layers import global_value
+from pipeline.models.resize.shrink import shrink
+
+TOLERANCE = 1e-4
+"""Relative to the largest logit, in fp32: another order of summation differs by 1e-6, another formula by 1e-2."""
+
+_V, _T = 32, 16
+_BOUNDARY = 6
+"""Position at which the second document begins in the packed sample."""
+
+_DENSE = "use ZeRO or FSDP2 (parallel.tp 1, parallel.pp 1) without loss.chunk"
+
+
+def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
+    """Checks what the layout and features of a run need.
+
+    Args:
+        run: the resolved config.
+        config: of the real model.
+
+    Raises:
+        ConfigError: names what differs, and what to use instead.
+    """
+    topology, masks = run.topology, run.config.data.mask_documents
+    separate_head = topology.tp > 1 or topology.pp > 1 or run.config.loss.chunk is not None
+    attention = run.config.model.attn_implementation
+    own = attention == "sdpa" and not run.plain
+    has_heads = global_value(config, "num_attention_heads") is not None
+    needed = separate_head or masks or topology.cp > 1 or (own and has_heads)
+    tiny = _tiny_model(config, attention, needed=needed)
+    if tiny is None:
+        return
+    _check_causal(run, config, tiny)
+    if not needed:
+        return  # the model runs entirely by Hugging Face's own code
+    layout = DecoderLayout(own_attention=own)
+    if own:
+        also = [
+            text
+            for text, on in (
+                ("parallel.cp 1", topology.cp > 1),
+                ("parallel.tp 1", topology.tp > 1),
+                ("data.mask_documents false", masks),
+            )
+            if on
+        ]
+        remedy = " and ".join(["use model.attn_implementation eager", *also])  # eager takes none of these
+        tiny.compare("model.attn_implementation", attention, "our attention", remedy, lambda: tiny.logits(layout))
+    if separate_head:
+        field, value = _separate_head_field(run)
+        chunked = replace(layout, chunk=_T // 2)
+        tiny.compare(field, value, "its head on its base model's output", _DENSE, lambda: tiny.logits(chunked))
+    if topology.pp > 1:
+        what = "running it as two pipeline stages"
+        tiny.compare("parallel.pp", topology.pp, what, _DENSE, lambda: tiny.pipelined_logits(layout))
+    if topology.tp > 1 and tiny.mixes_positions_outside_tp_blocks():
+        why = f"layers of {config.model_type} mix positions in modules that its base_model_tp_plan does not shard"
+        raise ConfigError("parallel.tp", topology.tp, why=why, remedy="use ZeRO or FSDP2 (parallel.tp 1)")
+    if (masks or topology.cp > 1) and tiny.attends_across_documents(layout):
+        field, value = ("data.mask_documents", True) if masks else ("parallel.cp", topology.cp)
+        why = f"layers of {config.model_type} mix positions by other means than attention"
+        raise ConfigError(field, value, why=why, remedy=f"set {field} to {'false' if masks else 1}")
+
+
+def has_separate_head(config: PretrainedConfig) -> bool:
+    """Whether a model's logits are its head's output on its base model's: they are not capped or scaled afterwards."""
+    try:
+        tiny = _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), "eager")
+        tiny.compare("", "", "", "", lambda: tiny.logits(DecoderLayout(own_attention=False, chunk=_T)))
+    except ConfigError:
+        return False
+    return True
+
+
+def _tiny_model(config: PretrainedConfig, attention: str, *, needed: bool) -> _TinyModel | None:
+    """A tiny model of the architecture; None where none can be built and nothing depends on it.
+
+    Raises:
+        ConfigError: it cannot be built, and the layout needs it.
+    """
+    try:
+        return _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), attention)
+    except ConfigError:
+        if needed:
+            raise
+        return None
+
+
+def _fails_on_meta(config: PretrainedConfig) -> bool:
+    """Whether the forward pass of the real model fails, for another reason than the missing values of meta tensors."""
+    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, _T, dtype=torch.int64, device="meta"), use_cache=False)
+    except (NotImplementedError, RuntimeError):
+        return False
+    except Exception:  # each architecture fails in its own way
+        return True
+    return False
+
+
+def _check_causal(run: ResolvedRun, config: PretrainedConfig, tiny: _TinyModel) -> None:
+    """Refuses a model that sees later tokens. `is_decoder` does not tell: GPT-NeoX is a decoder, and has it false.
+
+    Raises:
+        ConfigError: it does, or its forward pass fails.
+    """
+    try:
+        if not tiny.sees_later_tokens():
+            return
+    except ConfigError:
+        if _fails_on_meta(config):
+            raise
+        return  # the sizes of the tiny model are at fault
+    why = "it sees the tokens to its right, so predicting the next one means nothing"
+    remedy = "use a decoder, e.g. llama"
+    if getattr(config, "is_decoder", None) is False:
+        where = "" if run.config.model.path is None else f" in {run.config.model.path}/config.json"
+        remedy = f"set model.config.is_decoder to true{where}, or {remedy}"
+    raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=remedy)
+
+
+def _separate_head_field(run: ResolvedRun) -> tuple[str, Any]:
+    """The config field, and its value, for which the head is computed apart from the model's own forward pass."""
+    if run.config.loss.chunk is not None:
+        return "loss.chunk", run.config.loss.chunk
+    axis = "tp" if run.topology.tp > 1 else "pp"
+    return f"parallel.{axis}", getattr(run.topology, axis)
+
+
+@dataclass(frozen=True)
+class _Total:
+    total: Tensor
+    parts: tuple[Tensor, ...] = ()
+
+
+class _LogitsRecorder:
+    """An objective that records the logits."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Tensor] = []
+
+    def extra_targets(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
+        return ()
+
+    def __call__(
+        self, logits: Tensor, _labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> _Total:
+        assert vocabulary is FULL_VOCABULARY
+        self.chunks.append(logits)
+        return _Total(logits.sum())
+
+    def with_gradient(self, *_args: Any, **_kwargs: Any) -> tuple[_Total, Tensor]:
+        raise AssertionError("logits are recorded without gradients")
+
+    @property
+    def logits(self) -> Tensor:
+        return torch.cat(self.chunks, 1)
+
+
+class RandomValues(OwnBuffers):
+    """Random weights seeded by name, so that two models are equal; none is 0 or 1, where many operations do nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        shape = self._shapes[name]
+        generator = torch.Generator().manual_seed(sum(name.encode()) + len(name))
+        drawn = torch.randn(shape, generator=generator)
+        return part(1.0 + 0.2 * drawn if len(shape) < 2 else drawn * (2.0 / shape[-1] ** 0.5), box).to(device)
+
+
+class _TinyModel:
+    """A tiny model, and its logits computed in several ways."""
+
+    def __init__(self, config: PretrainedConfig, attention: str) -> None:
+        self._config = config
+        # flash attention runs on a GPU only; eager computes the same formula
+        self._hf_attention = "eager" if attention.startswith("flash_attention") else attention
+        generator = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(_V, (1, _T), generator=generator)
+        self._reference: Tensor | None = None
+
+    @property
+    def reference(self) -> Tensor:
+        """Hugging Face's own logits [1, T, V]."""
+        if self._reference is None:
+            with self._refusing():
+                self._reference = self._hf_logits(self._build(self._hf_attention), self._ids)
+        return self._reference
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns a failure of Hugging Face's own forward pass into a ConfigError."""
+        kind = self._config.model_type
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # each architecture fails in its own way
+            why = f"transformers' own forward pass fails on a tiny {kind}: {one_line(error)}"
+            remedy = "correct the key of model.config that it names, or use another architecture"
+            raise ConfigError("model.config.model_type", kind, why=why, remedy=remedy) from None
+
+    def compare(self, field: str, value: Any, what: str, remedy: str, compute: Callable[[], Tensor]) -> None:
+        """Raises ConfigError for a field under which the computed logits differ from Hugging Face's."""
+        kind = self._config.model_type
+        expected = self.reference
+        try:
+            found = compute()
+        except ConfigError:
+            raise
+        except Exception as error:
+            why = f"{what} fails on a tiny {kind}: {one_line(error)}"
+            raise ConfigError(field, value, why=why, remedy=remedy) from None
+        if found.shape != expected.shape or not _close(found, expected):
+            why = f"{what} gives other logits than transformers' own forward pass of a tiny {kind}"
+            raise ConfigError(field, value, why=why, remedy=remedy)
+
+    def logits(self, layout: DecoderLayout) -> Tensor:
+        """Computed by the decoder with a layout."""
+        model = self._build_for(layout)
+        return self._decoder_logits(model, layout, MicroBatch(self._ids, self._ids))
+
+    @torch.no_grad()
+    def pipelined_logits(self, layout: DecoderLayout) -> Tensor:
+        """Computed by two pipeline stages."""
+        layers = self._config.num_hidden_layers
+        hidden, recorder = self._ids, _LogitsRecorder()
+        for stage in split_layers([1.0] * layers, head=0.0, stages=2):
+            model = self._build_for(layout)
+            owners = parameter_owners(model)
+            keep_stage(model, stage)
+            stage_layout = replace(layout, first=stage.first, last=stage.last)
+            hidden = Decoder(model, stage_layout, owners)(hidden, MicroBatch(self._ids, self._ids), recorder)[0]
+        return recorder.logits
+
+    def attends_across_documents(self, layout: DecoderLayout) -> bool:
+        """Whether the logits of the second of two packed documents differ from those of that document alone."""
+        model = self._build_for(layout)
+        positions = torch.arange(_T).unsqueeze(0)
+        second = positions >= _BOUNDARY
+        restarted = torch.where(second, positions - _BOUNDARY, positions)
+        packed = MicroBatch(self._ids, self._ids, restarted, second.to(torch.int32))
+        alone = MicroBatch(self._ids[:, _BOUNDARY:], self._ids[:, _BOUNDARY:])
+        together = self._decoder_logits(model, layout, packed)[:, _BOUNDARY:]
+        return not _close(together, self._decoder_logits(model, layout, alone))
+
+    def sees_later_tokens(self) -> bool:
+        """Whether another last token changes earlier logits.
+
+        Raises:
+            ConfigError: Hugging Face's own forward pass fails.
+        """
+        with self._refusing():
+            model = self._build("eager")  # every architecture has it
+            return any(
+                not _close(self._hf_logits(model, ids)[:, :-1], self._hf_logits(model, other)[:, :-1])
+                for ids, other in self._pairs()
+            )
+        raise AssertionError("unreachable: a failure is raised as ConfigError")
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sequences that differ in their last token; also with end-of-text as both, should it be padding, too.
+
+        XLM takes any number of padding tokens for the end of a text, wherever they are.
+        """
+        other = self._ids.clone()
+        other[:, -1] = (other[:, -1] + 1) % _V
+        yield self._ids, other
+        padding = self._config.pad_token_id
+        if isinstance(padding, int) and padding == self._config.eos_token_id:
+            ids = self._ids.clone()
+            ids[:, _BOUNDARY] = padding
+            other = ids.clone()
+            ids[:, -1], other[:, -1] = (padding + 1) % _V, padding
+            yield ids, other
+
+    def mixes_positions_outside_tp_blocks(self) -> bool:
+        """Whether a position depends on another one although the tensor-parallel blocks output zeros."""
+        model = self._build(self._hf_attention)
+        blocks = {name.rpartition(".")[0] for name in check_tp_plan(model, tp=1)}
+        for name in blocks:
+            model.get_submodule(name).register_forward_hook(_zero_output)
+        other = self._ids.clone()
+        other[:, 0] = (other[:, 0] + 1) % _V
+        before, after = (self._hf_logits(model, ids)[:, 1:] for ids in (self._ids, other))
+        return not _close(before, after)
+
+    @torch.no_grad()
+    def _hf_logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def _decoder_logits(self, model: nn.Module, layout: DecoderLayout, batch: MicroBatch) -> Tensor:
+        recorder = _LogitsRecorder()
+        Decoder(model, layout, parameter_owners(model))(batch.input_ids, batch, recorder)
+        return recorder.logits
+
+    def _build_for(self, layout: DecoderLayout) -> nn.Module:
+        return self._build(ATTENTION_NAME if layout.own_attention else self._hf_attention)
+
+    def _build(self, attention: str) -> nn.Module:
+        model = build_meta(self._config, dtype=torch.float32, attn_implementation=attention)
+        materialize(model, RandomValues(model), device=torch.device("cpu"))
+        return model.eval()
+
+
+def _zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Forward hook: zeros in place of a block's output, or of the first of several outputs."""
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    limit = TOLERANCE * max(float(expected.abs().max()), 1e-6)
+    return bool((found - expected).abs().max() <= limit)

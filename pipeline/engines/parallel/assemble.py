@@ -1,0 +1,153 @@
+"""Builds this rank's decoder from the full model: checkpointing, pipeline stage, tensor parallelism, fp8, compilation.
+
+One function applies them in one order. The result is still on meta; an engine shards and materializes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.topology import sequence_chunks
+from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
+from pipeline.engines.parallel.architecture_check import has_separate_head
+from pipeline.engines.parallel.compilation import apply_compile
+from pipeline.engines.parallel.context import make_cp_attention
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.expert_balance import ExpertBalancer
+from pipeline.engines.parallel.fp8 import apply_fp8
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.quantization_aware import apply_quantization_aware
+from pipeline.engines.parallel.ring import RingAttention
+from pipeline.engines.parallel.stages import StageLayers, keep_stage
+from pipeline.engines.parallel.tensor import TensorParallel, apply_tensor_parallel
+from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.build.rectangle import Rectangle
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """This rank's part of a model, on meta.
+
+    Attributes:
+        decoder: the root module.
+        tensor: its tensor-parallel shards, or None.
+        shapes: Hugging Face name -> full shape of every parameter of the decoder.
+        tied: names of which another pipeline stage holds a copy too (a head tied to the embedding).
+    """
+
+    decoder: Decoder
+    tensor: TensorParallel | None
+    shapes: dict[str, tuple[int, ...]]
+    tied: frozenset[str]
+
+    def box(self, name: str) -> Rectangle | None:
+        """This rank's tensor-parallel shard of a parameter; None if the parameter is not sharded."""
+        return self.tensor.boxes.get(name) if self.tensor else None
+
+
+def assemble(
+    run: ResolvedRun,
+    model: nn.Module,
+    mesh: Mesh | None,
+    *,
+    stage: StageLayers | None = None,
+    balancer: ExpertBalancer | None = None,
+) -> LocalModel:
+    """Reduces a copy of a model to this rank's part.
+
+    Args:
+        run: the resolved config.
+        model: the full model, on meta; not changed.
+        mesh: this rank's coordinates and groups; None for one process.
+        stage: the pipeline stage to build; the full model when None.
+        balancer: observes the experts' routers; None for a dense model.
+
+    Raises:
+        ConfigError: the architecture does not support the layout.
+    """
+    causal = copy.deepcopy(model)
+    owners = parameter_owners(causal)
+    shapes = {name: tuple(p.shape) for name, p in causal.named_parameters()}
+    apply_activation_checkpointing(causal, run.config.memory)  # before keep_stage: every n-th layer of the full model
+    if stage is not None and stage.count > 1:
+        keep_stage(causal, stage)
+    local_modules = set(causal.modules())
+    kept = {name: [pair for pair in pairs if pair[0] in local_modules] for name, pairs in owners.items()}
+    local_owners = {name: pairs for name, pairs in kept.items() if pairs}
+    tied = frozenset(name for name, pairs in local_owners.items() if len(pairs) < len(owners[name]))
+    group = mesh.group("tp") if mesh else None
+    tensor = apply_tensor_parallel(causal, group, names=_names(local_owners)) if group else None
+    apply_fp8(causal, run.config.fp8)
+    apply_quantization_aware(causal, run.config.quantization_aware)
+    cp, cp_rank = (run.topology.cp, mesh.coordinates["cp"]) if mesh else (1, 0)
+    chunks = sequence_chunks(run.batch.sequence_length, cp=cp, cp_rank=cp_rank, zigzag=run.zigzag)
+    layout = DecoderLayout(
+        first=stage is None or stage.first,
+        last=stage is None or stage.last,
+        tensor=tensor,
+        cp_attention=make_cp_attention(run.config.parallel.cp_method, mesh) if mesh else None,
+        chunks=chunks,
+        cp_size=cp,
+        chunk=loss_chunk(run, causal.config),
+        own_attention=causal.config._attn_implementation == ATTENTION_NAME,  # type: ignore[union-attr]
+        dtype=next(model.parameters()).dtype,
+    )
+    decoder = Decoder(causal, layout, local_owners)
+    if balancer is not None:
+        balancer.attach(causal)
+        decoder.balancer = balancer
+    # the balancer's hooks and ring attention's messages run between the graphs of a layer
+    one_graph = balancer is None and not isinstance(layout.cp_attention, RingAttention)
+    apply_compile(causal, run.config.compile, whole_graph=one_graph)
+    return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied)
+
+
+DISTILLATION_CHUNK = 512
+"""Positions of each sample whose logits, of teacher and student, exist at a time in a distillation that sets none."""
+
+
+def loss_chunk(run: ResolvedRun, config: PretrainedConfig) -> int | None:
+    """Positions of the chunked loss; None where all logits exist at once.
+
+    Args:
+        run: the resolved config.
+        config: of the model; in a distillation the loss is chunked by default if its logits are its head's output.
+    """
+    if run.config.loss.chunk is not None or run.config.distill is None or run.plain:
+        return run.config.loss.chunk
+    return DISTILLATION_CHUNK if has_separate_head(config) else None
+
+
+def _names(owners: dict[str, list[tuple[nn.Module, str]]]) -> dict[int, str]:
+    return {id(getattr(*pairs[0])): name for name, pairs in owners.items()}
+
+
+class ShardedValues:
+    """Values of this rank's tensor-parallel shards.
+
+    Args:
+        values: of the full parameters.
+        local_model: defines the shards.
+    """
+
+    def __init__(self, values: ParameterValues, local_model: LocalModel) -> None:
+        self._values, self._local_model = values, local_model
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """Values of this rank's shard of a parameter; `box` counts within the shard. See `ParameterValues.value`."""
+        shard = self._local_model.box(name)
+        if shard is not None:
+            box = shard if box is None else box.shifted(shard.offsets)
+        return self._values.value(name, box=box, device=device)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`: whole on every rank."""
+        return self._values.buffer(name)

@@ -1,0 +1,79 @@
+"""Checks of a layout that need the model's architecture; they run before the process group is initialized."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.layout import check_heads
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.activation_checkpointing import check_activation_checkpointing
+from pipeline.engines.parallel.architecture_check import check_architecture
+from pipeline.engines.parallel.compilation import check_compile
+from pipeline.engines.parallel.expert_check import check_experts
+from pipeline.engines.parallel.fp8 import check_fp8
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.quantization_aware import check_quantization_aware
+from pipeline.engines.parallel.tensor import check_tp_plan
+from pipeline.models.padding import check_padded_positions
+
+_NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
+"""Dropout keys of heads that a causal language model does not have."""
+
+
+def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:
+    """Refuses a layout that this architecture does not support.
+
+    Args:
+        run: the resolved config.
+        model: the full model, on meta.
+        packages: whether the packages that it needs have to be installed here; a plan may be of another machine.
+
+    Raises:
+        ConfigError: the first problem found: the field, the reason, and what works instead.
+    """
+    config, topology = model.config, run.topology
+    assert isinstance(config, PretrainedConfig)
+    _refuse_router_loss(config)
+    check_padded_positions(model, sequence_length=run.batch.sequence_length)
+    if not run.plain:
+        _refuse_dropout(run, config)
+    check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method)
+    if topology.tp > 1:
+        check_tp_plan(model, tp=topology.tp)
+    if topology.pp > 1:
+        pipeline_stages(run, model)
+    check_activation_checkpointing(model, run.config.memory)
+    check_compile(run.config.compile)
+    check_fp8(run, model, packages=packages)
+    check_quantization_aware(run, model)
+    check_experts(run, model)
+    check_architecture(run, config)
+
+
+def _refuse_router_loss(config: PretrainedConfig) -> None:
+    if getattr(config, "output_router_logits", False):
+        why = (
+            "transformers' load-balancing loss is of each micro-batch alone, so that it depends on the layout;"
+            " it is not computed here"
+        )
+        remedy = "set it to false, and moe.balance to aux_loss, which is of the global batch"
+        raise ConfigError("model.config.output_router_logits", True, why=why, remedy=remedy)
+
+
+def _refuse_dropout(run: ResolvedRun, config: PretrainedConfig) -> None:
+    """Refuses dropout: it draws from each process's own generator, so no two layouts would train the same model."""
+    dropouts = {
+        key: value
+        for key, value in config.to_dict().items()
+        if ("dropout" in key or key.endswith(("pdrop", "layerdrop"))) and key not in _NOT_TRAINED
+    }
+    for key, value in dropouts.items():
+        if isinstance(value, float) and value > 0:
+            zeros = ", ".join(
+                f'"{name}": 0.0' for name, given in dropouts.items() if isinstance(given, float) and given
+            )
+            where = "model.config" if run.config.model.path is None else f"{run.config.model.path}/config.json"
+            why = "the dropout masks would depend on the layout, and a resumed run would not reproduce them"
+            raise ConfigError(f"model.config.{key}", value, why=why, remedy=f"set {zeros} in {where}")

@@ -1,0 +1,113 @@
+"""torch.compile of the decoder layers, one by one, and of the loss: the layers of a kind share one compiled graph.
+
+A layer is compiled with its activation checkpointing inside, so that the compiler decides about recomputation, and
+before it is sharded, so that the hooks of FSDP2 and of ZeRO stay outside. A layer that cannot be one graph is compiled
+within its checkpoint: the compiler would not compile any of a checkpoint with a graph break in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headrace.base.errors import ConfigError
+from headrace.base.section import suggest
+from pipeline.config.sections.run import CompileSection
+from pipeline.engines.parallel.activation_checkpointing import WITHIN
+from pipeline.engines.parallel.compile_errors import KEY, NamingBackend, named
+from pipeline.engines.parallel.fused_head import FusedHead, loss_and_gradient
+
+
+def compiles(section: CompileSection) -> bool:
+    """Whether layers are compiled: as the config says, else where there is a GPU."""
+    return torch.cuda.is_available() if section.enabled is None else section.enabled
+
+
+def check_compile(section: CompileSection) -> None:
+    """Refuses a compilation that cannot work on this machine, before a process group exists.
+
+    Raises:
+        ConfigError: an unknown backend, or one whose compiler is missing.
+    """
+    if not compiles(section):
+        return
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if section.backend not in known:
+        near = suggest(section.backend, known)
+        remedy = f"did you mean '{near}'?" if near else "use inductor"
+        raise ConfigError("compile.backend", section.backend, why="torch has no such backend", remedy=remedy)
+    if section.backend != "inductor":
+        return
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        why, remedy = "inductor writes GPU kernels in Triton, which is not installed", "install triton, or set it to"
+    elif not on_gpu and shutil.which("g++") is None and shutil.which("clang++") is None:
+        why, remedy = "inductor compiles C++ for a CPU, and there is no g++", "install g++, or set it to"
+    else:
+        return
+    raise ConfigError(KEY, section.enabled, why=why, remedy=f"{remedy} false")
+
+
+def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: bool) -> None:
+    """Compiles every decoder layer of a model at its first call, and the loss and its gradient of a fused head.
+
+    Call it after all other changes but sharding.
+
+    Args:
+        model: this rank's part, on any device.
+        section: the config's `compile`.
+        whole_graph: each layer must be one graph: a graph break is an error, since it would cost time in silence.
+    """
+    if not compiles(section):
+        return
+    options: dict[str, Any] = {"dynamic": False, "backend": NamingBackend(section.backend, section.mode)}
+    for name, layer in model.named_modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            # its forward function only: the hooks of FSDP2 and ZeRO run outside of the compiler
+            which = WITHIN if not whole_graph and hasattr(layer, WITHIN) else "forward"
+            setattr(layer, which, named(torch.compile(getattr(layer, which), fullgraph=whole_graph, **options), name))
+        elif isinstance(layer, FusedHead):
+            # but for the matrix products, which no compiler makes faster
+            layer.compiled = named(torch.compile(loss_and_gradient, fullgraph=True, **options), f"the loss of {name}")
+
+
+def compilation_clock(section: CompileSection) -> Callable[[], tuple[int, float]]:
+    """A function that returns the graphs compiled since its last call, and the seconds that took."""
+    return _clock().take if compiles(section) else lambda: (0, 0.0)
+
+
+@cache
+def _clock() -> CompileClock:
+    return CompileClock()
+
+
+class CompileClock:
+    """Counts compilations of this process and their time, so that a slow step is explained."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.callback import callback_handler  # noqa: PLC0415  a second, where nothing is compiled
+
+        self._count, self._seconds, self._started = 0, 0.0, 0.0
+        callback_handler.register_start_callback(self._start)
+        callback_handler.register_end_callback(self._end)
+
+    def take(self) -> tuple[int, float]:
+        """Compilations and seconds since the last call. A backward pass is compiled with its forward pass or later."""
+        taken = self._count, self._seconds
+        self._count, self._seconds = 0, 0.0
+        return taken
+
+    def _start(self, _args: object) -> None:
+        self._started = time.perf_counter()
+
+    def _end(self, _args: object) -> None:
+        self._count += 1
+        self._seconds += time.perf_counter() - self._started

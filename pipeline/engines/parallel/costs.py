@@ -1,0 +1,108 @@
+"""Cost model of decoder layers and pipeline stages: forward FLOPs per token, parameters, bytes of the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.stages import StageLayers, layer_list, modules_before_layers
+from pipeline.models.attention import window_of
+from pipeline.models.layers import attention_widths
+
+UPDATE_BYTES = {True: 54, False: 32}
+"""Bytes that an AdamW update reads and writes per parameter that a rank holds, on one device and on several. fp32
+states: weight, gradient and two moments are read and written. One device in bf16 also joins and splits the master
+weights (8), widens the gradient (6) and writes the result (8)."""
+SMALL_MOMENTS_BYTES = 8
+"""How many fewer with moments in bf16."""
+ACCUMULATION_BYTES = 10
+"""Bytes per parameter and micro-batch where gradients of several are added up unsharded: one in bf16 to a sum in fp32.
+FSDP2 and ZeRO do so in a pipeline; elsewhere they reduce every micro-batch's."""
+
+
+def update_bytes(run: ResolvedRun, parameters: int) -> float:
+    """Bytes that a rank reads and writes in a step for the optimizer's update, and to add up gradients.
+
+    Args:
+        run: the resolved config.
+        parameters: elements of the rank's part of the model, before it is sharded over data ranks.
+    """
+    topology, count = run.topology, run.batch.accumulation
+    each = UPDATE_BYTES[run.alone]
+    if run.config.optimizer.params.moments_dtype == "bf16":
+        each -= SMALL_MOMENTS_BYTES
+    sharded = not run.alone and run.config.zero_optimization.stage > 0
+    shards = (run.config.parallel.hybrid_shard_size or topology.dp * topology.cp) if sharded else 1
+    added = ACCUMULATION_BYTES * count if count > 1 and (run.alone or topology.pp > 1) else 0
+    return parameters * (each / shards + added)
+
+
+def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float], float]:
+    """FLOPs per token of every decoder layer and of the head.
+
+    A layer costs 2 N + 4 h s, with N parameters and attention width h over s positions (scores and values; causal
+    masking is not subtracted); with a sliding window, s is the window. The head costs 2 V D. Of a mixture of experts,
+    only the active experts of a token count. Source: as `models.count.measure`, forward pass only.
+
+    Args:
+        model: on any device.
+        sequence_length: s.
+    """
+    config: Any = model.config
+    widths = attention_widths(config)
+    flops: list[float] = []
+    for index, layer in enumerate(layer_list(model)[1]):
+        span = min(window_of(config, index) or sequence_length, sequence_length)
+        flops.append(2.0 * _active_parameters(layer, config) + 4.0 * widths[index] * span)
+    return flops, 2.0 * config.vocab_size * config.hidden_size
+
+
+def stage_parameters(model: nn.Module, stages: Sequence[StageLayers]) -> list[int]:
+    """Parameters of every stage; a head tied to the embedding counts in the first stage and in the last."""
+    layers, _ = layer_list(model)
+    inside, before = (
+        f"{model.base_model_prefix}.{layers}.",
+        tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model)),
+    )
+    counts = [0] * len(stages)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.startswith(inside):
+            layer = int(name.removeprefix(inside).split(".")[0])
+            stage = next(s.index for s in stages if s.layers[0] <= layer < s.layers[1])
+        else:
+            stage = 0 if name.startswith(before) else len(stages) - 1
+        counts[stage] += parameter.numel()
+    if len(stages) == 1:
+        return [sum(p.numel() for p in model.parameters())]
+    return counts
+
+
+def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str]:
+    """One line per stage: its layers, its share of a forward pass, its parameters and their bytes in the model's dtype.
+
+    Args:
+        model: the full model, on any device.
+        stages: of the model, with their costs.
+    """
+    total = sum(stage.cost for stage in stages)
+    bytes_each = next(model.parameters()).element_size()
+    lines = []
+    for stage, parameters in zip(stages, stage_parameters(model, stages), strict=True):
+        first, end = stage.layers
+        extra = [name for name, present in (("embedding", stage.first), ("head", stage.last)) if present]
+        modules = ", ".join([f"layers {first}-{end - 1}" if end - first > 1 else f"layer {first}", *extra])
+        share = f"{stage.cost / total:.1%} of the FLOPs"
+        size = f"{parameters:,} parameters ({parameters * bytes_each / 2**20:,.1f} MiB)"
+        lines.append(f"stage {stage.index}: {modules}; {share}, {size}")
+    return lines
+
+
+def _active_parameters(layer: nn.Module, config: Any) -> float:
+    """Parameters of a layer that a token uses: of the experts, the share that it is routed to."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((n for n in (getattr(config, name, None) for name in names) if n), None)
+    share = config.num_experts_per_tok / experts if experts else 1.0
+    return sum(p.numel() * (share if ".experts." in f".{name}" else 1.0) for name, p in layer.named_parameters())

@@ -1,0 +1,208 @@
+"""The root module of every engine: a Hugging Face decoder, or a pipeline stage of it, including the (chunked) loss.
+
+The loss is computed inside the module, because a sharding engine gathers parameters only during a forward pass, and
+because with a chunked loss, fused with the head, the logits of the full sequence never exist.
+
+Shapes: B samples, T positions of this rank (the sequence divided by cp), D features, V ids. Between the blocks of a
+tensor-parallel model hidden states are [B, T / tp, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.engines.parallel.collectives import all_gather
+from pipeline.engines.parallel.decoding import DecodingBatch
+from pipeline.engines.parallel.features import FeatureLoss, recording
+from pipeline.engines.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
+from pipeline.engines.parallel.tensor import TensorParallel
+from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
+from pipeline.models.attention import ContextParallelAttention, RecordAttention, attention_windows, make_context
+
+
+class TokenCounter(Protocol):
+    """The part of an `ExpertBalancer` that the decoder uses."""
+
+    def begin_micro_batch(self, counted: Tensor) -> None:
+        """Sets which tokens of the coming forward pass count."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderLayout:
+    """How a decoder is computed; none of it changes the result.
+
+    Attributes:
+        first: it has the embedding: its input is ids.
+        last: it has the head: its output is the loss.
+        tensor: its tensor-parallel shards, or None.
+        cp_attention: attention across the ranks of a sequence (context parallelism), or None.
+        chunks: positions of the sequence that this rank holds (`topology.sequence_chunks`); all when empty.
+        cp_size: ranks that share a sequence (cp).
+        chunk: positions of each sample whose logits exist at the same time (chunked loss); all when None.
+        own_attention: whether attention is that of `models.attention`, which takes a context, or Hugging Face's.
+        dtype: of queries, in which masks are made.
+    """
+
+    first: bool = True
+    last: bool = True
+    tensor: TensorParallel | None = None
+    cp_attention: ContextParallelAttention | None = None
+    chunks: tuple[range, ...] = ()
+    cp_size: int = 1
+    chunk: int | None = None
+    own_attention: bool = True
+    dtype: torch.dtype = torch.float32
+
+
+class Decoder(nn.Module):
+    """A causal language model whose forward pass returns the loss.
+
+    Args:
+        causal: Hugging Face's `...ForCausalLM`, possibly sharded by `parallel.tensor` and `parallel.stages`.
+        layout: how it is computed.
+        owners: canonical Hugging Face name -> the (module, attribute) pairs that hold the parameter.
+
+    Raises:
+        ValueError: a chunked loss, of a model whose head is no linear layer.
+
+    Attributes:
+        balancer: told which tokens count, before every forward pass; None for a dense model.
+        record_attention: told what attention sees; see `features.recording`.
+    """
+
+    def __init__(
+        self, causal: nn.Module, layout: DecoderLayout, owners: dict[str, list[tuple[nn.Module, str]]]
+    ) -> None:
+        super().__init__()
+        self.causal, self.layout = causal, layout
+        self._owners = owners
+        self._windows = attention_windows(causal.config)
+        self.balancer: TokenCounter | None = None
+        self.record_attention: RecordAttention | None = None
+        if layout.last and layout.chunk is not None:
+            fuse_head(causal.get_output_embeddings())  # type: ignore[operator]
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """This rank's current parameters, by Hugging Face name."""
+        return {name: getattr(*pairs[0]) for name, pairs in self._owners.items()}
+
+    def set_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """Replaces a parameter in every module that holds it."""
+        for module, key in self._owners[name]:
+            module._parameters[key] = parameter
+
+    def forward(self, inputs: Tensor, batch: MicroBatch, objective: LossFunction) -> tuple[Tensor, ...]:
+        """Runs the decoder.
+
+        Args:
+            inputs: int64 ids [B, T] on the first stage, hidden states of the previous stage on others.
+            batch: the micro-batch, also on stages that do not take its ids.
+            objective: the loss.
+
+        Returns:
+            On the last stage (total, *parts): scalars, sums over targets. On others (hidden states,).
+        """
+        if self.balancer is not None:
+            self.balancer.begin_micro_batch(self._routed_tokens(batch))
+        if not (self.layout.last and isinstance(objective, FeatureLoss)):
+            return self._output(inputs, batch, objective)
+        with recording(self, objective.wanted) as features:
+            total, *parts = self._output(inputs, batch, objective)
+        added, own_parts = objective.matched(features, batch)
+        return (total + added, *parts, *own_parts)
+
+    def _output(self, inputs: Tensor, batch: MicroBatch, objective: LossFunction) -> tuple[Tensor, ...]:
+        if self._uses_model_forward:
+            logits = self.logits(inputs, batch)
+            return total_and_parts(objective(logits, batch.labels, *objective.extra_targets(batch)))
+        hidden = self.hidden_states(inputs, batch)
+        if not self.layout.last:
+            return (hidden,)
+        return self._loss(self.gathered(hidden), batch, objective)
+
+    def logits(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
+        """The logits [B, T, V], by the model's own forward pass: of a model that is not split over ranks."""
+        arguments = self._attention_arguments(batch, inputs)
+        logits: Tensor = self.causal(input_ids=inputs, **_cache_arguments(batch), **arguments).logits
+        return logits
+
+    def hidden_states(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
+        """The last hidden states [B, T / tp, D]; on the last stage those that the head takes. See `forward`."""
+        named = {"input_ids" if self.layout.first else "inputs_embeds": inputs}
+        hidden: Tensor = self.causal.base_model(  # type: ignore[operator]
+            **named, **_cache_arguments(batch), **self._attention_arguments(batch, inputs)
+        ).last_hidden_state
+        return hidden
+
+    def gathered(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, D] of all positions of this rank's tp group."""
+        tensor = self.layout.tensor
+        return hidden if tensor is None else all_gather(hidden, tensor.group, dim=1)
+
+    @property
+    def _uses_model_forward(self) -> bool:
+        """Whether the model's own forward pass can compute the logits."""
+        layout = self.layout
+        return layout.first and layout.last and layout.tensor is None and layout.chunk is None
+
+    def _routed_tokens(self, batch: MicroBatch) -> Tensor:
+        """Which tokens between the blocks are targets, bool [B, T / tp]: routers see hidden states of this shape."""
+        counted = batch.labels != IGNORE
+        tensor = self.layout.tensor
+        if tensor is None:
+            return counted
+        return counted.chunk(dist.get_world_size(tensor.group), dim=1)[dist.get_rank(tensor.group)]
+
+    def _attention_arguments(self, batch: MicroBatch, inputs: Tensor) -> dict[str, Any]:
+        length = batch.labels.shape[1]
+        positions = batch.positions
+        if positions is None and self.layout.own_attention:
+            chunks = self.layout.chunks or (range(length),)
+            positions = torch.cat([torch.arange(each.start, each.stop, device=inputs.device) for each in chunks])[None]
+        arguments: dict[str, Any] = {} if positions is None else {"position_ids": positions}
+        if self.layout.own_attention and isinstance(batch, DecodingBatch):
+            arguments["context"] = batch.context(self.layout.dtype)
+        elif self.layout.own_attention:
+            arguments["context"] = make_context(
+                self._windows,
+                length=length * self.layout.cp_size,
+                dtype=self.layout.dtype,
+                device=inputs.device,
+                documents=batch.documents,
+                cp_attention=self.layout.cp_attention,
+                record=self.record_attention,
+            )
+        return arguments
+
+    def _loss(self, hidden: Tensor, batch: MicroBatch, objective: LossFunction) -> tuple[Tensor, ...]:
+        vocabulary = FULL_VOCABULARY if self.layout.tensor is None else self.layout.tensor.vocabulary
+        head = self.causal.get_output_embeddings()  # type: ignore[operator]
+        targets = (batch.labels, *objective.extra_targets(batch))
+        if self.layout.chunk is None:
+            return total_and_parts(objective(head(hidden), *targets, vocabulary=vocabulary))
+        rows = len(hidden) * self.layout.chunk
+        task = LossTask(objective, targets[0], targets[1:], vocabulary, rows)
+        sums: tuple[Tensor, ...] = head(hidden, task=task)
+        return sums
+
+
+def _cache_arguments(batch: MicroBatch) -> dict[str, Any]:
+    return batch.cache_arguments() if isinstance(batch, DecodingBatch) else {"use_cache": False}
+
+
+def parameter_owners(causal: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Hugging Face name -> the (module, attribute) pairs that hold the parameter; a tied one has several."""
+    names = {id(p): name for name, p in causal.named_parameters()}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for module in causal.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[names[id(parameter)]].append((module, key))
+    return owners

@@ -1,0 +1,229 @@
+"""Balances the experts of a mixture of experts over the global batch, alike in every layout, and measures their load.
+
+For each layer, f_i is the fraction of the routed tokens of a step that expert i got, and P_i the mean probability that
+the router gave it (softmax of the router's logits). Only target tokens count. Both are of all micro-batches and ranks.
+
+- Auxiliary loss: coefficient x sum over layers of E x sum_i f_i P_i, which is 1 per layer when the load is uniform.
+  Source: Fedus et al. 2021, Switch Transformer (arXiv:2101.03961), eq. 4-6. No gradient passes f, so that it may be
+  that of the previous step: then the loss is a sum over tokens, like cross-entropy, and no layout changes it. See
+  decision 0014.
+- Correction bias: after each step, bias_i += rate x sign(mean load - load_i). Source: Wang et al. 2024
+  (arXiv:2408.15664), algorithm 1.
+
+The gradient of the auxiliary loss enters at the router, in the backward pass of the stage that holds it. So neither
+losses nor pipeline stages pass it on.
+
+Shapes: L layers with experts in the full model, E experts, K per token, N tokens of a micro-batch on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.config.sections.run import MoeSection
+from pipeline.models.routers import BIAS, Router, find_routers, routed
+
+_METRICS = (
+    "load_balance_loss",
+    "expert_max_violation",
+    "expert_mean_violation",
+    "expert_load_entropy",
+    "idle_experts",
+)
+
+
+class ExpertBalancer:
+    """The experts' load and balance of one run; its results and its state are the same on every rank.
+
+    Args:
+        section: the config's `moe`.
+        routers: of the full model.
+        device: of this rank.
+    """
+
+    def __init__(self, section: MoeSection, routers: Sequence[Router], *, device: torch.device) -> None:
+        self._coefficient, self._rate = section.coefficient, section.bias_rate
+        self._layers = {router.name: index for index, router in enumerate(routers)}
+        self._experts, self._device = routers[0].experts, device
+        shape = (len(routers), self._experts)
+        self._load = torch.full(shape, 1.0 / self._experts, device=device)
+        """fp32 [L, E]: f of the last applied step; uniform before the first."""
+        self._sums = torch.zeros((2, *shape), dtype=torch.float64, device=device)
+        """Routed tokens and sums of probabilities of the current step."""
+        self._biases: dict[str, tuple[int, nn.Module, Tensor]] = {}
+        self._tokens: Tensor | None = None
+        self._scale = 0.0
+
+    def attach(self, causal: nn.Module) -> None:
+        """Observes the routers of this rank's part of the model; call it after parameters are replaced, or before."""
+        for router in find_routers(causal):
+            index = self._layers[router.name]
+            router.module.register_forward_hook(partial(self._observe, index, router.logits))
+            if self._rate and router.bias_owner is not None:
+                name, owner = router.bias_owner
+                self._biases[f"{name}.{BIAS}"] = (index, owner, torch.empty(0))
+
+    def begin_step(self, scale: float) -> None:
+        """Begins a step.
+
+        Args:
+            scale: factor on the gradient of a sum over tokens in this step's backward passes, as that on the objective.
+        """
+        self._scale = scale
+        self._sums.zero_()
+        self._hold_biases()
+
+    def begin_micro_batch(self, counted: Tensor) -> None:
+        """Sets which tokens of the coming forward pass count: bool, any shape, in the order that the routers see."""
+        self._tokens = counted.flatten()
+
+    @torch.no_grad()
+    def end_step(self, *, targets: int, vetoed: Tensor | bool) -> Tensor:
+        """Sums over all ranks; updates the state unless the step was vetoed. Collective; the host waits for nothing.
+
+        Args:
+            targets: of the whole step.
+            vetoed: whether the weights were left unchanged, bool scalar. The state stays as it was then, too.
+
+        Returns:
+            fp64 [6] on the device, which `parts` names.
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._sums)
+        counts, probabilities = self._sums.unbind()
+        seen = counts.sum(-1) > 0
+        load = (counts / counts.sum(-1, keepdim=True).clamp(min=1)).where(seen[:, None], self._load.double())
+        kept = torch.as_tensor(vetoed, device=self._device)
+        self._update_biases(load, kept)
+        self._load.copy_(torch.where(kept, self._load.double(), load))
+        return self._metrics(load, probabilities / max(targets, 1), seen.double())
+
+    @staticmethod
+    def parts(values: Sequence[float]) -> dict[str, float]:
+        """What `end_step` returned, by name; empty where no token was routed.
+
+        `load_balance_loss` (mean over layers, without its coefficient; 1 is uniform), `expert_max_violation` and
+        `expert_mean_violation` (largest load / mean load - 1: of the worst layer, and the mean over layers; source:
+        arXiv:2408.15664, section 4.1), `expert_load_entropy` (mean over layers; 1 is uniform), `idle_experts` (experts
+        of all layers without a token).
+        """
+        *metrics, layers = values
+        return dict(zip(_METRICS, metrics, strict=True)) if layers else {}
+
+    @property
+    def observed(self) -> bool:
+        """Whether every router has routed a token that counts since the step began, on this rank."""
+        return bool((self._sums[0].sum(-1) > 0).all())
+
+    def state_dict(self) -> dict[str, NamedShard | Tensor]:
+        """The load, under its checkpoint key: a copy, which `load_state_dict` reads back.
+
+        The biases are persistent buffers; call it before those are listed, since it makes them fp32.
+        """
+        self._hold_biases()
+        return {named_state.EXPERT_LOAD: self._load.cpu().clone()} if self._coefficient else {}
+
+    def load_state_dict(self, state: Mapping[str, NamedShard | Tensor]) -> None:
+        """Restores the state from a checkpoint that has been read into what `state_dict` returned."""
+        saved = state.get(named_state.EXPERT_LOAD)
+        if isinstance(saved, Tensor):
+            self._load.copy_(saved)
+
+    def _hold_biases(self) -> None:
+        """Makes the buffers fp32: an engine may have converted them, and bf16 would round the updates away."""
+        for name, (index, owner, held) in self._biases.items():
+            current = owner._buffers[BIAS]
+            assert current is not None
+            if current is not held:
+                bias = held if held.numel() else current.detach().to(self._device, torch.float32).clone()
+                owner._buffers[BIAS] = bias
+                self._biases[name] = (index, owner, bias)
+
+    def _update_biases(self, load: Tensor, kept: Tensor) -> None:
+        for index, _, bias in self._biases.values():
+            change = torch.sign(1.0 / self._experts - load[index]).float()
+            bias.add_(torch.where(kept, 0.0, change), alpha=self._rate)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the state of the balancer
+    def _observe(self, index: int, logits_at: int, module: nn.Module, _args: Any, output: Any) -> Any:
+        """Forward hook of a router: counts its tokens, and adds the gradient of the auxiliary loss."""
+        found = routed(output, logits_at)
+        if found is None or self._tokens is None or not (module.training and torch.is_grad_enabled()):
+            return None
+        # a recomputation in a backward pass (activation checkpointing) has been counted already
+        if torch._C._current_graph_task_id() == -1:
+            self._count(index, found.logits.detach(), found.indices)
+        if not self._coefficient:
+            return None
+        # of f - 1/E instead of f: the same gradient, as probabilities sum to 1, and less of it is rounding
+        factors = (self._load[index] - 1.0 / self._experts) * (self._coefficient * self._experts * self._scale)
+        weights = _BalancingGradient.apply(found.weights, found.logits, self._tokens, factors)
+        return (*output[: found.weights_at], weights, *output[found.weights_at + 1 :])
+
+    @torch.no_grad()
+    def _count(self, index: int, logits: Tensor, indices: Tensor) -> None:
+        assert self._tokens is not None
+        assert len(self._tokens) == len(logits), (len(self._tokens), len(logits))
+        tokens = self._tokens.to(torch.float64)
+        self._sums[0, index].scatter_add_(0, indices.flatten(), tokens.repeat_interleave(indices.shape[1]))
+        self._sums[1, index] += (logits.float().softmax(-1) * tokens[:, None].float()).sum(0)
+
+    def _metrics(self, load: Tensor, probabilities: Tensor, seen: Tensor) -> Tensor:
+        """fp64 [6]: the metrics of the layers that have routed tokens, and the number of these layers."""
+        layers = seen.sum()
+
+        def mean(values: Tensor) -> Tensor:
+            return (values * seen).sum() / layers.clamp(min=1)
+
+        violation = load.amax(-1) * self._experts - 1.0
+        entropy = -(load * load.clamp(min=1e-30).log()).sum(-1) / math.log(max(self._experts, 2))
+        idle = ((load == 0).sum(-1) * seen).sum()
+        balance = self._experts * (load * probabilities).sum(-1)
+        worst = violation.where(seen > 0, -math.inf).max()
+        return torch.stack([mean(balance), worst, mean(violation), mean(entropy), idle, layers])
+
+
+def make_balancer(section: MoeSection, model: nn.Module, *, device: torch.device) -> ExpertBalancer | None:
+    """The balancer of a model; None for one without routers that can be observed.
+
+    Args:
+        section: the config's `moe`.
+        model: the full model, on meta.
+        device: of this rank.
+    """
+    routers = find_routers(model)
+    if not routers or len({router.experts for router in routers}) > 1:
+        return None
+    return ExpertBalancer(section, routers, device=device)
+
+
+class _BalancingGradient(torch.autograd.Function):
+    """Returns the weights of the chosen experts unchanged; adds the gradient of the auxiliary loss to the logits'.
+
+    Tokens and factors are attributes, not saved tensors: activation checkpointing recomputes those, in a backward pass
+    during which another micro-batch may be the current one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, logits: Tensor, tokens: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.tokens, ctx.factors = tokens, factors
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (logits,) = ctx.saved_tensors
+        probabilities = logits.float().softmax(-1)
+        # of sum_i factor_i p_i: p_j (factor_j - sum_i factor_i p_i)
+        mean = (probabilities * ctx.factors).sum(-1, keepdim=True)
+        gradient = probabilities * (ctx.factors - mean) * ctx.tokens[:, None]
+        return grads[0], gradient.to(logits.dtype), None, None

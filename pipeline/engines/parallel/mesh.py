@@ -1,0 +1,99 @@
+"""Device mesh and process groups of a topology. The default process group must be initialized.
+
+The data axis is dp and cp together: the ranks that hold the same parameters and see different tokens, over which
+gradients are summed. With hybrid sharding (HSDP) it is split in two: parameters are sharded over the `shard` axis and
+replicated over the `replicate` axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.topology import AXES, Topology
+
+
+class Mesh:
+    """This rank's coordinates in a topology, and its process groups. Building it is collective.
+
+    Args:
+        topology: sizes of the axes; their product is the number of ranks.
+        device_type: cpu or cuda.
+        shard_size: data ranks over which parameters are sharded (hybrid sharding); all data ranks when None.
+
+    Attributes:
+        rank: global rank.
+        coordinates: on every axis.
+    """
+
+    def __init__(self, topology: Topology, *, device_type: str, shard_size: int | None = None) -> None:
+        self.topology, self.rank = topology, dist.get_rank()
+        self.coordinates = topology.coordinates(self.rank)
+        data = topology.dp * topology.cp
+        self._shard_size = shard_size or data
+        assert data % self._shard_size == 0, (data, shard_size)
+        sizes = (topology.pp, data // self._shard_size, self._shard_size, topology.tp)
+        names = ("pp", "replicate", "shard", "tp")
+        self._device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        self._data = self._device_mesh["replicate", "shard"]._flatten("data")
+        # creating a group is collective over all ranks, members or not
+        self._cp = _own_group((topology.group(rank, "cp") for rank in range(topology.world_size)), name="cp")
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along pp, dp, cp, tp, or data."""
+        if axis == "data":
+            return self.topology.dp * self.topology.cp
+        return self.topology.sizes[AXES.index(axis)]
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """This rank's process group along pp, cp, tp or data; None if the axis has size 1."""
+        if self.size(axis) == 1:
+            return None
+        if axis == "cp":
+            return self._cp
+        return self._data.get_group() if axis == "data" else self._device_mesh[axis].get_group()
+
+    def data_mesh(self) -> DeviceMesh:
+        """The 1-D device mesh of this rank's data ranks."""
+        return self._data
+
+    def sharding_mesh(self) -> DeviceMesh:
+        """The device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""
+        if self._shard_size == self.size("data"):
+            return self._data
+        return self._device_mesh["replicate", "shard"]
+
+
+def build_mesh(run: ResolvedRun, device_type: str) -> Mesh | None:
+    """The mesh of a run; None for one process. Collective."""
+    if run.topology.world_size == 1:
+        return None
+    unsharded = run.config.engine == "torch" and run.config.zero_optimization.stage == 0
+    return Mesh(
+        run.topology, device_type=device_type, shard_size=1 if unsharded else run.config.parallel.hybrid_shard_size
+    )
+
+
+def tied_weights_group(topology: Topology) -> dist.ProcessGroup | None:
+    """The first and last rank of this rank's pipeline, which both hold a copy of a tied embedding and head.
+
+    Collective. None without pipeline parallelism, and on the ranks of the stages between.
+    """
+    columns = (topology.group(rank, "pp") for rank in range(topology.world_size))
+    return _own_group(([column[0], column[-1]] for column in columns if topology.pp > 1), name="tied_weights")
+
+
+def _own_group(groups: Iterable[list[int]], *, name: str) -> dist.ProcessGroup | None:
+    """Creates every group of several ranks once, in the same order on all ranks, and returns this rank's own.
+
+    The name is what a fault report shows.
+    """
+    own: dist.ProcessGroup | None = None
+    for ranks in dict.fromkeys(tuple(group) for group in groups):
+        if len(ranks) > 1:
+            created = dist.new_group(list(ranks), group_desc=name)
+            own = created if dist.get_rank() in ranks else own
+    return own

@@ -1,0 +1,151 @@
+"""Divides a model's decoder layers into the pipeline stages of a run: by cost, and by what the devices are like.
+
+Stage i is on pipeline rank i % pp. Its time is taken to be its cost / the speed of that rank, `parallel.stage_speeds`;
+the time of the slowest stage is minimized. With limits of memory (`parallel.stage_memory_gb`) no rank gets more layers
+than the formulas of `parallel.memory` say that it holds. Among the virtual stages of a rank these are divided evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.rules.stage_devices import GB, MEMORY
+from pipeline.config.shares import even_parts
+from pipeline.engines.parallel.costs import describe_stages, forward_flops
+from pipeline.engines.parallel.rank_model import Footprint, counts_of, first_prefixes, layer_of, rank_model, widths_of
+from pipeline.engines.parallel.stages import StageLayers, layer_list, split_layers
+from pipeline.engines.sizes.memory import peak_memory
+
+
+def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
+    """All (virtual) pipeline stages of a model; a single one without pipeline parallelism.
+
+    Raises:
+        ConfigError: no division fits the memory of the devices; see also `split_layers` and `layer_list`.
+    """
+    pp, count = run.topology.pp, run.topology.pp * run.virtual_stages
+    if count == 1:
+        return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
+    layer_list(model)  # before anything is read from the config: the architecture may have no plan for stages
+    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
+    if layers < count:
+        virtual = run.virtual_stages
+        why = f"{run.topology.pp} ranks x {virtual} stages each are {count}, and the model has {layers} decoder layers"
+        remedy = f"use parallel.pp {max(1, layers // virtual)}" + (", or fewer virtual_stages" if virtual > 1 else "")
+        raise ConfigError("parallel.pp", run.topology.pp, why=why, remedy=remedy)
+    costs, head = forward_flops(model, sequence_length=run.batch.sequence_length)
+    devices = run.stage_devices
+    speeds = [devices.speeds[stage % pp] for stage in range(count)]
+    if devices.memory is None:
+        return split_layers(costs, head=head, stages=count, speeds=speeds)
+    fit = _Fit(run, model, devices.memory)
+    stages = split_layers(costs, head=head, stages=count, speeds=speeds, limit=fit.limit)
+    if not stages or fit.short(stages):
+        raise fit.error(stages or split_layers(costs, head=head, stages=count, speeds=speeds))
+    return stages
+
+
+def stage_lines(run: ResolvedRun, model: nn.Module) -> list[str]:
+    """One line per pipeline stage; none without pipeline parallelism. See `costs.describe_stages`."""
+    return describe_stages(model, pipeline_stages(run, model)) if run.topology.pp > 1 else []
+
+
+class _Fit:
+    """What the devices of the pipeline ranks hold, by the formulas.
+
+    Args:
+        run: the resolved config, with a pipeline.
+        model: the full model, on meta.
+        memory: bytes of each pipeline rank.
+
+    Raises:
+        ConfigError: the architecture has no formulas.
+    """
+
+    def __init__(self, run: ResolvedRun, model: nn.Module, memory: Sequence[float]) -> None:
+        widths = widths_of(model.config)
+        if widths is None:
+            kind = getattr(model.config, "model_type", "this architecture")
+            why = f"memory by formulas is not known for {kind}, whose layers are not built like Llama's"
+            raise ConfigError(MEMORY, [each / GB for each in memory], why=why, remedy="remove it")
+        self._run, self._model, self._memory, self._widths = run, model, memory, widths
+        self._pp, self._virtual = run.topology.pp, run.virtual_stages
+        self._counts, self._before = counts_of(model, tp=run.topology.tp), first_prefixes(model)
+        self._layers = len(layer_list(model)[1])
+        self._sizes = [0] * self._layers
+        for name, count, _ in self._counts:
+            if (layer := layer_of(name)) is not None:
+                self._sizes[layer] += count
+        self._peaks: dict[tuple[object, ...], float] = {}
+        self._most = [self._capacity(rank) for rank in range(self._pp)] if self._virtual > 1 else []
+
+    def limit(self, stage: int, start: int) -> int:
+        """The largest end of a stage that begins with a layer; `start` where not even that one fits."""
+        rank, number = stage % self._pp, stage // self._pp
+        if self._virtual > 1:
+            return start + even_parts(self._most[rank], self._virtual)[number]
+        return _largest(start, self._layers, lambda end: self._holds(rank, [(start, end)]))
+
+    def short(self, stages: Sequence[StageLayers]) -> dict[int, float]:
+        """Pipeline rank -> bytes that it lacks, of those that lack any."""
+        by_rank = (self._peak(rank, _ranges(stages, rank, self._pp)) for rank in range(self._pp))
+        lacking = (peak - memory for peak, memory in zip(by_rank, self._memory, strict=True))
+        return {rank: each for rank, each in enumerate(lacking) if each > 0}
+
+    def error(self, stages: Sequence[StageLayers]) -> ConfigError:
+        """That no division fits: what every rank holds at most, and what it lacks of a division by speed alone."""
+        short = self.short(stages)
+        most = [self._capacity(rank) for rank in range(self._pp)]
+        lacks = ", ".join(
+            f"rank {rank} with {_shown(_ranges(stages, rank, self._pp))} lacks {each / GB:,.3g} GB"
+            for rank, each in short.items()
+        )
+        held = ", ".join(map(str, most)) + f" ({sum(most)} in all)"
+        why = f"the pipeline ranks hold at most {held} of {self._layers} decoder layers"
+        why += f"; divided by speed alone, {lacks}" if lacks else ", and no division of them fits"
+        remedy = "use memory.activation_checkpointing full, a smaller micro-batch, or a larger parallel.pp"
+        return ConfigError(MEMORY, [round(each / GB, 3) for each in self._memory], why=why, remedy=remedy)
+
+    def _capacity(self, rank: int) -> int:
+        """Most layers that a rank holds, evenly over its virtual stages."""
+
+        def holds(count: int) -> bool:
+            parts = even_parts(count, self._virtual)
+            ends = [sum(parts[: number + 1]) for number in range(self._virtual)]
+            return self._holds(rank, [(end - part, end) for part, end in zip(parts, ends, strict=True)])
+
+        return _largest(0, self._layers, holds)
+
+    def _holds(self, rank: int, ranges: Sequence[tuple[int, int]]) -> bool:
+        return self._peak(rank, ranges) <= self._memory[rank]
+
+    def _peak(self, rank: int, ranges: Sequence[tuple[int, int]]) -> float:
+        """Bytes of a rank with some layers; most models have layers of one size, so that their number decides."""
+        key = (rank, *(tuple(self._sizes[slice(*each)]) for each in ranges))
+        if key not in self._peaks:
+            count = self._pp * self._virtual
+            stages = [StageLayers(number * self._pp + rank, count, each, 0.0) for number, each in enumerate(ranges)]
+            own = rank_model(self._model, self._counts, stages, before=self._before, tp=self._run.topology.tp)
+            footprint = Footprint(self._widths, (own,) * self._pp)
+            self._peaks[key] = peak_memory(self._run, footprint, pp_rank=rank).total
+        return self._peaks[key]
+
+
+def _ranges(stages: Sequence[StageLayers], rank: int, pp: int) -> list[tuple[int, int]]:
+    return [stage.layers for stage in stages if stage.index % pp == rank]
+
+
+def _shown(ranges: Sequence[tuple[int, int]]) -> str:
+    return "layers " + " and ".join(f"{first}-{end - 1}" for first, end in ranges)
+
+
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `high` that holds; `low` where none above it does. What holds for n holds below."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

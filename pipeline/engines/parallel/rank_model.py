@@ -1,0 +1,195 @@
+"""What a rank holds and computes, in numbers: the inputs of the formulas for memory (`memory`) and traffic (`traffic`).
+
+Shapes: B samples, T positions of this rank, D hidden size, H heads, K key/value heads, d head size, I intermediate
+size, V ids, E experts, k of them per token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pipeline.engines.parallel.stages import StageLayers, is_tied, layer_list, modules_before_layers
+from pipeline.engines.parallel.tensor import check_tp_plan
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of a decoder layer, of the full model.
+
+    Attributes:
+        hidden: D.
+        query: H x d.
+        key_value: K x d.
+        heads: H.
+        head_size: d.
+        intermediate: I; of a mixture of experts, of one expert.
+        experts: that a token goes to; 0 of a dense model.
+        vocabulary: V.
+        head_norms: whether queries and keys are normalized.
+    """
+
+    hidden: int
+    query: int
+    key_value: int
+    heads: int
+    head_size: int
+    intermediate: int
+    experts: int
+    vocabulary: int
+    head_norms: bool
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One rank's part of the model.
+
+    Attributes:
+        layers: elements of every decoder layer of this rank's stages, after tensor parallelism.
+        rest: elements of embedding, final norm and head on this rank, after tensor parallelism.
+        head: elements of the head; 0 on ranks without it. A tied one is the embedding.
+        largest: elements of the largest parameter.
+        small: elements that tensor parallelism does not shard (norms).
+        tied: elements of an embedding and head that are one parameter on two stages; 0 without.
+        first: whether it has the embedding.
+        last: whether it has the head.
+        stage_layers: number of decoder layers of each (virtual) stage that the rank holds.
+    """
+
+    layers: tuple[int, ...]
+    rest: int
+    head: int
+    largest: int
+    small: int
+    tied: int
+    first: bool
+    last: bool
+    stage_layers: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """(Virtual) stages that the rank holds."""
+        return len(self.stage_layers)
+
+    @property
+    def parameters(self) -> int:
+        """Elements in all."""
+        return sum(self.layers) + self.rest
+
+    @property
+    def separate(self) -> bool:
+        """Whether embedding and head are gathered apart: they are not one weight of one stage."""
+        return not (self.first and self.last) or self.rest >= 2 * self.head
+
+
+def widths_of(config: Any) -> Widths | None:
+    """Sizes from a Hugging Face config; None for a decoder that is not built like Llama's."""
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    if not heads or not hidden or not isinstance(inner, int):
+        return None
+    size = getattr(config, "head_dim", None) or hidden // heads
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 0)
+    return Widths(
+        hidden=hidden,
+        query=heads * size,
+        key_value=(getattr(config, "num_key_value_heads", None) or heads) * size,
+        heads=heads,
+        head_size=size,
+        intermediate=inner,
+        experts=config.num_experts_per_tok if experts else 0,
+        vocabulary=config.vocab_size,
+        head_norms=config.model_type.startswith("qwen3"),
+    )
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes of a model under a layout.
+
+    Attributes:
+        widths: of a decoder layer.
+        ranks: what each rank of a pipeline holds; a single one without pipeline parallelism.
+    """
+
+    widths: Widths
+    ranks: tuple[RankModel, ...]
+
+
+def counts_of(model: nn.Module, *, tp: int) -> list[tuple[str, int, bool]]:
+    """(name, elements on a rank, whether tensor parallelism splits it) of every parameter."""
+    styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
+    ends: Any = model
+    vocabulary = {id(ends.get_input_embeddings().weight), id(ends.get_output_embeddings().weight)}
+    return [
+        (name, p.numel() // (tp if split else 1), split)
+        for name, p in model.named_parameters()
+        for split in [name.rpartition(".")[0] in styles or id(p) in vocabulary]
+    ]
+
+
+def rank_model(
+    model: nn.Module,
+    counts: Sequence[tuple[str, int, bool]],
+    stages: Sequence[StageLayers],
+    *,
+    before: tuple[str, ...],
+    tp: int,
+) -> RankModel:
+    """What a rank holds with some of the (virtual) stages of a model.
+
+    Args:
+        model: the full model, on meta.
+        counts: of its parameters.
+        stages: of the rank, in order; layers and neighbours matter, not costs.
+        before: see `first_prefixes`; empty without a pipeline.
+        tp: tensor-parallel ranks.
+    """
+    first, last = stages[0].first, stages[-1].last
+    layers = {layer: 0 for stage in stages for layer in range(*stage.layers)}
+    tied, split_up = is_tied(model), stages[0].count > 1
+    rest = small = largest = 0
+    for name, count, split in counts:
+        layer = layer_of(name)
+        if layer is None and (not split_up or _at_end(name, before, first=first, last=last, tied=tied)):
+            rest += count
+        elif layer in layers:
+            layers[layer] += count
+        else:
+            continue
+        small, largest = small + (0 if split or tp == 1 else count), max(largest, count)
+    head = model.get_output_embeddings().weight.numel() // tp  # type: ignore[operator]
+    return RankModel(
+        layers=tuple(layers.values()),
+        rest=rest,
+        head=head if last else 0,
+        largest=largest,
+        small=small,
+        tied=head if tied and split_up and (first or last) else 0,
+        first=first,
+        last=last,
+        stage_layers=tuple(len(range(*stage.layers)) for stage in stages),
+    )
+
+
+def first_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the parameters that belong to the first stage of a pipeline: what comes before the layers."""
+    layer_list(model)
+    return tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model))
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the decoder layer that a parameter belongs to; None outside the layers."""
+    found = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _at_end(name: str, before: tuple[str, ...], *, first: bool, last: bool, tied: bool) -> bool:
+    """Whether a parameter outside the layers is on a rank with the first or the last stage."""
+    return first or (last and tied) if name.startswith(before) else last

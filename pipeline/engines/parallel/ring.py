@@ -1,0 +1,190 @@
+"""Ring attention (context parallelism): keys and values are passed from rank to rank while queries stay.
+
+Each rank attends to the keys of one rank at a time and merges the outputs by their log-sum-exp, so that no rank ever
+holds the keys of the full sequence, and there may be more ranks than heads. In the backward pass, keys circulate once
+more together with their gradients. Source: Liu et al. 2023 (arXiv:2310.01889); merging as Milakov and Gimelshein 2018
+(arXiv:1805.02867), section 3.1.
+
+Rank r of c holds chunks r and 2c - 1 - r of the 2c chunks of a sequence (zigzag, `topology.sequence_chunks`). Its own
+keys are one causal block. Of the keys of an earlier rank all its queries attend to the first chunk and none to the
+second; of those of a later rank its second chunk of queries attends to both, its first to none. So every rank computes
+(T^2 + T) / 2 + (c - 1) T^2 / 2 pairs, the mean of the causal mask, in blocks that are attended to in full.
+
+While a block is computed, the next keys are on their way; in the backward pass, so are the gradients of the last block.
+
+Shapes: B samples, H heads, K key/value heads, T positions of this rank, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config.topology import sequence_chunks
+from pipeline.engines.parallel.kernels import attention_backward, attention_forward
+from pipeline.models.masks import CAUSAL, FULL, AttentionMask, make_part_mask
+
+
+@dataclass(frozen=True)
+class RingMask:
+    """The masks of a rank for each hop of the keys.
+
+    Attributes:
+        hops: hop -> mask of that block of queries and keys; None where no query attends to any key.
+    """
+
+    hops: tuple[AttentionMask | None, ...]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What a rank attends to at a hop: a part of its queries to a part of another rank's keys.
+
+    Attributes:
+        source: the rank whose keys they are.
+        queries: of this rank's T.
+        keys: of the other rank's T.
+    """
+
+    source: int
+    queries: slice
+    keys: slice
+
+
+def _block(hop: int, *, rank: int, ranks: int, length: int) -> _Block:
+    """The block of a hop, `length` positions on each rank."""
+    source, half, whole = (rank - hop) % ranks, length // 2, slice(0, length)
+    if source == rank:
+        return _Block(source, whole, whole)
+    return _Block(source, whole, slice(0, half)) if source < rank else _Block(source, slice(half, length), whole)
+
+
+class RingAttention:
+    """Every rank computes all heads for its own positions. See `models.attention.ContextParallelAttention`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def make_mask(
+        self,
+        documents: Tensor | None,
+        window: int | None,
+        *,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> RingMask:
+        """See `ContextParallelAttention.make_mask`."""
+        ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        if documents is None and (window is None or window >= length):
+            return RingMask((CAUSAL,) + (FULL,) * (ranks - 1))
+        chunks = [sequence_chunks(length, cp=ranks, cp_rank=each, zigzag=True) for each in range(ranks)]
+        masks = []
+        for hop in range(ranks):
+            block = _block(hop, rank=rank, ranks=ranks, length=length // ranks)
+            queries, keys = _chosen(chunks[rank], block.queries), _chosen(chunks[block.source], block.keys)
+            masks.append(make_part_mask(documents, window, queries=queries, keys=keys, dtype=dtype, device=device))
+        return RingMask(tuple(masks))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between two ranks cannot be part of a graph
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: RingMask) -> Tensor:
+        """See `ContextParallelAttention.attend`."""
+        attended: Tensor = _RingFunction.apply(query, key, value, scale, mask, self._group)
+        return attended
+
+
+def _chosen(chunks: tuple[range, ...], part: slice) -> tuple[range, ...]:
+    """The chunks of a rank that a part of its positions covers: both, the first or the second."""
+    size = len(chunks[0])
+    return chunks[part.start // size : part.stop // size]
+
+
+class _RingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: RingMask, group: dist.ProcessGroup
+    ) -> Tensor:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        key_value = torch.stack([key, value])
+        out, log_sum = query.new_empty(0), query.new_empty(0)
+        for hop in range(ranks):
+            transfer = _RingTransfer(key_value, group) if hop < ranks - 1 else None
+            block, allowed = _block(hop, rank=rank, ranks=ranks, length=query.shape[2]), mask.hops[hop]
+            if allowed is not None:
+                k, v = key_value[..., block.keys, :]
+                part = attention_forward(query[:, :, block.queries], k, v, scale=scale, mask=allowed)
+                if hop == 0:  # every query attends to itself: its log-sum-exp is finite from here on
+                    # copies: selective activation checkpointing keeps the kernel's outputs, which must not change
+                    out, log_sum = part[0].to(torch.float32, copy=True), part[1].clone()
+                else:
+                    _merge(out[:, :, block.queries], log_sum[:, :, block.queries], part[0].float(), part[1])
+            key_value = transfer.wait() if transfer else key_value
+        attended = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, attended, log_sum)
+        ctx.scale, ctx.mask, ctx.group = scale, mask, group
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        group, ranks, rank = ctx.group, dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        d_query = torch.zeros_like(query, dtype=torch.float32)
+        key_value = torch.stack([key, value])
+        returning: _RingTransfer | None = None
+        for hop in range(ranks):
+            transfer = _RingTransfer(key_value, group) if hop < ranks - 1 else None
+            block, allowed = _block(hop, rank=rank, ranks=ranks, length=query.shape[2]), ctx.mask.hops[hop]
+            parts = None
+            if allowed is not None:
+                own = (each[:, :, block.queries] for each in (grads[0], query, out, log_sum))
+                grad, q, o, s = own
+                k, v = key_value[..., block.keys, :]
+                parts = attention_backward(grad, q, k, v, o, s, scale=ctx.scale, mask=allowed)
+            # the gradients of these keys arrive while their block is computed; they make one hop more than the keys,
+            # and so return to the rank that owns them
+            d_key_value = returning.wait() if returning else torch.zeros_like(key_value, dtype=torch.float32)
+            if parts is not None:
+                d_query[:, :, block.queries] += parts[0]
+                d_key_value[0][:, :, block.keys] += parts[1]
+                d_key_value[1][:, :, block.keys] += parts[2]
+            returning = _RingTransfer(d_key_value, group)
+            key_value = transfer.wait() if transfer else key_value
+        assert returning is not None
+        d_key, d_value = returning.wait().to(key.dtype)
+        return d_query.to(query.dtype), d_key, d_value, None, None, None
+
+
+class _RingTransfer:
+    """Asynchronous transfer of a tensor to the next rank, while that of the previous rank is received."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._sent = tensor.contiguous()
+        self._received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+        send = dist.P2POp(dist.isend, self._sent, group=group, group_peer=following)
+        receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=previous)
+        # with two ranks both messages are between the same pair: every rank must list the send first
+        self._works = dist.batch_isend_irecv([send, receive])
+
+    def wait(self) -> Tensor:
+        """Waits for both transfers; returns the tensor of the previous rank."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _merge(out: Tensor, log_sum: Tensor, part_out: Tensor, part_log_sum: Tensor) -> None:
+    """Merges attention over a second set of keys into that over a first, in place.
+
+    Args:
+        out, log_sum: [B, H, T, d] and [B, H, T], fp32; all log-sum-exp are finite.
+        part_out, part_log_sum: of the second set; the log-sum-exp is minus infinity for a query without keys in it.
+    """
+    both = torch.logaddexp(log_sum, part_log_sum)
+    out.mul_((log_sum - both).exp().unsqueeze(-1)).add_(part_out * (part_log_sum - both).exp().unsqueeze(-1))
+    log_sum.copy_(both)

@@ -1,0 +1,245 @@
+"""Tensor parallelism with sequence parallelism, applied from outside to a Hugging Face decoder on meta.
+
+The model's own `tp_plan` defines which linear layers are sharded along their outputs (colwise) and which along their
+inputs (rowwise). Embedding and head are sharded along the vocabulary. Between the sharded blocks every rank holds
+T / tp positions of the sequence: a block's input is all-gathered (backward: reduce-scattered), its output is
+reduce-scattered. Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
+
+Parameters that are not sharded (norms, biases of rowwise layers) see only a part of the positions or of the heads on
+every rank, so their gradients must be summed over the tp group: `TensorParallel.partial_gradients` names them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
+from pipeline.engines.parallel.vocabulary import VocabularyShard
+from pipeline.models.build.rectangle import Rectangle
+
+_SEQUENCE = 1
+"""The dim of hidden states [B, T, D] that is sharded between blocks."""
+
+_EXPERTS = "moe_tp_experts"
+"""Transformers' style of a mixture of experts. The experts stay whole: every tp rank routes its own positions."""
+
+_REPLICATED = {"replicated_with_grad_allreduce", _EXPERTS}
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel shards of this rank.
+
+    Attributes:
+        group: the tp ranks.
+        boxes: name -> this rank's shard of every sharded parameter.
+        partial_gradients: names of unsharded parameters, whose gradients must be summed over the group.
+        vocabulary: this rank's shard of the vocabulary.
+    """
+
+    group: dist.ProcessGroup
+    boxes: dict[str, Rectangle]
+    partial_gradients: frozenset[str]
+    vocabulary: VocabularyShard
+
+
+def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
+    """Module name -> colwise or rowwise, for every linear layer that tensor parallelism shards.
+
+    Args:
+        model: a Hugging Face causal language model, on any device.
+        tp: size of the tp axis.
+
+    Raises:
+        ConfigError: the architecture has no plan, or an unsupported one, or a size that tp does not divide.
+    """
+    config: Any = model.config
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            "parallel.tp",
+            tp,
+            why=f"transformers has no base_model_tp_plan for {config.model_type}, which shards its layers",
+            remedy="use ZeRO or FSDP2 (parallel.tp 1), or another architecture, e.g. llama",
+        )
+    prefix = f"{model.base_model_prefix}."
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not name.startswith(prefix):
+            continue
+        style = _style(plan, name.removeprefix(prefix))
+        if style is None or style in _REPLICATED:
+            continue
+        if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
+            raise ConfigError(
+                "parallel.tp",
+                tp,
+                why=f"the plan of {config.model_type} shards {name} as '{style}', which is not supported",
+                remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)",
+            )
+        _check_divides(module.weight.shape[0 if style == "colwise" else 1], tp, name)
+        styles[name] = style
+    _check_blocks_covered(model, plan, styles, tp)
+    _refuse_shared_experts(model, plan, styles, tp)
+    _check_divides(config.vocab_size, tp, "model.config.vocab_size")
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, key, None):
+            _check_divides(getattr(config, key), tp, f"model.config.{key}")
+    return styles
+
+
+def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
+    """The plan must cover every parameter within a sharded block: it may be per head, and heads are sharded."""
+    for block in sorted({name.rpartition(".")[0] for name in styles}):
+        for name, _ in model.get_submodule(block).named_parameters(prefix=block):
+            module = name.rpartition(".")[0]
+            if module not in styles and _style(plan, module.removeprefix(f"{model.base_model_prefix}.")) is None:
+                raise ConfigError(
+                    "parallel.tp",
+                    tp,
+                    why=f"the plan of {model.config.model_type} does not cover {name}",  # type: ignore[union-attr]
+                    remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)",
+                )
+
+
+def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
+    """Sharded layers beside routed experts would get tokens [N, D], whose sequence cannot be gathered."""
+    prefix = f"{model.base_model_prefix}."
+    sparse = {
+        name.rpartition(".")[0] + "."
+        for name, _ in model.named_modules()
+        if _style(plan, name.removeprefix(prefix)) == _EXPERTS
+    }
+    beside = next((name for name in styles if name.startswith(tuple(sparse))), None)
+    if beside is not None:
+        why = f"{beside} is shared by all tokens of a mixture of experts, and sharding it is not supported"
+        raise ConfigError("parallel.tp", tp, why=why, remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)")
+
+
+def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str]) -> TensorParallel:
+    """Shards a model on meta in place; its modules then compute with this rank's shards.
+
+    Args:
+        model: a full Hugging Face causal language model, or a pipeline stage of it.
+        group: the tp ranks, two or more.
+        names: id of a parameter -> its name in the full model (a tied one may have another name in a stage).
+
+    Raises:
+        ConfigError: as `check_tp_plan`.
+    """
+    tp, rank = dist.get_world_size(group), dist.get_rank(group)
+    styles = check_tp_plan(model, tp=tp)
+    shards: dict[int, nn.Parameter] = {}
+    boxes: dict[str, Rectangle] = {}
+
+    def shard(module: nn.Module, key: str, dim: int) -> None:
+        full = module._parameters[key]
+        if full is None:
+            return
+        if id(full) not in shards:  # a tied weight is sharded once
+            sizes, offsets = list(full.shape), [0] * full.ndim
+            sizes[dim] //= tp
+            offsets[dim] = rank * sizes[dim]
+            boxes[names[id(full)]] = Rectangle(tuple(offsets), tuple(sizes))
+            shards[id(full)] = nn.Parameter(full.new_empty(sizes), requires_grad=full.requires_grad)
+        module._parameters[key] = shards[id(full)]
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
+        shard(embedding, "weight", 0)
+        _shard_embedding(embedding, group)
+    if isinstance(head, nn.Linear):
+        shard(head, "weight", 0)
+        shard(head, "bias", 0)
+    blocks: set[str] = set()
+    for name, style in styles.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        shard(linear, "weight", 0 if style == "colwise" else 1)
+        if style == "colwise":
+            shard(linear, "bias", 0)
+            blocks.add(name.rpartition(".")[0])
+        else:
+            linear.__class__, linear.group = RowwiseLinear, group  # type: ignore[assignment]
+    gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+    # not from the head's weight, which a sharding engine may have emptied by then
+    config: Any = model.config
+    vocabulary = VocabularyShard(group, rank * (config.vocab_size // tp))
+    return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys(), vocabulary)
+
+
+def _style(plan: dict[str, str], name: str) -> str | None:
+    return plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+
+
+def _check_divides(size: int, tp: int, what: str) -> None:
+    if size % tp:
+        divisors = [n for n in range(1, tp) if size % n == 0]
+        raise ConfigError("parallel.tp", tp, why=f"it does not divide {what} ({size})", remedy=f"use {divisors[-1]}")
+
+
+def _gather_input(
+    group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """[B, T / tp, D] -> [B, T, D] before a block whose linear layers are sharded."""
+    if args:
+        return (all_gather(args[0], group, dim=_SEQUENCE), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": all_gather(kwargs["hidden_states"], group, dim=_SEQUENCE)}
+
+
+class RowwiseLinear(nn.Linear):
+    """A linear layer whose input features are sharded over the ranks of `group`.
+
+    What a layer becomes, in place. A class, not a function bound to each layer, so that all layers share one compiled
+    graph.
+    """
+
+    group: dist.ProcessGroup
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features [B, T, D_in / tp] -> [B, T / tp, D_out]; the bias is added once, after the sum over ranks."""
+        out = reduce_scatter(self.product(features), self.group, dim=_SEQUENCE)
+        return out if self.bias is None else out + self.bias
+
+    def product(self, features: Tensor) -> Tensor:
+        """Features [B, T, D_in / tp] -> this rank's summand of the output [B, T, D_out], without the bias."""
+        return F.linear(features, self.weight)
+
+
+def _shard_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
+    """Vocabulary-parallel embedding: ids of other ranks' rows give zeros, and the sum over ranks has every row once."""
+    rows = embedding.weight.shape[0]
+    first = dist.get_rank(group) * rows
+    local_forward = embedding.forward
+    if embedding.padding_idx is not None:  # the padding row gets no gradient; only one rank holds it
+        local_pad = embedding.padding_idx - first
+        embedding.padding_idx = local_pad if 0 <= local_pad < rows else None
+
+    def forward(ids: Tensor) -> Tensor:
+        local = ids - first
+        elsewhere = (local < 0) | (local >= rows)
+        vectors: Tensor = local_forward(local.masked_fill(elsewhere, 0))
+        return reduce_scatter(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), group, dim=_SEQUENCE)
+
+    embedding.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def all_reduce_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sums small gradients over a group, in place, in fp32, with one all-reduce."""
+    if not gradients:
+        return
+    flat = torch.cat([g.detach().float().reshape(-1) for g in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

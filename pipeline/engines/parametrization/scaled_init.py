@@ -1,0 +1,42 @@
+"""Initial values of a parametrized model: those of the base model, scaled (law 2 holds as without)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parametrization.scales import Parametrization, base_name
+from pipeline.models.build.initial_values import InitByName
+from pipeline.models.build.recorded_init import Fill
+
+
+class ScaledInit(InitByName):
+    """Initialization by name as the architecture initializes the base model, times each parameter's `Scale.init`.
+
+    So an architecture whose own initialization depends on width or depth (GPT-2's residual projections) is initialized
+    as the base model is. At the base model's own sizes every value is `InitByName`'s.
+
+    Args:
+        model: on meta, built by `build_meta`.
+        parametrization: of the model.
+        seed: of the run.
+    """
+
+    def __init__(self, model: nn.Module, parametrization: Parametrization, *, seed: int) -> None:
+        super().__init__(model, seed=seed)
+        self._parametrization, self._base = parametrization, InitByName(parametrization.base, seed=seed)
+
+    def fills(self, name: str) -> tuple[Fill, ...]:
+        """See `InitByName.fills`.
+
+        Raises:
+            ConfigError: the architecture's code computes the values in another way than by numbers of one scale.
+        """
+        fills = self._base.fills(base_name(name))
+        if fills is None:
+            why = f"transformers initializes {name} by code of its own, which cannot be scaled"
+            raise ConfigError("model.parametrization", "completep", why=why, remedy="use the standard parametrization")
+        factor = self._parametrization.scales[name].init
+        return tuple(replace(fill, a=fill.a * factor, b=fill.b * factor) for fill in fills)

@@ -1,0 +1,144 @@
+"""CompleteP (Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1) as factors per parameter.
+
+In width it is muP (Yang et al. 2022, arXiv:2203.03466, tables 3 and 8). The published form has two multipliers in the
+forward pass: 1 / m_L on every residual branch and 1 / m_N on the logits. Here they are folded into the parameter that
+they multiply: with a weight w' = a w instead of a multiplier a, Adam makes the same steps when the initial standard
+deviation and the learning rate are multiplied by a, and epsilon and weight decay divided by it (the abc-symmetry of
+Yang and Littwin 2023, arXiv:2308.01814). So the forward pass and exported models are the architecture's own. The
+derivation: docs/decisions/0033-completep.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from headrace.base.errors import ConfigError
+from pipeline.config.sections.run import ModelSection
+from pipeline.engines.optim.groups import UpdateScale
+from pipeline.engines.parametrization.base_model import build_base
+from pipeline.engines.parametrization.kinds import Kind, kind_of
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors of one parameter relative to the base model's parameter of the same name.
+
+    Attributes:
+        init: on its initial values.
+        lr: on the learning rate.
+        eps: on AdamW's epsilon.
+        weight_decay: on the weight decay, where there is any.
+    """
+
+    init: float = 1.0
+    lr: float = 1.0
+    eps: float = 1.0
+    weight_decay: float = 1.0
+
+    def multiplied(self, multiplier: float) -> Scale:
+        """The same training with a multiplier of the forward pass folded into the parameter."""
+        a = multiplier
+        return Scale(self.init * a, self.lr * a, self.eps / a, self.weight_decay / a)
+
+
+def rule(kind: Kind, *, fan_in: float, width: float, depth: float, tied: bool) -> Scale:
+    """The factors of a kind of parameters.
+
+    Args:
+        kind: of the parameter.
+        fan_in: columns of the matrix relative to the base model's; 1 for what is no hidden weight.
+        width: m_N, the hidden size relative to the base model's.
+        depth: m_L, the decoder layers relative to the base model's.
+        tied: the head is the embedding, so that the final norm carries the multiplier of the logits.
+    """
+    outside, inside = 1 / width, 1 / (width * depth)  # epsilon: gradients are that much smaller
+    hidden = Scale(init=1 / math.sqrt(fan_in), lr=1 / fan_in, eps=inside, weight_decay=fan_in)
+    vector = Scale(eps=inside)
+    if kind is Kind.HIDDEN:
+        return hidden
+    if kind is Kind.BRANCH_OUTPUT:
+        return hidden.multiplied(1 / depth)
+    if kind is Kind.BLOCK_VECTOR:
+        return vector
+    if kind is Kind.BRANCH_BIAS:
+        return vector.multiplied(1 / depth)
+    plain = Scale(eps=outside)
+    carries_logits = kind is Kind.HEAD or (kind is Kind.FINAL_NORM and tied)
+    return plain.multiplied(1 / width) if carries_logits else plain
+
+
+@dataclass(frozen=True)
+class Parametrization:
+    """CompleteP for one model.
+
+    Attributes:
+        base: the base model, on meta.
+        width: m_N.
+        depth: m_L.
+        kinds: Hugging Face name -> kind.
+        scales: Hugging Face name -> factors, of every parameter.
+    """
+
+    base: nn.Module
+    width: float
+    depth: float
+    kinds: Mapping[str, Kind]
+    scales: Mapping[str, Scale]
+
+    def update_scale(self, name: str, *, decayed: bool) -> UpdateScale:
+        """The factors on the optimizer's hyperparameters for a parameter."""
+        scale = self.scales[name]
+        return UpdateScale(weight_decay=scale.weight_decay if decayed else 0.0, lr=scale.lr, eps=scale.eps)
+
+
+def find_parametrization(section: ModelSection, model: nn.Module) -> Parametrization | None:
+    """The parametrization of a model; None where it is the standard one.
+
+    Args:
+        section: the config's `model`.
+        model: on meta, whole.
+
+    Raises:
+        ConfigError: an architecture without rules, or base sizes that do not fit it.
+    """
+    if section.parametrization == "standard":
+        return None
+    config = model.config
+    assert isinstance(config, PretrainedConfig)
+    kinds = {name: kind_of(config.model_type, name) for name, _ in model.named_parameters()}
+    base = build_base(section, config)
+    width = config.hidden_size / base.config.hidden_size  # type: ignore[union-attr]
+    depth = config.num_hidden_layers / base.config.num_hidden_layers  # type: ignore[union-attr]
+    tied = Kind.HEAD not in kinds.values()
+    scales = {
+        name: rule(kind, fan_in=_fan_in_ratio(name, kind, model, base), width=width, depth=depth, tied=tied)
+        for name, kind in kinds.items()
+    }
+    return Parametrization(base, width, depth, kinds, scales)
+
+
+def _fan_in_ratio(name: str, kind: Kind, model: nn.Module, base: nn.Module) -> float:
+    if kind not in (Kind.HIDDEN, Kind.BRANCH_OUTPUT):
+        return 1.0
+    return _fan_in(model, name) / _fan_in(base, base_name(name))
+
+
+def _fan_in(model: nn.Module, name: str) -> int:
+    owner_name, _, key = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if not isinstance(owner, nn.Linear | Conv1D):
+        why = f"{name} is the weight of a {type(owner).__name__}, whose inputs are not known"
+        raise ConfigError("model.parametrization", "completep", why=why, remedy="use the standard parametrization")
+    shape = owner.get_parameter(key).shape
+    return int(shape[0] if isinstance(owner, Conv1D) else shape[1])
+
+
+def base_name(name: str) -> str:
+    """The parameter of the base model that has the same place: all its layers are initialized alike, as layer 0."""
+    return ".".join("0" if part.isdigit() else part for part in name.split("."))

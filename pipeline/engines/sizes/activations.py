@@ -1,0 +1,212 @@
+"""Sizes of a training step in a layout, and the activations and logits of its moments: what `memory` sums up.
+
+Shapes as in `rank_model`; s bytes per element in forward and backward passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.assemble import DISTILLATION_CHUNK
+from pipeline.engines.parallel.rank_model import RankModel, Widths
+
+MASTER = 4
+"""Bytes per element of fp32 master weights."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What the formulas need of a run."""
+
+    run: ResolvedRun
+    rank: RankModel
+    widths: Widths
+    micro: int
+    pp_rank: int
+    cpu: bool = False
+
+    @property
+    def size(self) -> int:
+        """s."""
+        return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
+
+    @property
+    def states(self) -> float:
+        """Bytes per parameter of optimizer states."""
+        section = self.run.config.optimizer
+        return len(section.kind.states) * section.moments_bytes
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return self.run.config.zero_optimization.stage
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share optimizer states."""
+        topology = self.run.topology
+        data = topology.dp * topology.cp
+        return 1 if self.stage == 0 else self.run.config.parallel.hybrid_shard_size or data
+
+    @property
+    def chunk(self) -> int | None:
+        """Positions of each sample whose logits exist at a time; see `assemble.loss_chunk`."""
+        config = self.run.config
+        distils = config.distill is not None and not self.run.plain
+        return config.loss.chunk or (DISTILLATION_CHUNK if distils else None)
+
+    @property
+    def tokens(self) -> int:
+        """B T."""
+        return self.micro * self.run.batch.sequence_length // self.run.topology.cp
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return -(-self.run.batch.samples // (self.run.topology.dp * self.micro))
+
+    @property
+    def waiting(self) -> int:
+        """Micro-batches of zero bubble whose I (gradients of inputs) is done and whose W (of weights) is not."""
+        config = self.run.config
+        if config.engine != "torch" or self.run.topology.pp == 1 or config.parallel.schedule != "zero_bubble":
+            return 0
+        return min(self.accumulation - 1, self.pp_rank)
+
+    @property
+    def kept(self) -> float:
+        """Micro-batches, of all layers of this rank, whose activations live at one time.
+
+        1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
+        2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
+        Narayanan et al. 2021 (arXiv:2104.04473), 2.2. Zero bubble keeps those of a micro-batch until its W, on every
+        rank as many as 1F1B on the first: Qi et al. 2023 (arXiv:2401.10241), 2.3, ZB-H1.
+        """
+        topology, accumulation = self.run.topology, self.accumulation
+        if topology.pp == 1:
+            return 1
+        if self.run.config.parallel.schedule == "gpipe":
+            return accumulation
+        if self.run.config.parallel.schedule == "zero_bubble":
+            return min(accumulation, topology.pp)
+        after, virtual = topology.pp - self.pp_rank - 1, self.rank.stages
+        if virtual == 1:
+            return min(accumulation, after + 1)
+        passes = range(2 * after + (virtual - 1) * topology.pp + 1)
+        layers = sum(self.rank.stage_layers[(number // topology.pp) % virtual] for number in passes)
+        return min(accumulation, layers / max(1, len(self.rank.layers)))
+
+
+def loss(step: StepSizes) -> dict[str, float]:
+    """At the loss: all activations; logits in s bytes with fp32 exponentials.
+
+    Fused with the head, the gradient of a chunk's logits too, and of all rows the hidden states, their
+    gradient, and what the final norm keeps: an fp32 copy, and the normalized one.
+    """
+    rows, each, beside = step.tokens, step.size + MASTER, 0.0
+    chunk, run = step.chunk, step.run
+    if chunk is not None:
+        rows = step.micro * min(chunk, rows // step.micro)
+        each += step.size
+        kept = (MASTER + step.size) / run.topology.tp + 2 * step.size
+        beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
+    columns = step.widths.vocabulary / step.run.topology.tp if step.rank.last else 0
+    return {"activations": stored(step) + beside, "logits": rows * columns * each}
+
+
+def head_backward(step: StepSizes) -> dict[str, float]:
+    """When the gradients that the fused head made are scaled: all activations, and the hidden states' gradient."""
+    tokens = step.tokens if step.rank.last else 0
+    return {"activations": loss(step)["activations"] + step.size * tokens * step.widths.hidden}
+
+
+def first_backward(step: StepSizes) -> dict[str, float]:
+    """In the backward pass of the last layer: what is stored, what is recomputed, and the gradients of the MLP."""
+    return {"activations": stored(step) + _recomputed(step) + _backward_buffers(step)}
+
+
+def sum_of_head(step: StepSizes) -> float:
+    """The head's gradient, made at the loss: of several chunks an fp32 sum (`parallel.fused_head`)."""
+    chunk = step.chunk
+    several = chunk is not None and chunk * step.micro < step.tokens
+    return step.rank.head * (MASTER if several else step.size)
+
+
+def stored(step: StepSizes) -> float:
+    """Activations of all layers that live when the backward pass begins."""
+    memory = step.run.config.memory
+    each = {"none": whole_layer, "full": _layer_input, "selective": _selected}[memory.activation_checkpointing](step)
+    layers = len(step.rank.layers)
+    count = -(-layers // memory.every_n_layers)
+    kept = step.kept * (count * each + (layers - count) * whole_layer(step))
+    return received(step) + kept + step.waiting * _between_passes(step)
+
+
+def _between_passes(step: StepSizes) -> float:
+    """Gradients that zero bubble keeps from a micro-batch's I to its W: of the outputs of matrix products and norms.
+
+    Per layer: of gate and up, of query, key and value, four of hidden states, and two in fp32 of the norms; and those
+    of the logits. Source: the storages at the peak of the last stage.
+    """
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    inner = (w.experts or 1) * 2 * w.intermediate
+    layer = s * ((inner + w.query + 2 * w.key_value) / tp + 4 * w.hidden) + 2 * MASTER * w.hidden / tp
+    logits = s * w.vocabulary / tp if step.rank.last else 0
+    return step.tokens * (len(step.rank.layers) * layer + logits)
+
+
+def received(step: StepSizes) -> float:
+    """Buffers of a pipeline: torch's stages have one for every micro-batch, for hidden states and for gradients."""
+    rank = step.rank
+    if step.run.topology.pp == 1 or step.run.config.engine != "torch":
+        return 0.0
+    borders = 2 * rank.stages - int(rank.first) - int(rank.last)
+    return step.accumulation * borders * _layer_input(step)
+
+
+def _recomputed(step: StepSizes) -> float:
+    """The layer that is computed again for its backward pass."""
+    mode = step.run.config.memory.activation_checkpointing
+    if mode == "none":
+        return 0.0
+    return whole_layer(step) - (_selected(step) if mode == "selective" else _layer_input(step))
+
+
+def _layer_input(step: StepSizes) -> float:
+    return step.size * step.widths.hidden * step.tokens / step.run.topology.tp
+
+
+def whole_layer(step: StepSizes) -> float:
+    """What a layer's backward pass needs, eager: norms (an fp32 copy, normalized, scaled), attention, MLP."""
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    norms = 2 * w.hidden * ((MASTER + s) / tp + s)
+    if w.head_norms:
+        norms += (w.query + w.key_value) * (MASTER + s) / tp
+    # fused attention in fp32 takes as many heads of keys and values as of queries
+    key_value = w.query if s == MASTER else w.key_value
+    outputs = 2 if step.run.topology.cp > 1 else 1  # of all positions, and of this rank's
+    attention = ((1 + outputs) * w.query + 2 * key_value) * s / tp + MASTER * w.heads / tp
+    # of every chosen expert: its input, gate and up, their activation and product, and its output
+    experts = w.experts * (2 * w.hidden + 4 * w.intermediate) * s
+    mlp = experts or 4 * w.intermediate * s / tp
+    return step.tokens * (norms + attention + mlp)
+
+
+def _selected(step: StepSizes) -> float:
+    """Selective checkpointing: outputs of matrix products and of attention, and the layer's input."""
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    products = (w.query + 2 * w.key_value + 2 * w.intermediate) / tp + 2 * w.hidden
+    if tp > 1:  # no collective is repeated: what two gathered, what two scattered, and a sum with it
+        products += 2 * w.hidden + 3 * w.hidden / tp
+    return step.tokens * s * (products + w.query / tp + w.hidden / tp)
+
+
+def _backward_buffers(step: StepSizes) -> float:
+    """Gradients within a layer's MLP: of the product (which is freed itself), of its two factors, of the hidden states.
+
+    A mixture of experts needs most memory when the weights' gradients exist, and gate, up and product are freed.
+    """
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    inner = 2 * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
+    return step.tokens * s * (inner + 2 * w.hidden)

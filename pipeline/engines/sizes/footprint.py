@@ -1,0 +1,29 @@
+"""What every rank of a pipeline holds, in numbers, in the stages that a run divides its model into."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.rank_model import Footprint, counts_of, first_prefixes, rank_model, widths_of
+
+
+def footprint_of(run: ResolvedRun, model: nn.Module) -> Footprint | None:
+    """Counts what every rank of the pipeline holds, from the full model on meta.
+
+    Returns:
+        None for an architecture that is not built like Llama's.
+
+    Raises:
+        ConfigError: the architecture does not support the layout; see `pipeline_stages` and `check_tp_plan`.
+    """
+    widths = widths_of(model.config)
+    if widths is None:
+        return None
+    tp, pp = run.topology.tp, run.topology.pp
+    stages = pipeline_stages(run, model)
+    counts = counts_of(model, tp=tp)
+    before = first_prefixes(model) if pp > 1 else ()
+    own = ([stage for stage in stages if stage.index % pp == rank] for rank in range(pp))
+    return Footprint(widths, tuple(rank_model(model, counts, each, before=before, tp=tp) for each in own))

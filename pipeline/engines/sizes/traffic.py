@@ -1,0 +1,162 @@
+"""The least that a rank must send and receive in a training step, by closed formulas from sizes alone.
+
+What is counted are the bytes of the whole tensor of a collective: what an all-gather returns, what a reduce-scatter or
+an all-reduce is given, what an all-to-all exchanges, a message. `docs/reference/communication.md` shows what the
+engines really do beside it. The least is that of the layout, with everything in the dtype of forward and backward
+passes, and without recomputation.
+
+Shapes as in `rank_model`; s bytes per element in forward and backward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.rank_model import RankModel, Widths
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the formulas need.
+
+    Attributes:
+        run: the resolved config.
+        rank: one rank's part of the model.
+        widths: of a layer.
+        routed: elements that a mixture of experts sums over all ranks (2 x layers x experts); 0 of a dense model.
+    """
+
+    run: ResolvedRun
+    rank: RankModel
+    widths: Widths
+    routed: int = 0
+
+    @property
+    def size(self) -> int:
+        """s."""
+        return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states of a micro-batch, of all tp ranks: B T D s."""
+        return self.tokens * self.widths.hidden * self.size
+
+    @property
+    def tokens(self) -> int:
+        """B T."""
+        return self.run.batch.micro * self.run.batch.sequence_length // self.run.topology.cp
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.run.batch.accumulation
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return self.run.config.zero_optimization.stage
+
+
+def weights(layout: Layout) -> int:
+    """All-gathers of parameters: stage 3 twice per micro-batch, last layer and rest once; other stages once."""
+    rank, stage = layout.rank, layout.stage
+    if stage == 0:
+        return 0
+    if stage < 3:
+        return layout.size * rank.parameters
+    again = sum(rank.layers) - rank.layers[-1]
+    return layout.micro_batches * layout.size * (rank.parameters + again)
+
+
+def gradients(layout: Layout) -> int:
+    """Reductions of gradients: once per micro-batch where they are sharded between micro-batches, else once."""
+    sharded = layout.stage == 3 or (layout.stage == 2 and layout.run.topology.pp == 1)
+    return (layout.micro_batches if sharded else 1) * layout.size * layout.rank.parameters
+
+
+def tensor_gathers(layout: Layout) -> int:
+    """All-gathers of hidden states: before attention and MLP, in both passes; before the head, after the embedding.
+
+    The backward pass of a gather is a scatter and the other way round. Source: Korthikanti et al. 2022
+    (arXiv:2205.05198), section 4.2.2.
+    """
+    ends = int(layout.rank.first) + int(layout.rank.last)
+    return layout.micro_batches * layout.hidden * (4 * len(layout.rank.layers) + ends)
+
+
+def tensor_scatters(layout: Layout) -> int:
+    """Reduce-scatters of hidden states: as many as gathers."""
+    return tensor_gathers(layout)
+
+
+def tensor_reductions(layout: Layout) -> int:
+    """All-reduces over tp: the maximum and two sums of a vocabulary-parallel loss, in fp32; gradients of norms once."""
+    loss = layout.micro_batches * layout.tokens * 3 * 4 if layout.rank.last else 0
+    data = layout.run.topology.dp * layout.run.topology.cp if layout.stage else 1
+    return loss + layout.size * -(-layout.rank.small // data)
+
+
+def attention_exchanges(layout: Layout) -> int:
+    """Ulysses: all-to-alls of queries, keys, values and outputs forward, and of their gradients backward.
+
+    Ring attention: keys and values to the next rank, cp - 1 times in either pass.
+    """
+    cp, widths = layout.run.topology.cp, layout.widths
+    if layout.run.zigzag:
+        return 2 * (cp - 1) * _keys_and_values(layout)
+    heads = widths.key_value // widths.head_size
+    repeats = next(n for n in range(1, widths.heads // heads + 1) if heads * n % cp == 0)
+    each = 2 * widths.query + 2 * widths.key_value * repeats
+    return layout.micro_batches * len(layout.rank.layers) * 2 * layout.tokens * each * layout.size
+
+
+def attention_gradients(layout: Layout) -> int:
+    """Ring attention: gradients of keys and values to the next rank, cp times; Ulysses has none apart."""
+    return layout.run.topology.cp * _keys_and_values(layout) if layout.run.zigzag else 0
+
+
+def _keys_and_values(layout: Layout) -> int:
+    """Bytes of a rank's keys and values, of all layers and micro-batches."""
+    return layout.micro_batches * len(layout.rank.layers) * layout.tokens * 2 * layout.widths.key_value * layout.size
+
+
+def stage_messages(layout: Layout) -> int:
+    """Bytes that a rank of a pipeline sends: hidden states to the next stage, gradients to the one before."""
+    rank = layout.rank
+    borders = 2 * rank.stages - int(rank.first) - int(rank.last)
+    return layout.micro_batches * borders * layout.hidden // layout.run.topology.tp
+
+
+def received_messages(layout: Layout) -> int:
+    """Bytes that a rank of a pipeline receives: as many as it sends."""
+    return stage_messages(layout)
+
+
+def tied_weights(layout: Layout) -> int:
+    """The gradient of an embedding and head that are one, between the first and the last stage."""
+    data = layout.run.topology.dp * layout.run.topology.cp if layout.stage else 1
+    return layout.size * layout.rank.tied // data
+
+
+def numbers(layout: Layout) -> int:
+    """One all-reduce of what the host is told: loss, its parts, the squared norm; the load of experts; fp64."""
+    parts = 2 if layout.run.config.loss.z_loss else 0
+    return 8 * (1 + parts + 1 + layout.routed)
+
+
+PURPOSES: dict[str, Callable[[Layout], int]] = {
+    "weights": weights,
+    "gradients": gradients,
+    "tensor parallelism, gathers": tensor_gathers,
+    "tensor parallelism, scatters": tensor_scatters,
+    "tensor parallelism, sums": tensor_reductions,
+    "context parallelism": attention_exchanges,
+    "context parallelism, gradients": attention_gradients,
+    "pipeline, sent": stage_messages,
+    "pipeline, received": received_messages,
+    "tied weights": tied_weights,
+    "numbers of the step": numbers,
+}
+"""Purpose -> the least bytes of a step."""

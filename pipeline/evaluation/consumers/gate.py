@@ -1,0 +1,174 @@
+"""The gate of a compression: every consumer scores what was written, and beyond the bound nothing gets its name.
+
+The reference is the original model in floating point, scored by transformers. A consumer's figures are therefore those
+of the compression and of the consumer's own arithmetic together, which is what will be served. No torch here: every
+score comes from another process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.directory import final_name
+from headrace.base.errors import DataError
+from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.evaluation.consumers.bounds import Bound, broken_bounds
+from pipeline.evaluation.consumers.compare import compare
+from pipeline.evaluation.consumers.consumer import CONSUMERS, ConsumerPlan
+from pipeline.evaluation.consumers.request import ScoreRequest, Scores, windows_that_fit
+from pipeline.evaluation.consumers.texts import texts_of
+
+LIMIT_BYTES = 512 << 20
+"""Of the log-probabilities of one consumer; two are in memory at a time."""
+POSITIONS = 4096
+"""That are compared, where the vocabulary is small enough for LIMIT_BYTES."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What all consumers score.
+
+    Attributes:
+        windows: token ids, int64 [n, T].
+        texts: for the tokenizers.
+    """
+
+    windows: npt.NDArray[np.int64]
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, dataset: TokenDataset, model: Path, *, vocabulary: int, positions: int = POSITIONS) -> Sample:
+        """Windows evenly spread over a held-out split, and texts: theirs, and awkward ones.
+
+        Args:
+            dataset: the split, with its sequence length.
+            model: folder with the tokenizer.
+            vocabulary: V of the model.
+            positions: at most so many are scored.
+        """
+        length = dataset.sequence_length + 1
+        count = windows_that_fit(
+            length=length, vocabulary=vocabulary, limit_bytes=LIMIT_BYTES, limit_positions=positions
+        )
+        windows = dataset.read(choose_windows(dataset.windows, count)).astype(np.int64)
+        return cls(windows, texts_of(model, windows))
+
+
+def score_original(model: Path, sample: Sample, *, vocabulary: int) -> Scores:
+    """The reference: the original in floating point, by transformers.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    return CONSUMERS["transformers"].score(ScoreRequest(model, sample.windows, sample.texts, vocabulary))
+
+
+def run_gate(
+    original: Path,
+    result: Path,
+    *,
+    bound: Bound,
+    sample: Sample,
+    vocabulary: int,
+    consumers: ConsumerPlan,
+    say: Say = lambda _line: None,
+    reference: Callable[[], Scores] | None = None,
+) -> dict[str, Any]:
+    """Scores a compressed model by its consumers.
+
+    Args:
+        original: Hugging Face folder of the model in floating point.
+        result: what was made of it.
+        bound: that holds.
+        sample: what is scored.
+        vocabulary: V of the original.
+        consumers: which are run.
+        say: takes lines for people.
+        reference: reads the original's scores of the sample, where it has been scored already.
+
+    Returns:
+        For the manifest: consumer -> its figures, or {"not_run": reason}.
+
+    Raises:
+        DataError: a consumer fails, its tokenizer gives other ids, or it is outside the bound: the message names the
+            figures and the layers that lose most.
+    """
+    expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
+    figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
+    wrong: list[str] = []
+    for consumer in consumers.run:
+        say(f"scoring with {consumer.name}")
+        scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
+        figures[consumer.name], broken = judged(scores, expected, sample, bound)
+        wrong += [f"{consumer.name}: {each}" for each in broken]
+    if wrong:
+        lines = [*wrong, *attribution(original, result)]
+        raise refusal(result, lines, remedy="more bits, smaller groups, or skip the layers named above")
+    return dict(sorted(figures.items()))
+
+
+def judged(scores: Scores, reference: Scores, sample: Sample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
+    """A consumer's figures for the manifest, and what is outside of the bound, as sentences."""
+    found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
+    different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]
+    figures = {
+        "version": scores.version,
+        **asdict(found),
+        "texts": len(sample.texts),
+        "texts_with_equal_ids": len(sample.texts) - len(different),
+    }
+    wrong = broken_bounds(found, bound)
+    if different:
+        first = sample.texts[different[0]]
+        count = f"{len(different)} of {len(sample.texts)}"
+        wrong.append(f"its tokenizer gives other ids for {count} texts, the first is {first[:60]!r}")
+    return figures, wrong
+
+
+def refusal(result: Path, lines: Sequence[str], *, remedy: str) -> DataError:
+    """The error of a result that is not accepted.
+
+    Args:
+        result: its directory, under its final name or staged.
+        lines: why.
+        remedy: what may help.
+    """
+    final = final_name(result)
+    what = f"{result} was not accepted:" if final is None else f"{final} was not accepted, and was deleted:"
+    return DataError("\n  ".join([what, *lines, f"try: {remedy}"]))
+
+
+def attribution(original: Path, result: Path) -> list[str]:
+    """Which layers lose most, for people; says so where it cannot be found out.
+
+    Each decoder layer of the original gets the compressed weights alone, and the KL divergence of its output is taken.
+    """
+    with TemporaryDirectory(prefix="headrace-layers-") as folder:
+        out = Path(folder) / "layers.json"
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pipeline.evaluation.consumers.layers_worker",
+            str(original),
+            str(result),
+            str(out),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not out.is_file():
+            return ["which layers lose most is not known: that is found for Hugging Face folders"]
+        rows: list[tuple[str, float]] = json.loads(out.read_text())
+    shown = ", ".join(f"{name} {kl:.3g}" for name, kl in rows[:5])
+    return [f"KL in nats with the weights of one part alone compressed, largest first: {shown}"]

@@ -1,0 +1,1 @@
+"""Evaluation of a trained model: held-out loss, perplexity, bits per byte, and completions of a prompt."""

@@ -1,0 +1,77 @@
+"""What a compression costs: held-out metrics before and after, for manifest, lineage and table. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from headrace.base.directory import Manifest
+from pipeline.runtime.metrics.mfu import show_bits_per_byte
+
+_MEASURED = (
+    "loss_nats",
+    "perplexity",
+    "bits_per_byte",
+    "tokens",
+    "tokens_per_second",
+    "dtype",
+    "device",
+    "weight_bytes",
+)
+_ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "weights on disk": ("weight_bytes", lambda value: f"{value / 1e6:.2f} MB"),
+    "bits per weight, all": ("bits_per_weight", lambda value: f"{value:.2f}"),
+    "held-out loss, nats/token": ("loss_nats", lambda value: f"{value:.4f}"),
+    "perplexity": ("perplexity", lambda value: f"{value:.3f}"),
+    "bits per byte": ("bits_per_byte", show_bits_per_byte),
+    "tokens/s": ("tokens_per_second", lambda value: f"{value:,.0f}"),
+}
+"""Row -> (key of a side, how its value is shown)."""
+
+
+def measured(side: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest keeps of `measure`; what was not measured is left out."""
+    return {key: side[key] for key in _MEASURED if key in side}
+
+
+def scored_data(before: Mapping[str, Any]) -> dict[str, Any]:
+    """The data that both sides were measured on."""
+    return {key: before[key] for key in ("data", "split", "sequence_length")}
+
+
+def changes(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes and loss before and after, for the lineage.
+
+    Args:
+        recorded: details of a manifest.
+    """
+    sides = {name: recorded[name] for name in ("before", "after")}
+    keys = ("weight_bytes", "loss_nats")
+    return {f"{key}_{name}": side.get(key) for key in keys for name, side in sides.items()}
+
+
+def table_of(manifest: Manifest, *, after: str) -> Table:
+    """A table with the columns before and after, still without rows.
+
+    Args:
+        manifest: of the result.
+        after: what the result is, e.g. its dtype.
+    """
+    recorded = manifest.details
+    before = recorded["before"]
+    shown = Table(title=f"{manifest.config['model']} -> {manifest.config['output']}")
+    shown.add_column("")
+    shown.add_column(f"before ({before['dtype']})", justify="right")
+    shown.add_column(f"after ({after})", justify="right")
+    shown.caption = f"{recorded['data']['split']} split, {before['tokens']:,} tokens scored, on {before['device']}"
+    return shown
+
+
+def add_measured(shown: Table, recorded: Mapping[str, Any]) -> None:
+    """Adds a row for each metric that a side has; a dash where the other has none."""
+    sides = recorded["before"], recorded["after"]
+    for name, (key, show) in _ROWS.items():
+        if any(key in side for side in sides):
+            shown.add_row(name, *(show(side[key]) if key in side else "-" for side in sides))

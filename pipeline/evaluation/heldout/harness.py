@@ -1,0 +1,130 @@
+"""`headrace eval --tasks NAMES`: tasks of lm-evaluation-harness (PyPI lm_eval), also offline.
+
+Each model is evaluated in a process of its own, loaded strictly by transformers. Tasks are the library's own, whose
+data sets have to be in the cache of `datasets` where there is no network, or those of a folder of YAML files, which may
+name data sets that are files. No torch here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.base.directory import write_json
+from headrace.base.errors import ConfigError, DataError
+from pipeline.models.folder.model_folder import ModelFolder
+
+PACKAGE = "lm_eval"
+_TAIL = 2000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of tasks."""
+    parser.add_argument("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness, in place of the loss")
+    parser.add_argument("--task-folder", metavar="DIR", help="folder of your own tasks: YAML files, as lm_eval's")
+    parser.add_argument("--shots", type=int, metavar="N", help="examples before each question; default: the task's")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task, from its first; default: all")
+
+
+def run(args: argparse.Namespace, models: Mapping[str, Path]) -> int:
+    """Checks, evaluates every model, prints one table.
+
+    Raises:
+        ConfigError: lm_eval is not installed, an unknown task, or a number that is too small.
+        DataError: a folder holds no model with a tokenizer, or the evaluation fails.
+    """
+    _check(args, models)
+    job = {"tasks": args.tasks.split(","), "task_folder": args.task_folder, "shots": args.shots}
+    job |= {"limit": args.limit, "batch_size": args.batch_size}
+    console = Console(stderr=True)
+    found = {}
+    for name, path in models.items():
+        console.print(f"evaluating {name} ({path}) on {args.tasks}", markup=False, highlight=False, soft_wrap=True)
+        found[name] = evaluate_tasks(path, job)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        Console().print(_table(found))
+    return 0
+
+
+def evaluate_tasks(path: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs tasks on a model in a new process.
+
+    Args:
+        path: a Hugging Face folder with its tokenizer.
+        job: tasks (names), task_folder, shots, limit, batch_size; None for a default.
+
+    Returns:
+        task -> {"metrics": {name: {"value", "stderr"}}, "documents", "shots", "version"}.
+
+    Raises:
+        ConfigError: a task has an unknown name.
+        DataError: the process failed; with the end of its output.
+    """
+    with TemporaryDirectory(prefix="headrace-tasks-") as folder:
+        given, out = Path(folder) / "job.json", Path(folder) / "result.json"
+        write_json(given, {**job, "model": str(path.absolute())})
+        command = [sys.executable, "-P", "-m", "pipeline.evaluation.heldout.harness_worker", str(given), str(out)]
+        quiet = os.environ | {"TQDM_DISABLE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
+        if done.returncode or not out.is_file():
+            end = (done.stdout + done.stderr)[-_TAIL:]
+            remedy = "without a network, tasks whose data sets are files (--task-folder) or are in the cache"
+            raise DataError(f"the tasks failed on {path}. The end of the output:\n{end}\n  try: {remedy}")
+        result: dict[str, Any] = json.loads(out.read_text())
+    if "unknown" in result:
+        shown = ", ".join(result["unknown"])
+        near = ", ".join(result["near"]) or "--task-folder DIR, where your own tasks are"
+        raise ConfigError("--tasks", shown, why="lm_eval has no such task", remedy=f"use {near}")
+    return result
+
+
+def _check(args: argparse.Namespace, models: Mapping[str, Path]) -> None:
+    if find_spec(PACKAGE) is None:
+        remedy = f"pip install {PACKAGE} (or headrace[lm-eval])"
+        raise ConfigError("--tasks", args.tasks, why=f"{PACKAGE} is not installed", remedy=remedy)
+    if not all(args.tasks.split(",")):
+        raise ConfigError("--tasks", args.tasks, why="a name is empty", remedy="write --tasks arc_easy,hellaswag")
+    if args.task_folder is not None and not Path(args.task_folder).is_dir():
+        raise ConfigError("--task-folder", args.task_folder, why="no such directory", remedy="give one with YAML files")
+    for flag, value, least in (("--shots", args.shots, 0), ("--limit", args.limit, 1)):
+        if value is not None and value < least:
+            raise ConfigError(flag, value, why=f"it is below {least}", remedy=f"use {least} or more")
+    for path in models.values():
+        folder = ModelFolder.open(path)
+        if not (folder.path / "tokenizer_config.json").is_file():
+            why = f"{path} has no tokenizer_config.json, and tasks are text"
+            raise DataError(f"{why}\n  try: export the model again, with its tokenizer")
+
+
+def _table(found: Mapping[str, dict[str, Any]]) -> Table:
+    """A row for each task and metric, a column for each model."""
+    shown = Table(title="lm-evaluation-harness", title_justify="left")
+    for head in ("task", "shots", "documents", "metric"):
+        shown.add_column(head)
+    for name in found:
+        shown.add_column(name, justify="right", no_wrap=True)
+    first = next(iter(found.values()))
+    for task, about in first.items():
+        for metric in about["metrics"]:
+            cells = [_cell(each[task]["metrics"][metric]) for each in found.values()]
+            shown.add_row(task, str(about["shots"]), f"{about['documents']:,}", metric, *cells)
+    shown.caption = "value ± standard error"
+    return shown
+
+
+def _cell(metric: Mapping[str, Any]) -> str:
+    stderr = metric["stderr"]
+    return f"{metric['value']:.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")

@@ -1,0 +1,101 @@
+"""Selects the charts of a set of runs, and writes their captions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.evaluation.report.charts import Chart, Line
+from pipeline.evaluation.report.runs import RunRecord
+from pipeline.evaluation.report.series import POINTS, smoothing_window
+
+COMPARABLE = 8.0
+"""Runs whose lengths in tokens differ by a larger factor get separate charts: the short one would be barely visible."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that share axes, each with its index in the report."""
+
+    name: str
+    runs: tuple[tuple[int, RunRecord], ...]
+
+
+def groups(runs: Sequence[RunRecord]) -> list[Group]:
+    """All runs on the same axes, or each on its own if the longest is over `COMPARABLE` times the shortest."""
+    placed = tuple(enumerate(runs))
+    lengths = [run.tokens for run in runs]
+    if max(lengths) <= COMPARABLE * min(lengths):
+        return [Group("all", placed)]
+    return [Group(f"run{index}", ((index, run),)) for index, run in placed]
+
+
+def loss_chart(group: Group) -> Chart:
+    """Training and held-out loss."""
+    lines = [_line(place, run.loss_key, marks=True, run=run) for place, run in group.runs]
+    return Chart(f"{group.name}-loss", "Loss, nats per token", lines, cut=True)
+
+
+def side_charts(group: Group) -> list[Chart]:
+    """Learning rate, gradient norm, tokens/s; for distilled runs also the KL divergence from the teacher."""
+
+    def chart(key: str, title: str, **how: Any) -> Chart:
+        lines = [_line(place, key, run=run) for place, run in group.runs if run.has(key)]
+        return Chart(f"{group.name}-{key}", title, lines, from_zero=True, **how)
+
+    charts = [
+        chart("lr", "Learning rate", show=_short, smoothed=False),
+        chart("grad_norm", "Gradient norm, before clipping", cut=True),
+        chart("tokens_per_second", "Training speed, tokens/s", show=_short),
+        chart("kl", "KL to the teacher, nats per token", cut=True),
+    ]
+    return [one for one in charts if one.lines]
+
+
+def remarks(group: Group, chart: Chart) -> Iterator[str]:
+    """Sentences of the loss chart's caption: what lines and points show, and what was averaged or left out."""
+    runs = [run for _, run in group.runs]
+    if any(smoothing_window(len(run.steps)) > 1 for run in runs):
+        windows = _each(group, [f"{smoothing_window(len(run.steps)):,}" for run in runs])
+        yield f"Thin: training loss of each step. Thick: its centered mean over {windows} steps."
+    else:
+        yield "Line, or circle if there is only one step: training loss of each step."
+    if any(run.evaluations for run in runs):
+        yield "Points: held-out loss; the last value is written beside its line."
+    longest = max(len(run.steps) for run in runs)
+    if longest > POINTS:
+        yield f"Runs of more than {POINTS:,} steps are drawn as {POINTS:,} points, each the mean of neighboring steps."
+    for run in runs:
+        if run.loss_key != "loss":
+            yield f"{run.name} is distilled: its cross-entropy with the data is shown, not the sum it minimizes."
+    yield from cut_remark(chart)
+
+
+def cut_remark(chart: Chart) -> Iterator[str]:
+    """A sentence if the first values are outside of the chart."""
+    cut = chart.cut_off()
+    if cut is not None:
+        yield f"The first steps, up to {cut:.2f}, are above the chart."
+
+
+def _each(group: Group, texts: Sequence[str]) -> str:
+    """One text if all are equal, else "9 (teacher), 5 (student)"."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    return ", ".join(f"{text} ({run.name})" for text, (_, run) in zip(texts, group.runs, strict=True))
+
+
+def _line(place: int, key: str, *, run: RunRecord, marks: bool = False) -> Line:
+    held_out = {"marks": run.evaluated()} if marks else {}
+    return Line(place, run.name, run.series("tokens"), run.series(key), **held_out)
+
+
+def _short(value: float) -> str:
+    """A number on a narrow axis: 0.0005 as 5e-4, 25000 as 25k."""
+    if abs(value) >= 10_000:
+        return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"
+    if 0 < abs(value) < 0.01:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:g}"

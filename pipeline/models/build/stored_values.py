@@ -1,0 +1,196 @@
+"""Parameter values read from the safetensors files of a Hugging Face folder: the wanted part of one at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from headrace.base.errors import DataError
+from pipeline.models.build.buffers import buffer_shapes
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.meta import parameter_shapes
+from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.build.stored_names import TensorGroup, groups_of_files
+
+_SCALE = "_scale_inv"
+"""Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, and its shape."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+class FromSafetensors:
+    """Values read from the safetensors files of a Hugging Face folder.
+
+    Tensors that transformers renames, fuses or splits while it loads a folder are converted in the same way. Weights in
+    fp8 with a scale per block are multiplied by their scales.
+
+    Of a tensor that is only renamed, the bytes of the wanted box are read and no others. Tensors that are fused or
+    split (stacked experts) and weights in fp8 are read whole, one at a time, and the box is taken out.
+
+    Args:
+        folder: contains model.safetensors, or model.safetensors.index.json and its shards.
+        model: on any device; the files must contain all its parameters with their shapes, and no others. Of persistent
+            buffers that the files lack, as the exports of older versions do, the model's own code computes the values.
+        rename: from a name in the model to the name in a model of which it keeps only some layers.
+        partial: allow other tensors in the files (a model that keeps only some layers).
+
+    Raises:
+        DataError: missing or unexpected tensors, wrong shapes, or truncated files.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        model: nn.Module,
+        rename: Callable[[str], str] = lambda name: name,
+        partial: bool = False,
+    ) -> None:
+        self._folder, self._model, self._rename = Path(folder), model, rename
+        self._stored = _stored_tensors(self._folder)
+        self._block = _block_size(self._folder)
+        self._last: tuple[TensorGroup, dict[str, Tensor]] | None = None
+        parameters, buffers = parameter_shapes(model), buffer_shapes(model)
+        known = {rename(name) for name in (*parameters, *buffers)}
+        scales = {name for name in self._stored if name.removesuffix(_SCALE) in self._stored.keys() - {name}}
+        groups = groups_of_files(model, self._stored.keys() - scales, known)
+        self._group_of, shapes = self._results(groups, known)
+        self._check_names(parameters, groups, known, partial=partial)
+        self._buffers = {name for name in buffers if rename(name) in self._group_of}
+        for name, shape in parameters.items() | {(name, buffers[name]) for name in self._buffers}:
+            found = tuple(shapes[rename(name)])
+            if found != tuple(shape):
+                raise DataError(f"{folder}: {rename(name)} has shape {found}, but config.json makes it {tuple(shape)}")
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`."""
+        return self._read(name, box).to(device).to(torch.float32)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`; in the dtype of the files."""
+        return self._read(name) if name in self._buffers else None
+
+    def _read(self, name: str, box: Rectangle | None = None) -> Tensor:
+        group = self._group_of[self._rename(name)]
+        if box is not None and group.converter is None and group.key + _SCALE not in self._stored:
+            return self._slice(group.names[0], box)
+        return part(self._full(name, group), box)
+
+    def _slice(self, name: str, box: Rectangle) -> Tensor:
+        with safe_open(self._stored[name].file, framework="pt") as file:
+            mapped: Tensor = file.get_slice(name)[box.slices] if box.sizes else file.get_tensor(name)
+            return mapped.clone(memory_format=torch.contiguous_format)  # reads the pages of the box
+
+    def _full(self, name: str, group: TensorGroup) -> Tensor:
+        if self._last is None or self._last[0] is not group:
+            self._last = None
+            made = group.convert({each: self._tensor(each) for each in group.names}, self._model)
+            self._last = (group, made) if len(made) > 1 else None  # a tensor that is split is read once
+            return made[self._rename(name)]
+        return self._last[1][self._rename(name)]
+
+    def _tensor(self, name: str) -> Tensor:
+        with safe_open(self._stored[name].file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        if name + _SCALE not in self._stored:
+            return tensor
+        with safe_open(self._stored[name + _SCALE].file, framework="pt") as file:
+            return scaled(tensor, file.get_tensor(name + _SCALE), self._block)
+
+    def _results(
+        self, groups: list[TensorGroup], known: Collection[str]
+    ) -> tuple[dict[str, TensorGroup], dict[str, torch.Size]]:
+        """Name in the model -> the conversion that makes it, and its shape; of the tensors that the model has."""
+        of: dict[str, TensorGroup] = {}
+        shapes: dict[str, torch.Size] = {}
+        for group in groups:
+            if group.converter is None and group.key not in known:
+                continue
+            tensors = {name: torch.empty(self._stored[name].shape, device="meta") for name in group.names}
+            try:
+                made = group.convert(tensors, self._model)
+            except (RuntimeError, ValueError, IndexError) as error:
+                why = f"{group.names[0]} and {len(tensors) - 1} more do not make {group.key}: {error}"
+                raise DataError(f"{self._folder}: {why}\n  try: download or export the folder again") from None
+            of |= dict.fromkeys(made, group)
+            shapes |= {name: value.shape for name, value in made.items()}
+        return of, shapes
+
+    def _check_names(
+        self, parameters: Mapping[str, Any], groups: list[TensorGroup], known: Collection[str], *, partial: bool
+    ) -> None:
+        missing = sorted(name for name in parameters if self._rename(name) not in self._group_of)
+        used = {name for group in self._group_of.values() for name in group.names if group.key in known}
+        extra = sorted({name for group in groups for name in group.names} - used)
+        extra = [] if partial else [name for name in extra if not _ignorable(name, self._model, parameters)]
+        if missing or extra:
+            raise DataError(
+                f"{self._folder}: the files do not contain the model that config.json describes\n"
+                f"  missing ({len(missing)}): {', '.join(missing[:5]) or '-'}\n"
+                f"  unexpected ({len(extra)}): {', '.join(extra[:5]) or '-'}\n"
+                f"  try: load it with transformers and save it again with save_pretrained, so that the names match"
+            )
+
+
+def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """A weight [out, in] in fp8 times its scales [ceil(out / block), ceil(in / block)]; in fp32.
+
+    Source: DeepSeek-V3's inference/kernel.py, `weight_dequant`.
+    """
+    rows, columns = weight.shape
+    full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return weight.float() * full
+
+
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / "model.safetensors.index.json"
+    try:
+        if not index.is_file():
+            return _tensors_in(folder / "model.safetensors")
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = {name: _tensors_in(folder / name) for name in sorted(set(weight_map.values()))}
+        return {name: files[file][name] for name, file in weight_map.items()}
+    except (FileNotFoundError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise DataError(
+            f"{folder}: no complete safetensors weights ({error})\n  try: export it again, or use another folder"
+        ) from None
+
+
+def _tensors_in(path: Path) -> dict[str, StoredTensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: StoredTensor(path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+
+
+def _block_size(folder: Path) -> tuple[int, int]:
+    """Rows and columns of a block with one scale; DeepSeek-V3's where config.json does not say."""
+    file = folder / "config.json"
+    fields = json.loads(file.read_text()) if file.is_file() else {}
+    rows, columns = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)
+
+
+def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bool:
+    """Whether a tensor in the files is no parameter of the model, and is not missed.
+
+    That is a rotary table of old files, a weight that the model ties to another, and what transformers ignores for this
+    architecture (layers for the prediction of several tokens).
+    """
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    if name not in parameters and (name in tied or name in tied.values() or name == "lm_head.weight"):
+        return True
+    ignored = [r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    return any(re.search(pattern, name) for pattern in ignored)

@@ -1,0 +1,139 @@
+"""Loads compressed-tensors folders that transformers cannot load as they are: quantized experts, several schemes.
+
+transformers 5.23 has the experts of a layer in one tensor, for which it only takes weights that it can dequantize, and
+then it gives every dense layer the scheme of the first group. Here each layer is dequantized by its own scheme, experts
+stay linear layers of their own, and inputs are rounded where the scheme says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import compute_dynamic_scales_and_zp, fake_quantize
+from compressed_tensors.utils.match import is_match
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from headrace.base.errors import DataError
+from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
+from pipeline.models.routers import has_experts
+from pipeline.models.unfused_experts import folder_names, unfuse_experts
+
+_STORED = ("weight_packed", "weight_scale", "weight_shape", "weight")
+
+
+def needs_own_loader(folder: ModelFolder) -> bool:
+    """Whether transformers would fail, or give a layer the scheme of another."""
+    if folder.quantized_by != "compressed-tensors":
+        return False
+    return has_experts(folder.config) or len(scheme_groups(folder.config)) > 1
+
+
+def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -> Any:
+    """Loads a folder, every weight dequantized by the scheme of its layer.
+
+    Args:
+        folder: for which `needs_own_loader`.
+        dtype: of floating-point parameters; "auto" for the folder's own.
+
+    Raises:
+        DataError: the tensors do not match the architecture, or a scheme is not known.
+    """
+    config = AutoConfig.from_pretrained(folder.path)
+    del config.quantization_config
+    wanted = getattr(torch, folder.dtype) if isinstance(dtype, str) else dtype
+    with no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    unfuse_experts(model)
+    names = [name for name, module in model.named_modules() if isinstance(getattr(module, "weight", None), Tensor)]
+    stored = folder_names(model, names)
+    section = QuantizationConfig.model_validate(_fields(folder))
+    schemes = {stored[name]: _scheme(stored[name], model.get_submodule(name), section) for name in names}
+    tensors = _dequantized(_tensors(folder.path), schemes, str(section.format))
+    own = {f"{theirs}.": f"{name}." for name, theirs in stored.items()}
+    state = {_renamed(name, own): value.to(wanted) for name, value in tensors.items()}
+    _load(model, state, folder.path)
+    for name in names:
+        scheme = schemes[stored[name]]
+        if scheme is not None and scheme.input_activations is not None:
+            model.get_submodule(name).register_forward_pre_hook(rounds_inputs(scheme.input_activations))
+    return model
+
+
+def _fields(folder: ModelFolder) -> dict[str, Any]:
+    section: dict[str, Any] = json.loads((folder.path / "config.json").read_text())["quantization_config"]
+    return {name: value for name, value in section.items() if name in QuantizationConfig.model_fields}
+
+
+def _scheme(name: str, module: nn.Module, section: QuantizationConfig) -> QuantizationScheme | None:
+    """Of a layer, by its name in the folder: the first group that names it, or its class."""
+    if is_match(name, module, section.ignore or ()):
+        return None
+    for group in section.config_groups.values():
+        assert isinstance(group, QuantizationScheme)
+        if is_match(name, module, group.targets):
+            return group
+    return None
+
+
+def _dequantized(
+    tensors: Mapping[str, Tensor], schemes: Mapping[str, QuantizationScheme | None], format_name: str
+) -> dict[str, Tensor]:
+    """All weights in floating point, by their names in the folder."""
+    found = {name: value for name, value in tensors.items() if name.rpartition(".")[2] not in _STORED[:3]}
+    for name in tensors:
+        module, _, leaf = name.rpartition(".")
+        if leaf != "weight_scale":
+            continue
+        scheme = schemes.get(module)
+        if scheme is None:
+            raise DataError(f"{module} is quantized, but no group of config.json names it\n  try: quantize it again")
+        stored = getattr(scheme.format, "value", scheme.format) or format_name
+        compressor = BaseCompressor.get_value_from_registry(str(stored))
+        parts = {each: tensors[f"{module}.{each}"] for each in _STORED if f"{module}.{each}" in tensors}
+        found[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"]
+    return found
+
+
+def _renamed(name: str, own: Mapping[str, str]) -> str:
+    module, _, leaf = name.rpartition(".")
+    return own.get(f"{module}.", f"{module}.") + leaf
+
+
+def _load(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        which = f"missing {', '.join(missing[:3]) or '-'}, unexpected {', '.join(unexpected[:3]) or '-'}"
+        raise DataError(f"{path} does not match its architecture: {which}\n  try: quantize the model again")
+    model.tie_weights()  # type: ignore[operator]
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def rounds_inputs(args: QuantizationArgs) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """A forward pre-hook that rounds the inputs of a layer, with a scale for each token.
+
+    Args:
+        args: how they are rounded.
+    """
+
+    def hook(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (value,) = given
+        if not value.numel():
+            return given
+        scale, zero_point = compute_dynamic_scales_and_zp(value=value, args=args, module=module)
+        return (fake_quantize(x=value, scale=scale, zero_point=zero_point, args=args),)
+
+    return hook

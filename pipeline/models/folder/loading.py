@@ -1,0 +1,105 @@
+"""Loads a Hugging Face model strictly: missing or unexpected tensors are an error, not a warning.
+
+transformers 5 fills a missing tensor with random values and continues (issues 43257, 45313, 45397 of its repository).
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+from transformers.utils import logging
+
+from headrace.base.errors import DataError
+from pipeline.models.folder.compressed_folder import load_compressed, needs_own_loader
+from pipeline.models.folder.model_folder import ModelFolder
+
+
+def pick_device() -> torch.device:
+    """The first CUDA device, or the CPU without one; `CUDA_VISIBLE_DEVICES` selects another, or none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> Any:
+    """Loads a causal language model in evaluation mode.
+
+    Weights are dequantized while loading where weights alone are quantized. Where activations are too, their rounding
+    is part of the model, and it stays.
+
+    Args:
+        path: a Hugging Face folder, quantized or not.
+        dtype: of floating-point parameters; "auto" for the folder's own.
+        device: where to put it.
+
+    Raises:
+        DataError: the folder holds no model, transformers refuses it, or its tensors do not match the architecture.
+    """
+    logging.disable_progress_bar()  # its bars would interleave with ours
+    how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    folder = ModelFolder.open(path)
+    if needs_own_loader(folder):
+        model = load_compressed(folder, dtype=dtype)
+        return model.to(device).eval()
+    if folder.quantized_by == "compressed-tensors" and not folder.quantizes_activations:
+        # dequantized now instead of at the first forward pass: the same bits, but without the wrapper that stays on
+        # every layer and costs more than a small layer itself
+        how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    try:
+        with warnings.catch_warnings():
+            # it warns that the file's settings take precedence, as intended
+            warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+            with _without_progress_bars():
+                model, info = AutoModelForCausalLM.from_pretrained(path, **how)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
+    check_keys(path, info)
+    return _decompressed(model.to(device).eval())
+
+
+def _decompressed(model: Any) -> Any:
+    """What compressed-tensors would do at the first forward pass, with a progress bar into what is printed then."""
+    if hasattr(model, "ct_decompress_hook"):
+        with _without_progress_bars():
+            model.hf_quantizer.compressor.decompress_model(model)
+    return model
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Other lines on stderr pass. compressed-tensors has no switch for its bars, which begin lines anew by a "\\r"."""
+    kept = io.StringIO()
+    try:
+        with redirect_stderr(kept):
+            yield
+    finally:
+        lines = [line for line in kept.getvalue().splitlines(keepends=True) if line.strip() and "it/s]" not in line]
+        sys.stderr.write("".join(lines))
+
+
+def empty_model(path: Path) -> Any:
+    """The folder's architecture on the meta device: modules and shapes, no memory, no weights.
+
+    Raises:
+        DataError: transformers does not know the architecture.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
+
+
+def check_keys(path: Path, info: dict[str, Any]) -> None:
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[what]:
+            names = sorted(str(name) for name in info[what])
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            word = what.removesuffix("_keys")
+            raise DataError(f"{path} does not match its architecture: {word} {shown}\n  try: export the model again")

@@ -1,0 +1,119 @@
+"""What goes into a GGUF file: which tensors of a Hugging Face folder, under which names, in which types. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from headrace.base.errors import ConfigError
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.gguf import architectures, libllama
+from pipeline.models.gguf.architectures import Architecture
+from pipeline.models.gguf.tokenizer import GgufTokenizer, read_tokenizer
+from pipeline.models.gguf.types import FILE_TYPES, FLOATING_POINT, FileType, type_of
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the file.
+
+    Attributes:
+        name: in the file.
+        sources: names in the folder: one, or one for each expert in their order.
+        shape: with the row last.
+        type: of ggml.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its values in the file."""
+        elements, block_bytes = GGML_QUANT_SIZES[self.type]
+        return prod(self.shape) // int(elements) * int(block_bytes)
+
+
+@dataclass(frozen=True)
+class GgufPlan:
+    """A checked conversion.
+
+    Attributes:
+        source: the folder.
+        type: name of the file's type.
+        architecture: of the model.
+        tokenizer: of the model.
+        tensors: in the order of the file.
+    """
+
+    source: ModelFolder
+    type: str
+    architecture: Architecture
+    tokenizer: GgufTokenizer
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def quantized(self) -> tuple[StoredTensor, ...]:
+        """The tensors that are not in floating point."""
+        return tuple(tensor for tensor in self.tensors if tensor.type not in FLOATING_POINT)
+
+    def check_context(self, length: int) -> None:
+        """Refuses windows of `length` tokens that the file's attention does not span.
+
+        Raises:
+            ConfigError: llama.cpp's loader has no sliding window for the architecture.
+        """
+        longest = architectures.context_length(self.source.config, self.architecture)
+        if length > longest:
+            why = (
+                f"llama.cpp knows no sliding window for this architecture, so the file is for {longest} tokens at most"
+            )
+            raise ConfigError("data.sequence_length", length, why=why, remedy=f"use {longest} or less")
+
+
+def plan_file(source: ModelFolder, type_name: str) -> GgufPlan:
+    """Checks that a folder can be written as a GGUF file.
+
+    Raises:
+        ConfigError: the architecture, the tokenizer, a tensor or the type cannot be written; says what can.
+    """
+    file_type = FILE_TYPES.get(type_name)
+    if file_type is None:
+        raise ConfigError("scheme", type_name, why="no such type", remedy=f"use one of {', '.join(FILE_TYPES)}")
+    if file_type.needs_libllama and not libllama.installed():
+        why = "K-quants are computed by llama.cpp's library, which is not installed"
+        raise ConfigError("scheme", type_name, why=why, remedy=f"pip install {libllama.PACKAGE}, or use Q8_0 or Q4_0")
+    architecture = architectures.architecture_of(source.config)
+    tokenizer = read_tokenizer(source.path, vocabulary=source.vocab_size)
+    return GgufPlan(source, type_name, architecture, tokenizer, tuple(_tensors(source, architecture, file_type)))
+
+
+def _tensors(source: ModelFolder, architecture: Architecture, file_type: FileType) -> Iterator[StoredTensor]:
+    config = source.config
+    names, layers = architectures.name_map(config, architecture), architectures.layer_count(config)
+    groups: dict[str, list[str]] = {}
+    for name in source.tensors:
+        if name == "lm_head.weight" and source.tied:
+            continue  # a copy of the embedding
+        stored = architectures.stored_name(name, names)
+        if stored is None:
+            if name.endswith(_COMPUTED):
+                continue
+            why = f"llama.cpp has no tensor for {name}"
+            raise ConfigError("model", str(source.path), why=why, remedy="serve the Hugging Face folder")
+        groups.setdefault(stored, []).append(name)
+    for stored, sources in groups.items():
+        ordered = tuple(sorted(sources, key=lambda name: architectures.expert_number(name) or 0))
+        one = architectures.stored_shape(sources[0], source.tensors[sources[0]].shape, architecture)
+        shape = (len(ordered), *one) if architectures.expert_number(sources[0]) is not None else one
+        kind = type_of(stored, shape, file_type, layers=layers, tied=source.tied)
+        yield StoredTensor(stored, ordered, shape, kind)
+
+
+_COMPUTED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+"""Buffers that old folders hold, and that are computed."""

@@ -1,0 +1,104 @@
+"""Writes model.gguf from a Hugging Face folder, tensor by tensor: never more than one tensor in memory, or one layer's
+experts of one projection. What was written is read back and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize, quantize
+
+from headrace.base.errors import DataError
+from pipeline.models.gguf import architectures, libllama
+from pipeline.models.gguf.architectures import Array
+from pipeline.models.gguf.header import open_writer
+from pipeline.models.gguf.plan import GgufPlan, StoredTensor
+from pipeline.models.gguf.read_weights import Weights
+from pipeline.models.gguf.types import BY_GGUF, ROUNDING, UNWEIGHTED
+
+FILE = "model.gguf"
+Progress = Callable[[int, int], None]
+Importance = Mapping[str, Array]
+
+
+def write(
+    plan: GgufPlan,
+    folder: Path,
+    *,
+    importance: Importance | None = None,
+    progress: Progress = lambda _done, _all: None,
+) -> None:
+    """Writes `model.gguf` into a folder.
+
+    Args:
+        plan: from `prepare`.
+        folder: exists.
+        importance: tensor in the Hugging Face folder -> what the squared error of each of its inputs weighs, float32
+            [inputs]; None, or a tensor that is not in it, for all alike.
+        progress: called with (tensors written, all tensors).
+    """
+    writer = open_writer(plan, folder / FILE)
+    weights = Weights(plan.source.path)
+    for number, tensor in enumerate(plan.tensors):
+        weighed = [(importance or {}).get(name) for name in tensor.sources]
+        writer.write_tensor_data(encoded(_values(tensor, weights, plan), tensor.type, weighed))
+        progress(number + 1, len(plan.tensors))
+    writer.close()
+
+
+def check(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _all: None) -> None:
+    """Reads `model.gguf` back and compares every tensor with the original's.
+
+    Args:
+        plan: that it was written by.
+        folder: with the file.
+        progress: called with (tensors compared, all tensors).
+
+    Raises:
+        DataError: a tensor is missing, or it differs by more than its type rounds.
+    """
+    stored = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
+    weights = Weights(plan.source.path)
+    for number, tensor in enumerate(plan.tensors):
+        if tensor.name not in stored:
+            raise DataError(f"{FILE} has no tensor {tensor.name}, which was written\n  try: run it again")
+        found = dequantize(stored[tensor.name].data, tensor.type).reshape(tensor.shape)
+        expected = _values(tensor, weights, plan)
+        error, size = np.sqrt(np.mean(np.square(found - expected))), np.sqrt(np.mean(np.square(expected)))
+        if not error <= ROUNDING[tensor.type] * size:
+            raise DataError(
+                f"{tensor.name} of {FILE} differs from the original by {error / max(size, 1e-30):.2g} of its root mean"
+                f" square, and {tensor.type.name} rounds by at most {ROUNDING[tensor.type]:g}\n  try: another scheme"
+            )
+        progress(number + 1, len(plan.tensors))
+
+
+def _values(tensor: StoredTensor, weights: Weights, plan: GgufPlan) -> Array:
+    """fp32, in the file's shape."""
+    config, kind = plan.source.config, plan.architecture
+    values = [architectures.stored_value(name, weights.read(name), config, kind) for name in tensor.sources]
+    return np.stack(values) if len(tensor.shape) == 3 else values[0]
+
+
+def encoded(value: Array, kind: GGMLQuantizationType, importance: Sequence[Array | None] = ()) -> Any:
+    """A tensor in a type of ggml: float32 or float16 of its shape, or the bytes of its rows, uint8 [..., bytes].
+
+    Args:
+        value: fp32 [O, I], or of experts [E, O, I].
+        kind: type of ggml.
+        importance: of the matrix, or of every expert's: weights [I] of the squared errors; None for all alike.
+    """
+    weighed = [None if kind in UNWEIGHTED else each for each in importance]
+    if kind in BY_GGUF and not any(each is not None for each in weighed):
+        made = quantize(np.ascontiguousarray(value), kind)
+        return np.ascontiguousarray(made)
+    parts = value if value.ndim == 3 else value.reshape(1, -1, value.shape[-1])
+    weighed = weighed or [None] * len(parts)
+    rows = [
+        libllama.quantize_rows(part, ggml_type=int(kind), importance=each)
+        for part, each in zip(parts, weighed, strict=True)
+    ]
+    return np.concatenate(rows).reshape(*value.shape[:-1], -1)

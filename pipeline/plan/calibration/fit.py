@@ -1,0 +1,172 @@
+"""A machine of the user's own from scored runs: efficiencies and overheads fitted, the spread of the runs as ranges."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import numpy as np
+
+from headrace.base.errors import ConfigError
+from pipeline.plan.calibration.score import Score, rescored
+from pipeline.plan.predict.step_time import StepTime
+from pipeline.runtime.machines.machine import (
+    HostSection,
+    LinkSection,
+    Machine,
+    MeasuredSection,
+    OverheadSection,
+    Range,
+    ScoredSection,
+)
+
+COMMUNICATION = ("tensor_parallel", "context_parallel", "data_parallel")
+"""Parts of a step that links take; all others but checkpoints take the device."""
+
+SHARE = 0.05
+"""Share of a step from which a run says something of the links."""
+
+_ROUNDS = 5
+"""The exposed part of communication depends on what it runs beside: both factors are fitted again."""
+
+
+def fitted(scores: Sequence[Score], machine: Machine) -> Machine:
+    """The machine that predicts these runs: rates of the device and of the links by one factor each.
+
+    The factors are those of least squares of the relative errors; without a run in which communication takes a
+    noticeable share, that of the links is 1. Typical rates come from the factors; the ends of the ranges from the runs
+    that were furthest from the fit, and from the quartiles of their steps.
+
+    Raises:
+        ConfigError: the runs were trained on several kinds of devices.
+    """
+    devices = sorted({str(each.measured.record["device"]) for each in scores})
+    if len(devices) > 1:
+        why = f"the runs were trained on {', '.join(devices)}, and a machine has one kind of device"
+        raise ConfigError("--save-calibration", why=why, remedy="score the runs of one device")
+    found, now = machine, scores
+    for _ in range(_ROUNDS):
+        device, links = _factors(now)
+        found = _slower(found, device=device, links=links)
+        now = [rescored(each.measured, each.planned, found) for each in scores]
+    found = _with_spread(found, now)
+    record = scores[-1].measured.record
+    ratios = [each.step.measured / each.step.predicted for each in now]
+    return found.model_copy(
+        update={
+            "name": f"{machine.name}, fitted to {len(scores)} run{'s' if len(scores) > 1 else ''}",
+            "overhead": _overhead(now, machine),
+            "scored": ScoredSection(
+                date=datetime.now(UTC).date().isoformat(),
+                device=devices[0],
+                torch=str(record["torch"]),
+                runs=tuple(str(each.measured.path) for each in scores),
+                step_error=(min(ratios), statistics.median(ratios), max(ratios)),
+            ),
+        }
+    )
+
+
+def _factors(scores: Sequence[Score]) -> tuple[float, float]:
+    """By how much the device and the links are slower than predicted."""
+    seconds = np.array([[*_split(each.parts)] for each in scores])
+    measured = np.array([each.step.measured for each in scores])
+    shares = seconds[:, 1] / seconds.sum(axis=1)
+    if len(scores) > 1 and shares.max() >= SHARE and np.ptp(shares) >= SHARE / 2:
+        device, links = np.linalg.lstsq(seconds / measured[:, None], np.ones(len(scores)), rcond=None)[0]
+        if device > 0 and links > 0:
+            return float(device), float(links)
+    # relative to what the links take
+    device = statistics.median((measured - seconds[:, 1]) / seconds[:, 0])
+    if device > 0:
+        return float(device), 1.0
+    both = statistics.median(measured / seconds.sum(axis=1))
+    return both, both
+
+
+def _split(parts: StepTime) -> tuple[float, float]:
+    links = sum(getattr(parts, name) for name in COMMUNICATION)
+    return parts.total - parts.checkpoint - links, links
+
+
+def _slower(machine: Machine, *, device: float, links: float) -> Machine:
+    """A machine whose times are longer by these factors."""
+    efficiency, sections = machine.efficiency, machine.links
+    update = {
+        "products": {dtype: _divided(share, device) for dtype, share in efficiency.products.items()},
+        "memory": _divided(efficiency.memory, device),
+    }
+    own = machine.measured
+    return machine.model_copy(
+        update={
+            "efficiency": efficiency.model_copy(update=update),
+            "links": sections.model_copy(
+                update={
+                    "within": _link(sections.within, links),
+                    "between": _link(sections.between, links),
+                    "operations": {kind: _link(each, links) for kind, each in sections.operations.items()},
+                }
+            ),
+            "host": HostSection(forward_s=machine.host.forward_s * device, backward_s=machine.host.backward_s * device),
+            "measured": own and _slower_measured(own, device),
+        }
+    )
+
+
+def _with_spread(machine: Machine, scores: Sequence[Score]) -> Machine:
+    """A machine whose typical rates stay, and whose ranges are as wide as the runs are far from them."""
+    times = [end / each.step.predicted for each in scores for end in (each.measured.step_s[0], each.measured.step_s[2])]
+    low, high = min(1.0, 1 / max(times)), max(1.0, 1 / min(times))
+    efficiency = machine.efficiency
+
+    def spread(share: Range) -> Range:
+        return share[1] * low, share[1], share[1] * high
+
+    own = machine.measured
+    update = {
+        "products": {dtype: spread(share) for dtype, share in efficiency.products.items()},
+        "memory": spread(efficiency.memory),
+        "links": spread(efficiency.links),
+    }
+    measured = own and own.model_copy(
+        update={
+            "products": tuple(
+                each.model_copy(update={"flops_per_s": spread(each.flops_per_s)}) for each in own.products
+            ),
+            "attention_flops_per_s": spread(own.attention_flops_per_s),
+        }
+    )
+    return machine.model_copy(update={"efficiency": efficiency.model_copy(update=update), "measured": measured})
+
+
+def _slower_measured(own: MeasuredSection, factor: float) -> MeasuredSection:
+    products = tuple(
+        each.model_copy(update={"flops_per_s": _divided(each.flops_per_s, factor)}) for each in own.products
+    )
+    return own.model_copy(
+        update={"products": products, "attention_flops_per_s": _divided(own.attention_flops_per_s, factor)}
+    )
+
+
+def _overhead(scores: Sequence[Score], machine: Machine) -> OverheadSection:
+    """On a CPU what is resident beside tensors; on a GPU the share of activations that the allocator loses."""
+    overhead = machine.overhead
+    if not machine.gpu:
+        # the typical peak counts the allocator's share of activations too
+        typical = overhead.fragmentation[1]
+        beside = [each.overhead - typical * (each.tensors.activations + each.tensors.logits) for each in scores]
+        return overhead.model_copy(update={"bytes": _range([max(0.0, each) for each in beside])})
+    return overhead.model_copy(update={"fragmentation": _range([each.fragmentation for each in scores])})
+
+
+def _range(values: Sequence[float]) -> Range:
+    return min(values), statistics.median(values), max(values)
+
+
+def _divided(values: Range, factor: float) -> Range:
+    return values[0] / factor, values[1] / factor, values[2] / factor
+
+
+def _link(section: LinkSection, factor: float) -> LinkSection:
+    return LinkSection(bytes_per_s=section.bytes_per_s / factor, latency_s=section.latency_s * factor)

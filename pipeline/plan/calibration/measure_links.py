@@ -1,0 +1,136 @@
+"""Measures collectives between the devices of this node, and what they do to each other, in processes of their own.
+
+    python -m pipeline.plan.calibration.measure_links RANK RANKS PORT
+
+One such process for each device; the first prints the results as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from pipeline.plan.calibration.measure import Ends, seconds_of
+from pipeline.plan.calibration.measure_overlap import all_busy, overlap
+from pipeline.plan.calibration.measure_sharding import sharding
+from pipeline.runtime.machines.machine import OVERLAP, MeasuredCollective, Operation
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of the whole tensor of a collective."""
+
+LARGEST_ON_GPUS = 1 << 28
+"""Bytes of another one, which a CPU would take seconds for."""
+
+_TIMEOUT_S = 600.0
+"""Of all processes, imports included: only a hang takes so long."""
+
+_REPEATS = 31
+"""Measurements of an all-reduce or all-to-all."""
+
+
+@dataclass(frozen=True)
+class RanksMeasured:
+    """What was measured between ranks.
+
+    Attributes:
+        collectives: by kind and size; none of a single device.
+        overlap: see `measure_overlap.overlap`.
+        all_busy: see `measure_overlap.all_busy`.
+    """
+
+    collectives: tuple[MeasuredCollective, ...]
+    overlap: Ends
+    all_busy: dict[str, float]
+
+
+def between_ranks(*, ranks: int) -> RanksMeasured:
+    """Measures between so many devices of this node; a single one has neither collectives nor busy neighbours.
+
+    Raises:
+        RuntimeError: a process failed; with what it wrote.
+    """
+    if ranks < 2:
+        return RanksMeasured((), OVERLAP, {})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "pipeline.plan.calibration.measure_links"]
+    started = [
+        subprocess.Popen([*command, str(rank), str(ranks), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=_TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, errors) in zip(started, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"collectives between {ranks} devices failed: {errors.decode()[-1000:]}")
+    found = json.loads(outputs[0][0].splitlines()[-1])
+    rows = tuple(
+        MeasuredCollective(kind=kind, axis="within", ranks=ranks, bytes=size, seconds=tuple(seconds))
+        for kind, size, seconds in found["collectives"]
+    )
+    return RanksMeasured(rows, tuple(found["overlap"]), found["all_busy"])
+
+
+def _collectives(ranks: int, device: torch.device) -> Iterator[tuple[Operation, int, Ends]]:
+    """Every kind by size; on a CPU all-gathers and reduce-scatters as FSDP2 makes them.
+
+    On a GPU the host goes ahead of them, and copies take little beside the links.
+    """
+    unit = 256 * ranks  # shards of equal size
+    for least in (*SIZES, LARGEST_ON_GPUS) if device.type == "cuda" else SIZES:
+        size = -(-least // unit) * unit
+        whole = torch.zeros(size // 4, device=device)
+        other, shard = torch.empty_like(whole), torch.zeros(size // 4 // ranks, device=device)
+        yield "all_reduce", size, _seconds(partial(dist.all_reduce, whole), device)
+        yield "all_to_all", size, _seconds(partial(dist.all_to_all_single, other, whole), device)
+        if device.type == "cuda":
+            yield "all_gather", size, _seconds(partial(dist.all_gather_into_tensor, whole, shard), device)
+            yield "reduce_scatter", size, _seconds(partial(dist.reduce_scatter_tensor, shard, whole), device)
+        else:
+            gather, scatter = sharding(size, ranks=ranks, device=device)
+            yield "all_gather", size, gather
+            yield "reduce_scatter", size, scatter
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> Ends:
+    # the same number of calls on every rank
+    return seconds_of(call, device, repeats=_REPEATS, least_s=0.0)
+
+
+def main() -> None:
+    """One rank."""
+    rank, ranks, port = map(int, sys.argv[1:])
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=ranks)
+    found = {
+        "collectives": list(_collectives(ranks, device)),
+        "overlap": overlap(device),
+        "all_busy": all_busy(device),
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

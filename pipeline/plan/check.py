@@ -1,0 +1,135 @@
+"""`python -m pipeline check --config F`: prints the resolved run and warnings, or what is wrong with the config.
+
+The rules of the config come first and need no torch; checks of data and model follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.base.cli import add_config_arguments
+from headrace.base.errors import ConfigError
+from pipeline.checkpoint.format.naming import finished_checkpoints
+from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.plan.fake_gpu.requirements import check_exact
+from pipeline.run.before.summary import Entry, as_json, prepared_entries, resolved_entries
+from pipeline.runtime.launch import detect
+from pipeline.runtime.launch.arguments import has_begun
+
+if TYPE_CHECKING:
+    from pipeline.run.prepare import PreparedRun
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `python -m pipeline check`."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--processes", type=_at_least_one, metavar="N", help="number of processes (default: as started, or 1)"
+    )
+    parser.add_argument(
+        "--rules-only", action="store_true", help="check the config alone, without data and model: takes under a second"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of a device, e.g. 80GB: whether a rank fits, and the micro-batch that does",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="execute one step at the config's size and world on fake tensors for its peak memory, in place of the"
+        " formulas: takes seconds to minutes, and a C++ compiler",
+    )
+    text = "print only the step of the run's newest checkpoint (0 without any) and its directory, for job scripts"
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON, with the resolved config")
+    parser.add_argument("--progress", action="store_true", help=text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the resolved run."""
+    loaded = read_config(arguments.config, arguments.overrides)
+    config = loaded.config
+    if arguments.progress:
+        newest = next(iter(finished_checkpoints(Path(config.run.dir))), None)
+        print(newest[0] if newest else 0, config.run.dir)
+        return 0
+    entries = summary(loaded, arguments)
+    if arguments.json:
+        print(json.dumps({**as_json(entries), "config": config.model_dump(mode="json")}, indent=2))
+        return 0
+    for entry in entries:
+        label = "warning" if entry.label == "warnings" else entry.label
+        print(f"{label:>14}  {entry.text}")
+    return 0
+
+
+def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
+    """What is printed of a config, of the options that `add_arguments` declares.
+
+    Raises:
+        ConfigError, DataError: the config cannot run.
+    """
+    config = loaded.config
+    processes, begun = arguments.processes or detect().world_size, has_begun(config)
+    resolved = resolve(config, world_size=processes, begun=begun)
+    if arguments.exact:
+        _check_exact(resolved, rules_only=arguments.rules_only)
+    entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
+    entries += resolved_entries(resolved)
+    if not arguments.rules_only:
+        from pipeline.run.before.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
+        from pipeline.run.before.generation_cost import generation_entries  # noqa: PLC0415
+        from pipeline.run.before.memory_summary import memory_bytes, memory_entries  # noqa: PLC0415
+        from pipeline.run.before.teacher_memory import teacher_entries  # noqa: PLC0415
+        from pipeline.run.prepare import prepare  # noqa: PLC0415
+
+        device_memory = None if arguments.memory is None else memory_bytes(arguments.memory)
+        prepared = prepare(resolved)
+        entries += prepared_entries(prepared)
+        if arguments.exact:
+            entries += _exact_entries(arguments, prepared, processes=processes, begun=begun, memory=device_memory)
+        else:
+            entries += memory_entries(resolved, prepared.model, memory=device_memory)
+        entries += teacher_entries(prepared, memory=device_memory)
+        entries += generation_entries(prepared)
+        entries += [Entry("warnings", text, text) for text in advice(prepared)]
+    return entries
+
+
+def _check_exact(run: ResolvedRun, *, rules_only: bool) -> None:
+    if rules_only:
+        raise ConfigError("--exact", True, why="--rules-only looks at no model", remedy="give one of the two")
+    check_exact(run)
+
+
+def _exact_entries(
+    arguments: argparse.Namespace, prepared: PreparedRun, *, processes: int, begun: bool, memory: int | None
+) -> Iterator[Entry]:
+    """Memory and work of an executed step."""
+    from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415  imports torch
+    from pipeline.plan.fake_gpu.exact import Source, execute, step_entries  # noqa: PLC0415
+    from pipeline.run.before.memory_summary import Executed, memory_entries  # noqa: PLC0415
+
+    vocabulary = tokenizer_details(prepared.mixture.sources[0].manifest)["vocab_size"]
+    source = Source(str(arguments.config), arguments.overrides, processes, begun, vocabulary)
+    steps: list[Executed] = []
+
+    def executed(ranks: Sequence[int]) -> Executed:
+        steps.append(execute(prepared.run, source, ranks=ranks))
+        return steps[-1]
+
+    yield from memory_entries(prepared.run, prepared.model, memory=memory, execute=executed)
+    for step in steps:
+        yield from step_entries(step)
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number

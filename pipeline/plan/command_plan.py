@@ -1,0 +1,160 @@
+"""`headrace plan`: memory, time, money and what binds a run, before it starts; the layouts that would be better.
+
+`--search` compares layouts, `--calibrate` measures the present machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+from headrace.base.errors import ConfigError
+
+DEFAULT_MACHINE = "h100"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `python -m pipeline plan`."""
+    parser.add_argument("--config", metavar="FILE", help="the config: JSON or YAML")
+    text = "override one field, e.g. --set run.steps=100 (repeatable)"
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
+    parser.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help="a machine that is known (a100, h100, h200, b200, ...) or the file of one; default: the device of this"
+        f" machine, else {DEFAULT_MACHINE}. With --calibrate: the file to write",
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: the fewest that the layout takes)")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks, in the place of all devices of the nodes")
+    parser.add_argument("--tokens", type=float, metavar="T", help="length of the run in tokens, e.g. 1e11")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour: prints what the run costs")
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw the simulated step: FILE.html, FILE.svg, or FILE.json for chrome://tracing and Perfetto:"
+        " the passes of a pipeline, else the streams of computation and communication of a micro-batch",
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="compare the layouts that the rules allow, and write the best as a config"
+    )
+    parser.add_argument(
+        "--verify",
+        type=int,
+        default=12,
+        metavar="N",
+        help="with --search: layouts whose step is executed on fake tensors, the fastest first (default: 12; 0: none)",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="with --search: where the page and the config go (default: out/plan)"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine in about a minute, and write its file"
+    )
+    parser.add_argument(
+        "--score",
+        action="store_true",
+        help="compare trained runs with their predictions: plan --score RUN...",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", default=[], help="with --score: directories of runs")
+    parser.add_argument(
+        "--save-calibration", metavar="FILE", help="with --score: write the machine that fits the runs, for --machine"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans, searches or calibrates."""
+    _check(arguments)
+    if arguments.calibrate:
+        from pipeline.plan.calibration.calibrate import calibrate_command  # noqa: PLC0415  imports torch
+
+        return calibrate_command(arguments.machine)
+    if arguments.score:
+        return _score(arguments)
+    overrides = list(arguments.overrides)
+    if arguments.tokens is not None:
+        overrides += ["run.steps=null", f"run.tokens={int(arguments.tokens)}"]
+    from pipeline.plan.calibration.present import present_machine  # noqa: PLC0415  imports torch
+    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
+
+    machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
+    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415  imports torch
+
+    planned = open_run(arguments.config, overrides, machine, nodes=arguments.nodes, processes=arguments.processes)
+    if arguments.search:
+        from pipeline.plan.search.command_search import search_command  # noqa: PLC0415
+
+        return search_command(planned, arguments, overrides)
+    from pipeline.plan.show import as_json, lines, report_of  # noqa: PLC0415
+
+    report = report_of(planned, price=arguments.price)
+    drawn = None
+    if arguments.timeline is not None:
+        from pipeline.plan.drawing.write_timeline import write_timeline  # noqa: PLC0415
+
+        drawn = write_timeline(planned, Path(arguments.timeline))
+    if arguments.json:
+        print(json.dumps(as_json(report), indent=2))
+    else:
+        for line in lines(report):
+            print(line)
+        if drawn is not None:
+            print(f"{'timeline':>14}  {drawn}")
+    sys.stdout.flush()
+    return 0
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    from pipeline.plan.calibration.command_score import score_command  # noqa: PLC0415  imports torch
+    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
+
+    machine = load_machine(arguments.machine) if arguments.machine else None
+    return score_command(arguments.runs, machine, save=arguments.save_calibration, as_json=arguments.json)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses options that do not go together, or have impossible values."""
+    _check_score(arguments)
+    if arguments.config is None and not arguments.calibrate and not arguments.score:
+        raise ConfigError("--config", why="there is no run to plan", remedy="--config FILE, or --calibrate, or --score")
+    for name in ("nodes", "processes", "tokens", "price"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:  # a nan is neither
+            why = "it is not above 0" if value <= 0 else "it is not a finite number"
+            raise ConfigError(f"--{name}", value, why=why, remedy=f"e.g. --{name} 2")
+    if arguments.nodes is not None and arguments.processes is not None:
+        raise ConfigError(
+            "--nodes", arguments.nodes, why="--processes says how many ranks", remedy="give one of the two"
+        )
+    if arguments.timeline is not None:
+        _check_timeline(arguments)
+    if arguments.verify < 0:
+        raise ConfigError("--verify", arguments.verify, why="it is a number of layouts", remedy="0 or more")
+
+
+def _check_timeline(arguments: argparse.Namespace) -> None:
+    file = arguments.timeline
+    for other in ("search", "calibrate", "score"):
+        if getattr(arguments, other):
+            why = f"it draws the step of one plan, and --{other} makes none"
+            raise ConfigError("--timeline", file, why=why, remedy=f"leave out --{other}")
+    path = Path(file)
+    if path.suffix not in (".html", ".svg", ".json"):
+        why = "the extension says what is written: .html, .svg (drawing) or .json (Chrome trace)"
+        raise ConfigError("--timeline", file, why=why, remedy="e.g. --timeline step.html")
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise ConfigError("--timeline", file, why=why, remedy="a file in a directory that exists")
+
+
+def _check_score(arguments: argparse.Namespace) -> None:
+    if arguments.score and not arguments.runs:
+        raise ConfigError("--score", why="it names no run", remedy="headrace plan --score runs/a runs/b")
+    if not arguments.score and arguments.runs:
+        raise ConfigError("RUN", arguments.runs[0], why="only --score takes runs", remedy="--score, or --config FILE")
+    if not arguments.score and arguments.save_calibration is not None:
+        why = "it is made from scored runs"
+        raise ConfigError("--save-calibration", arguments.save_calibration, why=why, remedy="--score RUN...")

@@ -1,0 +1,89 @@
+"""A simulated step of a pipeline as a drawing (SVG, or an HTML page with it) and as a Chrome trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
+from pipeline.plan.predict.passes import Kind
+from pipeline.plan.predict.pipeline_simulation import TimedPass, Timeline
+
+_COLORS = {
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#e4a43c",
+    Kind.INPUT_BACKWARD: "#e4a43c",
+    Kind.WEIGHT_BACKWARD: "#6aa86a",
+}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_BACKWARD: "backward of the inputs",
+    Kind.WEIGHT_BACKWARD: "backward of the weights",
+}
+
+
+def svg(timeline: Timeline) -> str:
+    """One row per rank from left to right, bars with the number of their micro-batch; later virtual stages are paler.
+
+    Colors of text follow the page's (`currentColor`), so that it can be put into any HTML.
+    """
+    kinds = sorted({each.instruction.kind for each in timeline.passes}, key=list(_NAMES).index)
+    bubble = f"bubble {timeline.bubble:.1%}"
+    return svg_of(
+        Drawing(
+            label=f"Timeline of a step: {timeline.ranks} ranks, {timeline.seconds:.4g} s, {bubble}",
+            rows=[f"rank {rank}" for rank in range(timeline.ranks)],
+            bars=[_bar(each, timeline.ranks) for each in timeline.passes],
+            legend={_NAMES[kind]: _COLORS[kind] for kind in kinds},
+            note=bubble,
+            seconds=timeline.seconds,
+        )
+    )
+
+
+def _bar(each: TimedPass, ranks: int) -> Bar:
+    of = each.instruction
+    kind, number = _NAMES[of.kind], str(of.micro_batch)
+    title = f"{kind}, micro-batch {number}, stage {of.stage}: {each.start_s:.4g} to {each.end_s:.4g} s"
+    return Bar(each.rank, each.start_s, each.end_s, kind, number, title, opacity=1 / (1 + 0.45 * (of.stage // ranks)))
+
+
+def html_page(timelines: Mapping[str, Timeline]) -> str:
+    """A self-contained page with a drawing and the figures of each timeline.
+
+    Args:
+        timelines: title -> timeline.
+    """
+    parts = []
+    for title, timeline in timelines.items():
+        rows = "".join(
+            f"<tr><td>{rank}</td><td>{timeline.idle_s(rank):.4g}</td><td>{timeline.peak_in_flight(rank)}</td></tr>"
+            for rank in range(timeline.ranks)
+        )
+        head = "<tr><th>rank</th><th>idle, s</th><th>micro-batches in flight, most</th></tr>"
+        heading = f"{title}: {timeline.seconds:.4g} s, bubble {timeline.bubble:.1%}"
+        parts.append((heading, svg(timeline), f"<table>{head}{rows}</table>"))
+    return page_of("Pipeline schedules", parts)
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The Trace Event Format of chrome://tracing and Perfetto: one process per rank, times in microseconds."""
+    named = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(timeline.ranks)
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": f"{each.instruction.kind}{each.instruction.micro_batch}",
+            "cat": _NAMES[each.instruction.kind],
+            "pid": each.rank,
+            "tid": each.instruction.stage,
+            "ts": each.start_s * 1e6,
+            "dur": (each.end_s - each.start_s) * 1e6,
+            "args": {"stage": each.instruction.stage, "micro_batch": each.instruction.micro_batch},
+        }
+        for each in timeline.passes
+    ]
+    return {"traceEvents": [*named, *events], "displayTimeUnit": "ms"}

@@ -1,0 +1,77 @@
+"""What is to be executed on the fake device, and the process that executes it. No torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.load import load_config
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+
+EAGER = "compile.enabled=false"
+"""Operators are counted one by one; a compiled layer would be one of them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to be executed.
+
+    Attributes:
+        config: path of the config file.
+        processes: world size.
+        pp_rank: which rank of the pipeline; 0 on every other axis.
+        vocabulary: ids of the tokenizer, for a model whose config does not say.
+        overrides: as of `--set`.
+        steps: how many; the last one is reported.
+        cpu: count as on a CPU: what offload has in the host's memory, and gloo's copies of what a reduce-scatter takes.
+        begun: the run is resumed: any number of processes is accepted; see `resolve`.
+    """
+
+    config: str
+    processes: int
+    pp_rank: int = 0
+    vocabulary: int = 128_256
+    overrides: tuple[str, ...] = ()
+    steps: int = 1
+    cpu: bool = False
+    begun: bool = False
+
+    def resolved(self) -> ResolvedRun:
+        """The run of the case."""
+        return resolve(load_config(self.config, [EAGER, *self.overrides]), world_size=self.processes, begun=self.begun)
+
+
+def run_cases(
+    cases: Sequence[Case], *, timeout_s: float | None = None, cwd: Path | None = None
+) -> list[dict[str, Any]]:
+    """Executes cases in a new process, because the fake device must be there before torch is imported.
+
+    Each case is executed by a fork of it: layouts that share a process meet the process groups of one another.
+
+    Args:
+        cases: what to execute, in order.
+        timeout_s: of all; without one, as long as it takes.
+        cwd: the directory that paths of configs are relative to; the present one when None.
+
+    Returns:
+        Of each case "report" (`step.Report` as a dictionary), or "error" and "traceback"; and "seconds".
+
+    Raises:
+        RuntimeError: the process ended early; with the end of what it wrote.
+
+    An interrupt or the time-out kills the process.
+    """
+    lines = "".join(json.dumps(asdict(case)) + "\n" for case in cases)
+    command = [sys.executable, "-m", "pipeline.plan.fake_gpu.worker"]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, check=False)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if len(results) != len(cases):
+        raise RuntimeError(
+            f"the process with the fake device ended early (code {done.returncode}):\n{done.stderr[-3000:]}"
+        )
+    return results

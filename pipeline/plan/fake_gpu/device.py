@@ -1,0 +1,184 @@
+"""The `cuda` device that is not there: an H200 for fake tensors. Import it before torch, in a process of its own.
+
+Fake tensors have shapes, dtypes and devices, and no numbers. On this device they run through forward, backward, fused
+optimizers, FSDP2 and a fake process group, on a CPU build of torch; nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipeline.plan.fake_gpu import guard
+
+guard.load()
+
+import torch  # noqa: E402  the guard must be there first
+from torch._subclasses import fake_tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
+
+MEMORY_BYTES = 140 * 2**30
+"""What `torch.cuda.get_device_properties` reports as the total memory of an H200: 141 GB less what the driver keeps."""
+
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    total_memory=MEMORY_BYTES,
+    multi_processor_count=132,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=48 * 2**10,
+    shared_memory_per_block_optin=227 * 2**10,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+    pci_domain_id=0xFFFF,  # of no device: a process is bound to no cores
+    pci_bus_id=0xFF,
+    pci_device_id=0x1F,
+)
+
+
+class FakeStream:
+    """In the place of `torch.cuda.Stream`: everything is on one stream, and in order."""
+
+    device_index, device_type, stream_id, cuda_stream = 0, 1, 0, 0
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def wait_stream(self, _stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, _event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event of this stream."""
+        return event or FakeEvent()
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being made."""
+        return False
+
+    def __enter__(self) -> FakeStream:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+
+class FakeEvent:
+    """In the place of `torch.cuda.Event`: it has happened."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def record(self, *_args: Any) -> None:
+        """Nothing to record."""
+
+    def wait(self, *_args: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return True
+
+    def elapsed_time(self, _other: Any) -> float:
+        """Milliseconds."""
+        return 0.0
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: answer
+
+
+def _answer_for_cuda() -> None:
+    """What `torch.cuda` says of its device."""
+    stream, generator_state = FakeStream(), torch.zeros(16, dtype=torch.uint8)
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "_lazy_init": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": (9, 0),
+        "get_device_name": PROPERTIES.name,
+        "is_bf16_supported": True,
+        "get_rng_state": generator_state,
+        "set_rng_state": None,
+        "current_stream": stream,
+        "default_stream": stream,
+        "set_stream": None,
+        "stream": contextlib.nullcontext(),
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "memory_stats": {},
+        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, _always(answer))
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
+    torch.accelerator.current_stream = _always(stream)  # the C++ one takes no event of Python
+    torch.cuda.Stream, torch.cuda.Event = FakeStream, FakeEvent  # type: ignore[assignment, misc]
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _always(None))
+    torch.version.cuda = "13.0"
+
+
+def _patch_torch() -> None:
+    """What else asks for a device that computes."""
+    torch.random.fork_rng = _always(contextlib.nullcontext())
+    torch.Tensor.record_stream = _always(None)  # type: ignore[method-assign]
+    fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
+    fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment]
+
+
+def _not_for_a_fake_tensor(*_args: Any, **_kwargs: Any) -> Any:
+    raise AssertionError("the kernel of a device that is not there")
+
+
+def _name_cuda_kernels() -> torch.library.Library:
+    """Operators of which torch has a CUDA kernel in a CUDA build alone, and elsewhere a composition of others.
+
+    Autograd would take the composition, which allocates six buffers of an MLP's width where the kernel has one. The
+    kernels named here are never called: fake tensors take the shapes of the operator.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("silu_backward", _not_for_a_fake_tensor, "CUDA")
+    return library
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """All tensors that are made within are fake, whatever their device."""
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+_answer_for_cuda()
+_patch_torch()
+_KERNELS = _name_cuda_kernels()
+"""Registered for as long as it lives."""

@@ -1,0 +1,99 @@
+"""The memory of a run by executing its step on the fake device: for `headrace check --exact`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.fake_gpu.case import EAGER, Case, run_cases
+from pipeline.run.before.memory_summary import Executed, shown_bytes
+from pipeline.run.before.summary import Entry
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a run comes from, so that another process can resolve it again.
+
+    Attributes:
+        config: path of the config file.
+        overrides: as of `--set`.
+        processes: world size.
+        begun: whether it is resumed.
+        vocabulary: ids of the dataset's tokenizer.
+    """
+
+    config: str
+    overrides: Sequence[str]
+    processes: int
+    begun: bool
+    vocabulary: int
+
+
+def execute(run: ResolvedRun, source: Source, *, ranks: Sequence[int]) -> Executed:
+    """Executes a step as ranks of the pipeline, one after the other, and returns the one that needs most.
+
+    Progress is written to stderr. An interrupt ends the process that executes.
+
+    Args:
+        run: the resolved config.
+        source: the same, for the other process.
+        ranks: of the pipeline.
+
+    Raises:
+        ConfigError: the step failed; with its error.
+    """
+    found: list[Executed] = []
+    for rank in ranks:
+        of = f" of pipeline rank {rank} ({len(found) + 1} of {len(ranks)})" if run.topology.pp > 1 else ""
+        print(f"executing a step{of} on fake tensors ...", end="", file=sys.stderr, flush=True)
+        result = _result_of(_case(run, source, rank))
+        print(f" {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+        found.append(Executed(rank, result["report"], result["seconds"]))
+    return max(found, key=lambda each: each.peak)
+
+
+def step_entries(executed: Executed) -> Iterator[Entry]:
+    """What else the step did: collectives, reads of the device by the host, FLOPs."""
+    report = executed.report
+    names = ("kind", "axes", "dtype", "count", "bytes")
+    collectives = [dict(zip(names, row, strict=True)) for row in report["collectives"]]
+    size = sum(row["bytes"] for row in collectives)
+    reads = {name: sum(report[name].values()) for name in ("host_reads", "deferred_reads")}
+    flops = report["flops"]
+    work = f"{flops / 1e12:,.1f} TFLOP" if flops >= 1e12 else f"{flops / 1e9:,.1f} GFLOP"
+    count = sum(row["count"] for row in collectives)
+    waits, late = _times(reads["host_reads"]), _times(reads["deferred_reads"])
+    text = (
+        f"{work}; {count:,} collectives of {shown_bytes(size)}; the host waits for the device {waits},"
+        f" and reads it a step late {late}"
+    )
+    values: dict[str, Any] = {name: report[name] for name in ("flops", "host_reads", "deferred_reads", "unpinned")}
+    yield Entry("step", text, {**values, "collectives": collectives, "seconds_to_execute": executed.seconds})
+
+
+def _result_of(case: Case) -> dict[str, Any]:
+    try:
+        [result] = run_cases([case])
+        why = result.get("error")
+    except RuntimeError as error:
+        result, why = {}, str(error)
+    if why is not None:
+        print(file=sys.stderr)
+        remedy = "leave it out; the formulas need no step"
+        raise ConfigError("--exact", True, why=f"the step failed on the fake device: {why}", remedy=remedy)
+    return result
+
+
+def _case(run: ResolvedRun, source: Source, rank: int) -> Case:
+    # DeepSpeed makes the optimizer's states in its first step, and the peak is that of the last
+    steps = 2 if run.config.engine == "deepspeed" else 1
+    overrides = (*source.overrides, EAGER)
+    return Case(source.config, source.processes, rank, source.vocabulary, overrides, steps, source.begun)
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count:,} times")

@@ -1,0 +1,127 @@
+"""What the storages of a step are: weights, gradients, optimizer states, or what the passes leave."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+
+from pipeline.engines.optim.small_moments import AdamWSmallMoments
+from pipeline.engines.parallel.vocabulary import _CrossEntropy
+from pipeline.engines.torch_native import single
+from pipeline.engines.torch_native.single import TorchSingle
+from pipeline.models.build import buffers
+from pipeline.plan.fake_gpu.attention import fused_attention
+from pipeline.plan.fake_gpu.memory import Memory
+from pipeline.plan.fake_gpu.recorder import pin
+
+
+def modules_of(engine: Any) -> list[nn.Module]:
+    """The modules that an engine has as attributes."""
+    found: list[nn.Module] = []
+    for value in vars(engine).values():
+        values = value if isinstance(value, list) else [value]
+        found += [each for each in values if isinstance(each, nn.Module)]
+    return found
+
+
+class _Together:
+    """Several optimizers as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+        self.state = {key: value for each in optimizers for key, value in each.state.items()}
+
+
+def optimizer_of(engine: Any) -> torch.optim.Optimizer:
+    """AdamW of an engine; ZeRO's own optimizer has it within."""
+    if hasattr(engine, "_optimizer"):
+        return engine._optimizer  # type: ignore[no-any-return]
+    if isinstance(engine, TorchSingle):
+        return _Together([update.optimizer for update in engine._updates])  # type: ignore[return-value]
+    outer = engine._engine.optimizer
+    return getattr(outer, "optimizer", outer)  # type: ignore[no-any-return]
+
+
+def name_weights(optimizer: torch.optim.Optimizer, roots: Sequence[nn.Module], memory: Memory) -> int:
+    """Names weights and buffers; the number of elements of the weights."""
+    weights = {id(p): p for root in roots for p in root.parameters()}
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    memory.name([*weights.values(), *masters], "weights")
+    memory.name([buffer for root in roots for buffer in root.buffers()], "buffers")
+    for weight in weights.values():
+        if not isinstance(weight.data, torch.distributed.tensor.DTensor):
+            # the engine's own hook may have taken it already
+            weight.register_post_accumulate_grad_hook(
+                lambda p: memory.name([p.grad] if p.grad is not None else [], "gradients")
+            )
+    return sum(p.numel() for p in masters)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors of an optimizer's states."""
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+@contextlib.contextmanager
+def watched(memory: Memory) -> Iterator[None]:
+    """Attention by fused kernels; gradients are named before they are reduced or added up, and resizes followed."""
+    group = _fsdp_param_group.FSDPParamGroup
+    post_backward, add_gradient = group.post_backward, single._Master.add_gradient
+
+    def named(self: Any, *args: Any) -> Any:
+        with torch.no_grad():
+            params = [getattr(p, "_unsharded_param", None) for p in self.fsdp_params]
+            memory.name([p.grad for p in params if p is not None and p.grad is not None], "gradients")
+        return post_backward(self, *args)
+
+    def added(master: Any, weight: Tensor) -> None:
+        memory.name([] if weight.grad is None else [weight.grad], "gradients")
+        add_gradient(master, weight)
+
+    group.post_backward = named  # type: ignore[method-assign]
+    single._Master.add_gradient = added  # type: ignore[assignment, method-assign]
+    pin_memory, torch.Tensor.pin_memory = torch.Tensor.pin_memory, pin  # type: ignore[assignment, method-assign]
+    same, buffers._same = buffers._same, lambda first, second: True  # noqa: ARG005  fakes have no values to compare
+    try:
+        with fused_attention(), memory.following_resizes():
+            yield
+    finally:
+        group.post_backward = post_backward  # type: ignore[method-assign]
+        single._Master.add_gradient = add_gradient  # type: ignore[method-assign]
+        torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
+        buffers._same = same
+
+
+def makers() -> dict[CodeType, str]:
+    """Functions whose allocations have a kind."""
+    param = _fsdp_param.FSDPParam
+    functions: dict[Any, str] = {
+        _fsdp_collectives.foreach_all_gather: "weights",
+        _fsdp_collectives.foreach_all_gather_copy_out: "weights",
+        param.init_all_gather_outputs: "weights",
+        param.init_unsharded_param: "weights",
+        _fsdp_collectives.foreach_reduce: "gradients",
+        param.to_accumulated_grad_if_needed: "gradients",
+        param.accumulate_unsharded_grad_if_needed: "gradients",
+        torch.optim.AdamW.step: "optimizer",
+        AdamWSmallMoments.step: "optimizer",
+        single._Update.run: "gradients",
+        single._Master.add_gradient: "gradients",
+        single._Master.values: "weights",
+        _CrossEntropy.forward: "logits",
+        _CrossEntropy.backward: "logits",
+    }
+    return {_code(function): kind for function, kind in functions.items() if function is not None}
+
+
+def _code(function: Any) -> CodeType:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code: CodeType = function.__code__
+    return code

@@ -1,0 +1,167 @@
+"""One training step of a config on the fake device, by this project's engine, as one rank of its world."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pipeline.plan.fake_gpu.device as fake  # isort: skip  before torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.topology import AXES, Topology
+from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.engines.build import build_engine
+from pipeline.engines.common import model_dtype
+from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.mesh import build_mesh
+from pipeline.engines.torch_native.single import TorchSingle
+from pipeline.models.build.initial_values import Zeros
+from pipeline.models.build.meta import build_meta
+from pipeline.models.hf_config import resolve_hf_config
+from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.kinds import makers, modules_of, name_weights, optimizer_of, state_of, watched
+from pipeline.plan.fake_gpu.memory import Memory
+from pipeline.plan.fake_gpu.recorder import Recorder, pin
+from pipeline.plan.fake_gpu.zero import deepspeed_on_fake_device
+from pipeline.run.prepare import attention_of
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step did. All figures are of one rank.
+
+    Attributes:
+        layout: in words.
+        collectives: kind, axes, dtype, count, bytes of the whole tensors; sorted.
+        host_reads: line -> count; the host waits.
+        deferred_reads: line -> count; the host waits after it has begun the next step.
+        unpinned: line of a copy from pageable memory -> count.
+        flops: of matrix products and attention.
+        peak: bytes.
+        kinds: kind -> bytes at the peak.
+        parameters: elements of the weights that this rank holds between steps.
+    """
+
+    layout: str
+    collectives: list[list[Any]] = field(default_factory=list)
+    host_reads: dict[str, int] = field(default_factory=dict)
+    deferred_reads: dict[str, int] = field(default_factory=dict)
+    unpinned: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    peak: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+
+
+def run_step(case: Case) -> dict[str, Any]:
+    """Runs a case; a `Report` as a dictionary."""
+    run, model = _run_and_model(case)
+    hf_config: Any = model.config
+    memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(world(run.topology, case.pp_rank))
+        if run.config.engine == "deepspeed":
+            stack.enter_context(deepspeed_on_fake_device(rank=rank, processes=run.topology.world_size))
+        mesh = build_mesh(run, "cuda")
+        section = run.config.zero_optimization
+        offloads = "cpu" in (section.offload_optimizer.device, section.offload_param.device)
+        recorder = Recorder(
+            memory,
+            axes_of=lambda ranks: axes_of(run.topology, ranks),
+            gloo=case.cpu,
+            host=case.cpu and offloads,
+        )
+        with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads(), recorder:
+            values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
+            objective = CrossEntropy(z_loss=run.config.loss.z_loss)
+            engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
+            roots = modules_of(engine)
+            optimizer = optimizer_of(engine)
+            held = name_weights(optimizer, roots, memory)
+            if isinstance(engine, TorchSingle):
+                held = sum(master.weight.numel() for master in engine._masters.values())
+                memory.name(
+                    [each.residual for each in engine._masters.values() if each.residual is not None], "weights"
+                )
+            if run.config.engine == "torch":
+                engine.state()  # makes the optimizer's state, which a first step would; DeepSpeed has made it
+            memory.name(state_of(optimizer), "optimizer")
+            for number in range(1, case.steps + 1):
+                batch = _batch(run, number)
+                recorder.begin()
+                engine.train_step(batch, lr=1e-4)
+            peak = memory.peak()
+    rows = [[*key, *value] for key, value in sorted(recorder.collectives.items())]
+    waited, deferred, copies = (
+        dict(sorted(each.items())) for each in (recorder.host_reads, recorder.deferred_reads, recorder.unpinned)
+    )
+    return asdict(Report(run.layout, rows, waited, deferred, copies, recorder.flops, peak.bytes, peak.kinds, held))
+
+
+def run_compiled_step(case: Case) -> None:
+    """Runs a step of a case of the native engine without counting: a mode that sees operators hides compiled ones."""
+    run, model = _run_and_model(case)
+    hf_config: Any = model.config
+    memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
+    with world(run.topology, case.pp_rank):
+        mesh = build_mesh(run, "cuda")
+        recorder = Recorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
+        with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
+            values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
+            objective = CrossEntropy(z_loss=run.config.loss.z_loss)
+            with recorder:  # which leaves a model on meta alone
+                engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
+            for number in range(1, case.steps + 1):
+                engine.train_step(_batch(run, number), lr=1e-4)
+
+
+def _run_and_model(case: Case) -> tuple[ResolvedRun, nn.Module]:
+    """The run of a case and its model on meta."""
+    run = case.resolved()
+    tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
+    length = run.config.data.sequence_length
+    hf_config = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length)
+    model = build_meta(hf_config, dtype=model_dtype(run.config), attn_implementation=attention_of(run))
+    check_layout(run, model)
+    return run, model
+
+
+def axes_of(topology: Topology, ranks: Sequence[int]) -> str:
+    """The axes along which ranks of a group differ, e.g. "dp x cp"; "world" for all ranks."""
+    if len(ranks) == topology.world_size:
+        return "world"
+    places = [topology.coordinates(rank) for rank in ranks]
+    return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1) or "self"
+
+
+@contextlib.contextmanager
+def world(topology: Topology, pp_rank: int) -> Iterator[int]:
+    """A fake process group, in which this process is the first rank of a pipeline stage."""
+    rank = topology.rank(pp=pp_rank)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
+    try:
+        yield rank
+    finally:
+        dist.destroy_process_group()
+
+
+def _batch(run: ResolvedRun, number: int) -> StepBatch:
+    """A step's micro-batches, as the loader makes them: on the host, in page-locked memory."""
+    batch, length = run.batch, run.batch.sequence_length
+    shape = (batch.micro, length // run.topology.cp)
+    masked = run.config.data.mask_documents
+
+    def micro() -> MicroBatch:
+        positions = pin(torch.zeros(shape, dtype=torch.int64)) if masked else None
+        documents = pin(torch.zeros(batch.micro, length, dtype=torch.int32)) if masked else None
+        ids, labels = (pin(torch.zeros(shape, dtype=torch.int64)) for _ in range(2))
+        return MicroBatch(ids, labels, positions, documents)
+
+    return StepBatch(number, [micro() for _ in range(batch.accumulation)], targets=batch.tokens)

@@ -1,0 +1,133 @@
+"""The large run that a ladder is for: its config without its layout, and its counts of parameters and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
+from pipeline.config.deepspeed.file import translate
+from pipeline.config.renamed_keys import refuse_renamed
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.engines.common import model_dtype
+from pipeline.models.build.meta import build_meta
+from pipeline.models.count import ModelSize, measure
+from pipeline.plan.laws.law_warnings import Training, training_of
+from pipeline.run.prepare import PreparedRun, prepare
+
+_LAYOUT = ("parallel", "launch", "memory", "tensor_parallel", "pipeline", "activation_checkpointing")
+"""Sections that say how a model is spread over devices: small ones need none."""
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a model.
+
+    Attributes:
+        body: parameters without input embedding and output head: N of the published laws. Of a mixture of experts those
+            that a token uses.
+        multiplied: parameters in matrix products, which are the body and the head: N of the ladder's own fit. Pearce
+            and Song 2024 (arXiv:2406.12907) and Porian et al. 2024 (arXiv:2406.19146): leaving the head out bends the
+            law of small models.
+        flops_per_token: forward and backward.
+    """
+
+    body: int
+    multiplied: int
+    flops_per_token: float
+
+
+@dataclass(frozen=True)
+class LargeRun:
+    """The run whose loss is predicted.
+
+    Attributes:
+        raw: its config, as it was given.
+        flat: its config without its layout, for one process.
+        prepared: of `flat`: data and model were found to fit.
+        model: its Hugging Face config.
+        counts: of its model.
+    """
+
+    raw: Mapping[str, Any]
+    flat: Mapping[str, Any]
+    prepared: PreparedRun
+    model: PretrainedConfig
+    counts: Counts
+
+    @property
+    def run(self) -> ResolvedRun:
+        """Resolved for one process."""
+        return self.prepared.run
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens."""
+        return self.run.steps * self.run.batch.tokens
+
+    @property
+    def flops(self) -> float:
+        """Of the whole training."""
+        return self.counts.flops_per_token * self.tokens
+
+    @property
+    def training(self) -> Training:
+        """Its hyperparameters, for the published laws."""
+        return training_of(self.run, parameters_non_embedding=self.counts.body)
+
+
+def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
+    """Checks the config of the large run and counts its model.
+
+    Raises:
+        ConfigError, DataError: it cannot run, or a ladder of it would not mean anything.
+    """
+    section = raw.get("model") or {}
+    if raw.get("distill"):
+        remedy = "a ladder of the teacher's config, or of this one without the section"
+        raise ConfigError("distill", why="a ladder predicts the next-token loss of a model alone", remedy=remedy)
+    if section.get("path") and not section.get("fresh"):
+        why = "it continues a trained model, and smaller ones of the same training do not exist"
+        raise ConfigError("model.path", section["path"], why=why, remedy="model.config, or model.fresh true")
+    if not raw.get("train_batch_size"):
+        why = "without it the batch depends on the number of processes"
+        raise ConfigError("train_batch_size", why=why, remedy='add "train_batch_size": samples per step')
+    flat = flattened(raw)
+    prepared = prepare(resolve(_parsed(flat), world_size=1))
+    config = prepared.model.config
+    assert isinstance(config, PretrainedConfig)
+    if (prepared.size.flops_per_token) is None:
+        raise ConfigError("model.config.model_type", config.model_type, why="it has no heads", remedy="e.g. llama")
+    return LargeRun(dict(raw), flat, prepared, config, _counts_of(prepared))
+
+
+def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what spreads a model over devices; the same samples in each step."""
+    return {key: value for key, value in raw.items() if key not in (*_LAYOUT, *_BATCH)}
+
+
+def count(config: PretrainedConfig, run: ResolvedRun) -> Counts:
+    """Counts of another model in the place of the run's."""
+    model = build_meta(config, dtype=model_dtype(run.config), attn_implementation=run.config.model.attn_implementation)
+    size = measure(model, config, sequence_length=run.batch.sequence_length)
+    return _counts(size, tied=bool(config.tie_word_embeddings))
+
+
+def _counts_of(prepared: PreparedRun) -> Counts:
+    return _counts(prepared.size, tied=bool(prepared.hf_config.get("tie_word_embeddings")))
+
+
+def _counts(size: ModelSize, *, tied: bool) -> Counts:
+    body = size.non_embedding(tied=tied)
+    return Counts(body, body + size.embedding, size.flops_per_token or 0.0)
+
+
+def _parsed(raw: Mapping[str, Any]) -> Config:
+    refuse_renamed(raw)
+    return parse(Config, translate(dict(raw)).raw)

@@ -1,0 +1,125 @@
+"""Compares a run's hyperparameters with the published laws, and warns where they are far from all of them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.laws.laws import CHINCHILLA_RATIO, Quantity, Suggestion, chinchilla_loss, suggestions
+
+FAR = {Quantity.BATCH: 4.0, Quantity.LEARNING_RATE: 3.0, Quantity.WEIGHT_DECAY: 5.0, Quantity.WARMUP: 10.0}
+"""Ratio from which a value is far from a law's, a choice of ours: the laws differ by up to a factor of 2 within their
+ranges, and the optimum is broad (Step Law, figure 1)."""
+
+FEWEST_TOKENS = 5.0
+"""Tokens per parameter below which a smaller model would be better at the same compute, clearly."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The hyperparameters of a run that the laws are about.
+
+    Attributes:
+        parameters: N, without input embedding and output head.
+        tokens: D.
+        sequence_length: tokens per sample.
+        batch: tokens per step.
+        learning_rate: the peak.
+        weight_decay: of matrices.
+        warmup: tokens of warm-up.
+        optimizer: its type; the laws are AdamW's.
+    """
+
+    parameters: int
+    tokens: int
+    sequence_length: int
+    batch: int
+    learning_rate: float
+    weight_decay: float
+    warmup: int
+    optimizer: str = "AdamW"
+
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """What the laws suggest for it; the weight decay for its own batch and learning rate."""
+        return suggestions(
+            self.parameters,
+            self.tokens,
+            sequence_length=self.sequence_length,
+            batch=self.batch,
+            learning_rate=self.learning_rate,
+        )
+
+    def value(self, quantity: Quantity) -> float:
+        """What the run has of a quantity."""
+        return {
+            Quantity.BATCH: float(self.batch),
+            Quantity.LEARNING_RATE: self.learning_rate,
+            Quantity.WEIGHT_DECAY: self.weight_decay,
+            Quantity.WARMUP: float(self.warmup),
+            Quantity.TOKENS: float(self.tokens),
+        }[quantity]
+
+
+def training_of(run: ResolvedRun, *, parameters_non_embedding: int) -> Training:
+    """The hyperparameters of a resolved run.
+
+    Args:
+        run: the run.
+        parameters_non_embedding: of its model, without input embedding and output head.
+    """
+    params = run.config.optimizer.params
+    return Training(
+        parameters=parameters_non_embedding,
+        tokens=run.steps * run.batch.tokens,
+        sequence_length=run.batch.sequence_length,
+        batch=run.batch.tokens,
+        learning_rate=run.schedule.peak,
+        weight_decay=params.weight_decay,
+        warmup=run.schedule.warmup * run.batch.tokens,
+        optimizer="AdamW" if run.config.optimizer.type == "Adam" else run.config.optimizer.type,
+    )
+
+
+def warnings(training: Training) -> Iterator[str]:
+    """One line for each hyperparameter that is far from what all laws suggest, with their values."""
+    yield from _tokens(training)
+    if training.optimizer != "AdamW":
+        return
+    found = training.suggestions()
+    for quantity, factor in FAR.items():
+        laws = [each for each in found if each.quantity is quantity]
+        yield from _far(quantity, training.value(quantity), laws, factor)
+
+
+def _far(quantity: Quantity, given: float, laws: Sequence[Suggestion], factor: float) -> Iterator[str]:
+    if any(law.value / factor <= given <= law.value * factor for law in laws):
+        return
+    if min(law.value for law in laws) < given < max(law.value for law in laws):
+        return  # between two laws that disagree
+    if quantity is Quantity.WARMUP and not laws[0].in_range:
+        return  # N tokens are more than half of a run of less than two tokens per parameter
+    texts = ", ".join(f"{shown(law.value)} by {law.law}{'' if law.in_range else ' (extrapolated)'}" for law in laws)
+    yield f"{quantity}: {shown(given)}, over {factor:g} times away from {texts}"
+
+
+def _tokens(training: Training) -> Iterator[str]:
+    ratio = training.tokens / training.parameters
+    if ratio >= FEWEST_TOKENS:
+        return
+    n, d = float(training.parameters), float(training.tokens)
+    compute = n * d
+    best = (compute / CHINCHILLA_RATIO) ** 0.5
+    gain = chinchilla_loss(n, d) - chinchilla_loss(best, compute / best)
+    in_range = next(law.in_range for law in training.suggestions() if law.quantity is Quantity.TOKENS)
+    if gain > 0:
+        less = f"{gain:.2f} nats less" if in_range else "a lower loss (extrapolated)"
+        yield (
+            f"{Quantity.TOKENS}: {training.tokens:,}, {ratio:.1f} per parameter: {best:,.0f} parameters on"
+            f" {compute / best:,.0f} tokens cost as much compute, and by the Chinchilla law have {less}"
+        )
+
+
+def shown(value: float) -> str:
+    """A value of any size."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -1,0 +1,90 @@
+"""Seconds of collectives and of a pipeline's step, by the simplest closed forms.
+
+Ring collectives over the slowest link (Thakur et al. 2005, section 4), and the bubble of a schedule. Closed forms for
+the search (`closed_forms`), simulated for what is shown (`simulated_step`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.plan.predict.links import Topology
+
+_ZERO_BUBBLE = 1 / 3
+"""Bubble of zero_bubble over that of 1F1B: T_F + T_B - T_W to T_F + T_B + T_W, where the three take equally long
+(Qi et al. 2023, arXiv:2401.10241, section 2.3)."""
+
+
+def collective_seconds(kind: str, size_bytes: float, ranks: Sequence[int], topology: Topology, count: int = 1) -> float:
+    """Seconds of collectives one after the other.
+
+    A ring moves (n - 1) / n of the whole tensor of an all-gather, a reduce-scatter or an all-to-all through each of its
+    n ranks, and twice that of an all-reduce. A group within a node has its links; the ring of a group that spans nodes
+    leaves every node once, by the network of its g ranks there: min(within, g x between).
+
+    Args:
+        kind: all_gather, reduce_scatter, all_to_all, all_reduce or send.
+        size_bytes: of the whole tensors of all collectives.
+        ranks: global ranks of the group.
+        topology: the links.
+        count: how many collectives the bytes are spread over.
+    """
+    n = len(ranks)
+    if n < 2:
+        return 0.0
+    topology = topology.of(kind)
+    first = ranks[0] // topology.devices_per_node
+    per_node = sum(rank // topology.devices_per_node == first for rank in ranks)
+    within = per_node == n
+    bandwidth = topology.among(per_node).within.bandwidth
+    if not within:
+        bandwidth = min(bandwidth, per_node * topology.between.bandwidth)
+    share = {"send": 1.0, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+    latency = (topology.within if within else topology.between).latency_s
+    return size_bytes * share / bandwidth + count * latency * math.ceil(math.log2(n))
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """A step's passes.
+
+    Attributes:
+        seconds: of all micro-batches, with the bubble.
+        bubble: that a rank waits for the others.
+    """
+
+    seconds: float
+    bubble: float
+
+
+def pipeline_step(
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    forward_s: float,
+    backward_s: float,
+    transfer_s: float,
+    *,
+    virtual_stages: int = 1,
+) -> PipelineTime:
+    """Seconds of all forward and backward passes of the slowest rank.
+
+    The bubble of gpipe and 1F1B is (p - 1) micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), that
+    of v virtual stages a v-th of it. Messages take time in the bubble alone: else a pass of another micro-batch hides
+    them.
+
+    Args:
+        schedule: gpipe, 1f1b, interleaved_1f1b or zero_bubble.
+        stages: ranks of the pipeline.
+        micro_batches: of a step.
+        forward_s: of a micro-batch on the slowest rank, all its virtual stages.
+        backward_s: the same, backward.
+        transfer_s: of a message between two stages.
+        virtual_stages: of a rank.
+    """
+    computing = micro_batches * (forward_s + backward_s)
+    share = _ZERO_BUBBLE if schedule == "zero_bubble" else 1.0
+    bubble = (stages - 1) * (share * (forward_s + backward_s) / virtual_stages + 2 * transfer_s)
+    return PipelineTime(computing + bubble, bubble)

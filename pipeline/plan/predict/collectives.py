@@ -1,0 +1,168 @@
+"""Seconds of collectives over a topology, by ring, tree and hierarchically.
+
+Alpha-beta model: a message of s bytes takes a + s / b, with a the latency and b the bandwidth of a link. Per rank of p,
+g of them on each of m nodes, and n bytes:
+
+| collective | ring | tree | hierarchical |
+|---|---|---|---|
+| reduce-scatter, all-gather | L + (p - 1) n / (p B) | - | H |
+| all-reduce | twice that | 2 ((g - 1) a_in + ceil(log2 m) a_out + n / B) | 2 H |
+| all-to-all | every message by itself | - | within nodes, then between peers |
+
+H = (g - 1) (a_in + n / (g b_in)) + (m - 1) (a_out + n / (p b_out)).
+L = (p - m) a_in + (m - 1) a_out: what a chunk meets on its way around the ring. B = min(b_in, g b_out): a ring per
+network card, each with its share of the bytes, as NCCL makes them, so that a node's whole network carries a ring.
+Where devices of a node are linked one to one, g of them have g - 1 links each, and b_in is the sum of these.
+
+Sources: ring, pairwise exchange and the alpha-beta model: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of
+Collective Communication Operations in MPICH, IJHPCA 19 (2005) 49-66. Tree: the double binary tree of P. Sanders,
+J. Speck, J. L. Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing 35
+(2009) 581-594; its latency and two passes at full bandwidth are those by which NCCL chooses (`src/graph/tuning.cc`).
+NCCL takes the algorithm that its model says is the fastest, and so does `fastest`.
+
+Not in the model: NCCL's protocols (LL, LL128) and their lower bandwidth, in-network reduction (SHARP), congestion.
+n is the size of the whole tensor: the input of a reduce-scatter, the output of an all-gather, what one rank sends in an
+all-to-all, its own share included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.plan.predict.links import Link, Topology
+from pipeline.runtime.machines.machine import Operation
+
+Algorithm = Literal["ring", "tree", "hierarchical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a collective.
+
+    Attributes:
+        size: number of ranks.
+        nodes: how many nodes they are on, in equal numbers.
+    """
+
+    size: int
+    nodes: int
+
+    @property
+    def per_node(self) -> int:
+        """Ranks on each node; the most where they are not equal."""
+        return math.ceil(self.size / self.nodes)
+
+
+def group_of(topology: Topology, *, size: int, stride: int = 1) -> Group:
+    """The group of `size` ranks, each `stride` ranks after the one before, from the first rank of a node on.
+
+    Args:
+        topology: ranks are numbered node by node.
+        size: number of ranks.
+        stride: e.g. tp for a data-parallel group, whose members are tp ranks apart.
+    """
+    nodes = {rank * stride // topology.devices_per_node for rank in range(size)}
+    return Group(size, len(nodes))
+
+
+def collective_s(operation: Operation, algorithm: Algorithm, group: Group, topology: Topology, *, size: float) -> float:
+    """Seconds of a collective.
+
+    Args:
+        operation: which.
+        algorithm: ring for all; a tree for all-reduce only; hierarchical: within nodes, then between them.
+        group: its ranks.
+        topology: their links.
+        size: bytes of the whole tensor.
+
+    Raises:
+        ValueError: the operation has no such algorithm.
+    """
+    if (operation, algorithm) not in _ALGORITHMS:
+        raise ValueError(f"{operation} has no algorithm {algorithm}")
+    if group.size == 1:
+        return 0.0
+    return _ALGORITHMS[operation, algorithm](group, topology.of(operation).among(group.per_node), size)
+
+
+def fastest(operation: Operation, group: Group, topology: Topology, *, size: float) -> tuple[Algorithm, float]:
+    """The algorithm that takes the fewest seconds, and these."""
+    found = [
+        (algorithm, collective_s(operation, algorithm, group, topology, size=size))
+        for of, algorithm in _ALGORITHMS
+        if of == operation
+    ]
+    return min(found, key=lambda each: each[1])
+
+
+def send_s(topology: Topology, *, size: float, same_node: bool) -> float:
+    """Seconds of a message between two ranks."""
+    return (topology.among(2).within if same_node else topology.between).seconds(size)
+
+
+def _bandwidth(group: Group, topology: Topology) -> float:
+    """What a ring or tree over the group moves in bytes per second: B above."""
+    if group.nodes == 1:
+        return topology.within.bandwidth
+    network = group.per_node * topology.between.bandwidth
+    return network if group.per_node == 1 else min(topology.within.bandwidth, network)
+
+
+def _shares(ranks: int, link: Link, size: float) -> float:
+    """p - 1 messages of n / p bytes."""
+    return (ranks - 1) * link.seconds(size / ranks)
+
+
+def _ring(times: int) -> Callable[[Group, Topology, float], float]:
+    def seconds(group: Group, topology: Topology, size: float) -> float:
+        near = (group.size - group.nodes) * topology.within.latency_s
+        latency = near + (group.nodes - 1) * topology.between.latency_s
+        return times * (latency + (group.size - 1) * size / (group.size * _bandwidth(group, topology)))
+
+    return seconds
+
+
+def _tree(group: Group, topology: Topology, size: float) -> float:
+    """A chain within each node, a double binary tree over the nodes; reduction, then broadcast."""
+    near = (group.per_node - 1) * topology.within.latency_s
+    latency = near + math.ceil(math.log2(group.nodes)) * topology.between.latency_s
+    return 2 * (latency + size / _bandwidth(group, topology))
+
+
+def _hierarchical_all_reduce(group: Group, topology: Topology, size: float) -> float:
+    """Reduce-scatter within nodes, all-reduce of the shares between nodes, all-gather within nodes."""
+    return 2 * _hierarchical_half(group, topology, size)
+
+
+def _hierarchical_half(group: Group, topology: Topology, size: float) -> float:
+    """Reduce-scatter within nodes, then of the shares between nodes; an all-gather the other way round."""
+    within = _shares(group.per_node, topology.within, size)
+    return within + _shares(group.nodes, topology.between, size / group.per_node)
+
+
+def _pairwise(group: Group, topology: Topology, size: float) -> float:
+    """Each rank sends every other its share; those of the same node over the links within."""
+    share = size / group.size
+    near, far = group.per_node - 1, group.size - group.per_node
+    return near * topology.within.seconds(share) + far * topology.between.seconds(share)
+
+
+def _hierarchical_all_to_all(group: Group, topology: Topology, size: float) -> float:
+    """First within nodes, so that each rank has what its node sends to its peers; then one message to each node."""
+    return _shares(group.per_node, topology.within, size) + _shares(group.nodes, topology.between, size)
+
+
+_ALGORITHMS: dict[tuple[Operation, Algorithm], Callable[[Group, Topology, float], float]] = {
+    ("all_reduce", "ring"): _ring(2),
+    ("all_reduce", "tree"): _tree,
+    ("all_reduce", "hierarchical"): _hierarchical_all_reduce,
+    ("reduce_scatter", "ring"): _ring(1),
+    ("reduce_scatter", "hierarchical"): _hierarchical_half,
+    ("all_gather", "ring"): _ring(1),
+    ("all_gather", "hierarchical"): _hierarchical_half,
+    ("all_to_all", "ring"): _pairwise,
+    ("all_to_all", "hierarchical"): _hierarchical_all_to_all,
+}

@@ -1,0 +1,121 @@
+"""What a rank sends in a step: the least of `parallel.traffic`, with what the engines really do beside it.
+
+`tests/plan/test_work.py` holds it against the collectives of steps executed on fake tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.topology import AXES, Topology
+from pipeline.engines.sizes import traffic
+from pipeline.engines.sizes.traffic import Layout
+from pipeline.runtime.machines.machine import Operation
+
+_GRADIENT_BYTES = 4
+"""Gradients are reduced in fp32, unless communication_data_type says bf16."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one purpose.
+
+    Attributes:
+        purpose: weights, gradients, tensor, context or pipeline.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all or send.
+        bytes: of the whole tensors, in a step.
+        count: of collectives, in a step.
+        ranks: global ranks of rank 0's group.
+    """
+
+    purpose: str
+    kind: Operation | Literal["send"]
+    bytes: float
+    count: int
+    ranks: tuple[int, ...]
+
+
+def transfers(layout: Layout) -> list[Transfer]:
+    """Collectives and messages of a step, by purpose; those of a single rank, and of a few numbers, are left out."""
+    found = [*_data_parallel(layout), *_within_layers(layout), *_pipeline(layout)]
+    return [each for each in found if len(each.ranks) > 1 and each.bytes]
+
+
+def _data_parallel(layout: Layout) -> Iterator[Transfer]:
+    run, stage = layout.run, layout.stage
+    units, micro_batches = len(layout.rank.layers) + 2, layout.micro_batches
+    data = group_of(run.topology, ("dp", "cp"))
+    shard = run.config.parallel.hybrid_shard_size or len(data)
+    weights = _weights(layout) * (0.5 if run.config.fp8.enabled and run.config.fp8.fsdp_all_gather else 1.0)
+    gathers = units * (2 * micro_batches if stage == 3 else 1)
+    yield Transfer("weights", "all_gather", weights, gathers, data[:shard])
+    gradients = traffic.gradients(layout) * _gradient_size(run) / layout.size
+    reductions = units * (micro_batches if stage >= 2 else 1)
+    scattered = stage == 3 or (stage == 2 and run.config.engine == "torch")
+    yield Transfer("gradients", "reduce_scatter" if scattered else "all_reduce", gradients, reductions, data[:shard])
+    if shard < len(data):  # HSDP sums the shards over the replicas
+        yield Transfer("gradients", "all_reduce", gradients / shard, reductions, data[::shard])
+
+
+def _weights(layout: Layout) -> float:
+    """Bytes of all-gathers: FSDP2 gathers the last layer again too."""
+    least, rank, run = traffic.weights(layout), layout.rank, layout.run
+    if layout.stage < 3:
+        return least
+    whole = layout.micro_batches * layout.size * rank.parameters
+    if run.config.engine != "deepspeed":
+        return least + layout.micro_batches * layout.size * rank.layers[-1]
+    live = run.config.zero_optimization.stage3_max_live_parameters or int(1e9)
+    # what was gathered stays between the passes, up to the limit. From the second step on a layer that is recomputed
+    # stays for its backward pass, by `stage3_max_reuse_distance`
+    again = max(0, rank.parameters - live) / rank.parameters
+    return whole * (1 + again)
+
+
+def _gradient_size(run: ResolvedRun) -> int:
+    return 2 if run.config.communication_data_type == "bf16" else _GRADIENT_BYTES
+
+
+def _within_layers(layout: Layout) -> Iterator[Transfer]:
+    run, layers = layout.run, len(layout.rank.layers) * layout.micro_batches
+    full = run.config.memory.activation_checkpointing == "full"
+    repeated = 1 / run.config.memory.every_n_layers if full else 0.0
+    if run.topology.tp > 1:
+        ranks = group_of(run.topology, ("tp",))
+        inside = layout.micro_batches * layout.hidden * 2 * len(layout.rank.layers)
+        sizes: dict[Operation, float] = {
+            "all_gather": traffic.tensor_gathers(layout),
+            "reduce_scatter": traffic.tensor_scatters(layout),
+        }
+        for kind, size in sizes.items():
+            yield Transfer("tensor", kind, size + repeated * inside, round(layers * (4 + 2 * repeated)), ranks)
+    if run.topology.cp > 1:
+        ranks = group_of(run.topology, ("cp",))
+        exchanged = traffic.attention_exchanges(layout) * (1 + repeated / 2)
+        if run.zigzag:
+            gradients = traffic.attention_gradients(layout) * _GRADIENT_BYTES / layout.size
+            yield Transfer("context", "send", exchanged + gradients, 3 * layers * run.topology.cp, ranks)
+        else:
+            yield Transfer("context", "all_to_all", exchanged, round(layers * 8 * (1 + repeated / 2)), ranks)
+
+
+def _pipeline(layout: Layout) -> Iterator[Transfer]:
+    run, rank = layout.run, layout.rank
+    borders = 2 * rank.stages - int(rank.first) - int(rank.last)
+    ranks = group_of(run.topology, ("pp",))
+    yield Transfer("pipeline", "send", traffic.stage_messages(layout), borders * layout.micro_batches, ranks[:2])
+
+
+@functools.cache
+def group_of(topology: Topology, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The ranks that differ from rank 0 along some axes only, in order."""
+    found = [0]
+    for axis in AXES:
+        if axis in axes:
+            others = topology.group(0, axis)
+            found = [rank + other for rank in found for other in others]
+    return tuple(sorted(found))

@@ -1,0 +1,93 @@
+"""Peak memory of a rank by phase and by kind, with its interval, by the formulas of `parallel.memory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.sizes.memory import KINDS, Bytes, host_memory, phases
+from pipeline.plan.predict.interval import Interval
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.runtime.machines.machine import Machine
+
+FORMULA_ERROR = 0.05
+"""How far the formulas are from a step on fake tensors (tests/plan/fake_gpu/test_traffic_and_memory.py)."""
+
+LABELS = {"buffers": "communication buffers"}
+"""Kind -> how it is shown, where the two differ."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of the pipeline rank that needs most.
+
+    Attributes:
+        pp_rank: which rank.
+        phases: phase -> kind -> bytes; "fragmentation" and "context and NCCL" are kinds beside those of tensors.
+        peak: bytes of the phase that needs most.
+        phase: its name.
+        device: bytes of a device.
+        host: bytes of host memory of that rank under offload; 0 without. On a CPU they are in the phases too.
+    """
+
+    pp_rank: int
+    phases: dict[str, dict[str, float]]
+    peak: Interval
+    phase: str
+    device: float
+    host: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the typical peak fits."""
+        return self.peak.typical <= self.device
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.peak.high <= self.device:
+            return "fits"
+        if self.peak.typical <= self.device:
+            return "fits, but for the upper end of the interval"
+        return "does not fit" + (", but for the lower end of the interval" if self.peak.low <= self.device else "")
+
+
+def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> MemoryPlan:
+    """The memory of a run.
+
+    Raises:
+        ConfigError: see `ModelCosts.shares`.
+    """
+    footprint = costs.shares(run).footprint
+    by_rank = [phases(run, footprint, pp_rank=rank, cpu=not machine.gpu) for rank in range(run.topology.pp)]
+    worst = max(range(len(by_rank)), key=lambda rank: max(each.total for each in by_rank[rank].values()))
+    shown = {name: _kinds(each, machine) for name, each in by_rank[worst].items()}
+    phase = max(shown, key=lambda name: sum(shown[name].values()))
+    host = host_memory(run, footprint, pp_rank=worst)
+    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], machine), phase, machine.memory.bytes, host)
+
+
+def typical_peak(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> float:
+    """The typical peak alone, in bytes; quicker than `memory_plan`."""
+    footprint = costs.shares(run).footprint
+    return max(
+        _with_overhead(each, machine, end=1)
+        for rank in range(run.topology.pp)
+        for each in phases(run, footprint, pp_rank=rank, cpu=not machine.gpu).values()
+    )
+
+
+def _kinds(each: Bytes, machine: Machine) -> dict[str, float]:
+    fragments = machine.overhead.fragmentation[1] * (each.activations + each.logits)
+    kinds = {LABELS.get(kind, kind): float(getattr(each, kind)) for kind in KINDS}
+    return {**kinds, "fragmentation": fragments, "context and NCCL": machine.overhead.bytes[1]}
+
+
+def _peak(each: Bytes, machine: Machine) -> Interval:
+    low, typical, high = (_with_overhead(each, machine, end=end) for end in range(3))
+    return Interval(low - FORMULA_ERROR * each.total, typical, high + FORMULA_ERROR * each.total)
+
+
+def _with_overhead(each: Bytes, machine: Machine, *, end: int) -> float:
+    overhead = machine.overhead
+    return each.total + overhead.fragmentation[end] * (each.activations + each.logits) + overhead.bytes[end]

@@ -1,0 +1,118 @@
+"""Sizes and FLOPs of a model, counted once for all layouts that a plan compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.costs import forward_flops
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.rank_model import Footprint, widths_of
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.models.count import ModelSize, measure
+from pipeline.models.routers import find_routers
+
+
+@dataclass(frozen=True)
+class StageFlops:
+    """Forward FLOPs per token of one (virtual) stage, before tensor parallelism.
+
+    Attributes:
+        layers: number of its decoder layers.
+        linear: of the matrix products of its layers.
+        attention: of scores and values: the causal half, which kernels compute.
+        head: of the head; 0 on stages without it.
+    """
+
+    layers: int
+    linear: float
+    attention: float
+    head: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the ranks of a pipeline hold and compute.
+
+    Attributes:
+        footprint: of all ranks.
+        flops: of every rank, those of its (virtual) stages in order.
+    """
+
+    footprint: Footprint
+    flops: tuple[tuple[StageFlops, ...], ...]
+
+
+@dataclass
+class ModelCosts:
+    """A model on meta, and what is counted of it.
+
+    Attributes:
+        model: on meta.
+        size: parameters and FLOPs per token.
+        routed: elements that a mixture of experts sums over all ranks; see `traffic.Layout`.
+    """
+
+    model: nn.Module
+    size: ModelSize
+    routed: int
+    _layers: tuple[list[float], list[float], float]
+    _shares: dict[tuple[float, ...], Shares | ConfigError] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, *, sequence_length: int) -> ModelCosts:
+        """Counts a model.
+
+        Raises:
+            ConfigError: the architecture is not built like Llama's, and the formulas do not hold.
+        """
+        config: Any = model.config
+        assert isinstance(config, PretrainedConfig)
+        if widths_of(config) is None or not getattr(config, "base_model_pp_plan", None):
+            why = "the formulas hold for decoders that are built like Llama's, of which transformers lists the layers"
+            remedy = "headrace check --exact, which executes a step on fake tensors"
+            raise ConfigError("model", config.model_type, why=why, remedy=remedy)
+        linear, head = forward_flops(model, sequence_length=0)
+        # a token attends to half of the positions on average
+        causal, _ = forward_flops(model, sequence_length=sequence_length // 2)
+        attention = [whole - part for whole, part in zip(causal, linear, strict=True)]
+        size = measure(model, config, sequence_length=sequence_length)
+        routed = sum(2 * router.experts for router in find_routers(model))
+        return cls(model, size, routed, (linear, attention, head))
+
+    def shares(self, run: ResolvedRun) -> Shares:
+        """What each rank of a run's pipeline holds and computes.
+
+        Raises:
+            ConfigError: the architecture does not have the layout.
+        """
+        if run.stage_devices.memory is not None:  # what fits depends on the whole config
+            return self._counted(run)
+        key = (run.topology.tp, run.topology.pp, run.virtual_stages, *run.stage_devices.speeds)
+        if key not in self._shares:
+            try:
+                self._shares[key] = self._counted(run)
+            except ConfigError as error:
+                self._shares[key] = error
+        found = self._shares[key]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def _counted(self, run: ResolvedRun) -> Shares:
+        footprint = footprint_of(run, self.model)
+        assert footprint is not None  # `of` has refused the others
+        linear, attention, head = self._layers
+        ranks: list[list[StageFlops]] = [[] for _ in footprint.ranks]
+        stages = pipeline_stages(run, self.model)
+        for stage in stages:
+            part = slice(*stage.layers)
+            last = stage.index == len(stages) - 1
+            flops = StageFlops(len(linear[part]), sum(linear[part]), sum(attention[part]), head if last else 0.0)
+            ranks[stage.index % run.topology.pp].append(flops)
+        return Shares(footprint, tuple(map(tuple, ranks)))

@@ -1,0 +1,203 @@
+"""Simulates a step of a pipeline: every rank executes its program, and waits for what others send.
+
+A message is on its way from the moment when the sender has sent it and the receiver has asked for it (rendezvous, as
+NCCL and gloo do), and takes a given time. A pass begins when the rank is free and its input has arrived. Not simulated:
+messages that share a link, collectives within a stage, the host's own time between two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipeline.plan.predict.passes import RECEIVES, SENDS, Instruction, Kind, Program
+
+
+class PassTimes(Protocol):
+    """The times of a virtual stage's passes."""
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Of a pass."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch in a virtual stage.
+
+    Attributes:
+        forward_s: forward pass.
+        input_backward_s: gradients of the inputs, activation checkpointing's second forward pass included.
+        weight_backward_s: gradients of the weights. A schedule that does not split the backward pass takes the sum.
+    """
+
+    forward_s: float
+    input_backward_s: float
+    weight_backward_s: float = 0.0
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Of a pass. torch does all of the first stage's backward pass with its weights: no input needs a gradient."""
+        backward = self.input_backward_s + self.weight_backward_s
+        first = instruction.stage == 0
+        return {
+            Kind.FORWARD: self.forward_s,
+            Kind.BACKWARD: backward,
+            Kind.INPUT_BACKWARD: 0.0 if first else self.input_backward_s,
+            Kind.WEIGHT_BACKWARD: backward if first else self.weight_backward_s,
+        }[instruction.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """A pass with its time.
+
+    Attributes:
+        rank: pipeline rank.
+        instruction: what is computed.
+        start_s, end_s: seconds since the step began.
+    """
+
+    rank: int
+    instruction: Instruction
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of a pipeline.
+
+    Attributes:
+        ranks: number of pipeline ranks.
+        passes: of all ranks, each rank's in order.
+    """
+
+    ranks: int
+    passes: tuple[TimedPass, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all passes of the step, without the reduction of gradients and the update."""
+        return max(each.end_s for each in self.passes)
+
+    def idle_s(self, rank: int) -> float:
+        """Seconds of the step in which a rank computes nothing."""
+        return self.seconds - sum(each.end_s - each.start_s for each in self.passes if each.rank == rank)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they compute nothing."""
+        return sum(self.idle_s(rank) for rank in range(self.ranks)) / (self.ranks * self.seconds)
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Most micro-batches whose activations a rank holds at once, each virtual stage's counting.
+
+        From the beginning of the forward pass to the end of the backward pass, that of the weights where it is split.
+        """
+        held, peak = 0, 0
+        own = [each.instruction.kind for each in self.passes if each.rank == rank]
+        for kind in own:
+            held += kind is Kind.FORWARD
+            peak = max(peak, held)
+            held -= kind in (Kind.BACKWARD, Kind.WEIGHT_BACKWARD)
+        return peak
+
+
+def simulate_pipeline(program: Program, times: Sequence[PassTimes], *, transfers: Sequence[float]) -> Timeline:
+    """Simulates one step.
+
+    Args:
+        program: of the schedule.
+        times: of every virtual stage.
+        transfers: seconds of a micro-batch's hidden states from each virtual stage to the next; its gradients take as
+            long on the way back.
+    """
+    assert len(times) == program.stages == len(transfers) + 1
+    mail = _Mail(transfers)
+    ranks = [_Rank(rank, program, times, mail) for rank in range(len(program.ranks))]
+    while not all(rank.finished for rank in ranks):
+        # each rank goes on until it waits for another: its own clock, so that the order of ranks does not matter
+        advanced = [rank.advance() for rank in ranks]
+        assert any(advanced), f"deadlock: {[str(rank.next) for rank in ranks if not rank.finished]}"
+    return Timeline(len(ranks), tuple(each for rank in ranks for each in rank.passes))
+
+
+_Message = tuple[bool, int, int]
+"""Forward or not, the receiving stage, the micro-batch."""
+
+
+@dataclass
+class _Mail:
+    """Messages between stages: when they were sent and asked for."""
+
+    transfers: Sequence[float]
+    sent: dict[_Message, float] = field(default_factory=dict)
+    asked: dict[_Message, float] = field(default_factory=dict)
+
+    def arrival(self, message: _Message) -> float | None:
+        """When it has been received; None while that is not known."""
+        if message not in self.sent or message not in self.asked:
+            return None
+        forward, stage, _ = message
+        return max(self.sent[message], self.asked[message]) + self.transfers[stage - 1 if forward else stage]
+
+
+@dataclass
+class _Rank:
+    """A rank, its clock, and how far it has come in its program."""
+
+    rank: int
+    program: Program
+    times: Sequence[PassTimes]
+    mail: _Mail
+    now: float = 0.0
+    position: int = 0
+    unfinished_sends: list[_Message] = field(default_factory=list)
+    passes: list[TimedPass] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.position == len(self.program.ranks[self.rank])
+
+    @property
+    def next(self) -> Instruction:
+        return self.program.ranks[self.rank][self.position]
+
+    def advance(self) -> bool:
+        """Executes instructions until one has to wait for another rank; returns whether there was any."""
+        before = self.position
+        while not self.finished and self._execute(self.next):
+            self.position += 1
+        return self.position > before
+
+    def _execute(self, instruction: Instruction) -> bool:
+        stage, micro_batch = instruction.stage, instruction.micro_batch
+        if instruction.kind in SENDS:
+            forward = instruction.kind is Kind.SEND_FORWARD
+            message = (forward, stage + 1 if forward else stage - 1, micro_batch)
+            self.mail.sent[message] = self.now
+            self.unfinished_sends.append(message)
+            return True
+        if instruction.kind in RECEIVES:
+            self.mail.asked[instruction.kind is Kind.RECEIVE_FORWARD, stage, micro_batch] = self.now
+            return True
+        needed = [self._input(instruction)] + (self.unfinished_sends if self.program.waits_for_sends else [])
+        arrivals = [self.mail.arrival(message) for message in needed if message is not None]
+        known = [arrival for arrival in arrivals if arrival is not None]
+        if len(known) < len(arrivals):
+            return False
+        start = max([self.now, *known])
+        self.now = start + self.times[stage].seconds(instruction)
+        self.passes.append(TimedPass(self.rank, instruction, start, self.now))
+        self.unfinished_sends.clear()
+        return True
+
+    def _input(self, instruction: Instruction) -> _Message | None:
+        """The message that a pass needs; None where its input is this rank's own."""
+        forward, stage = instruction.kind is Kind.FORWARD, instruction.stage
+        source = stage - 1 if forward else stage + 1
+        own = instruction.kind is Kind.WEIGHT_BACKWARD or not 0 <= source < self.program.stages
+        if own or self.program.rank_of(source) == self.rank:
+            return None
+        return forward, stage, instruction.micro_batch

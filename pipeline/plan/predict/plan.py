@@ -1,0 +1,129 @@
+"""A plan: what a run needs and takes, with intervals, what binds it, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.predict.interval import Interval
+from pipeline.plan.predict.memory_plan import MemoryPlan, memory_plan
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.plan.predict.rates import HIGH, LOW, TYPICAL, Product, Rates, dtype_of, rates_of
+from pipeline.plan.predict.simulated_step import SIMULATED
+from pipeline.plan.predict.step_model import StepModel
+from pipeline.plan.predict.step_time import StepTime, step_time, works_of
+from pipeline.runtime.machines.machine import Machine
+
+DAY = 86_400.0
+
+CONSTRAINTS = {
+    "products": "compute: matrix products and attention",
+    "kernels": "memory bandwidth: kernels other than matrix products",
+    "tensor_parallel": "communication of tensor parallelism, for which layers wait",
+    "context_parallel": "communication of context parallelism, for which attention waits",
+    "data_parallel": "communication of data parallelism that no kernel hides: weights gathered, gradients reduced",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "memory bandwidth: the optimizer's update and the addition of gradients",
+    "offload": "the link to the host and the update there (offload)",
+    "data": "the data loader",
+    "checkpoint": "checkpoints",
+}
+"""Part of a step's time -> what a run is bound by where that part is the longest."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs and takes.
+
+    Attributes:
+        memory: of the rank that needs most.
+        step: seconds of a step by part; see `StepTime`.
+        split: the same, summed up.
+        step_s: seconds of a step.
+        tokens: of the whole run.
+        tokens_per_s: of all ranks.
+        mfu: model FLOPs utilization, 6N + 12Lhs over the dense peak of the run's dtype, of bf16 for fp8 too.
+        days: of the run, without failures and evaluation.
+        gpu_hours: of all devices.
+        constraint: key of `CONSTRAINTS`, or "memory".
+    """
+
+    memory: MemoryPlan
+    step: dict[str, Interval]
+    split: dict[str, Interval]
+    step_s: Interval
+    tokens: int
+    tokens_per_s: Interval
+    mfu: Interval | None
+    days: Interval
+    gpu_hours: Interval
+    constraint: str
+
+    @property
+    def binding(self) -> str:
+        """The binding constraint in words."""
+        if self.constraint == "memory":
+            return "memory: a rank needs more than a device has"
+        share = self.step[self.constraint].typical / self.step_s.typical
+        return f"{CONSTRAINTS[self.constraint]} ({share:.0%} of the step)"
+
+
+def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
+    """The plan of a run, simulated.
+
+    Raises:
+        ConfigError: the architecture does not have the layout.
+    """
+    works, memory = works_of(run, costs), memory_plan(run, costs, machine)
+    ends = [run_rates(run, costs, machine, end) for end in (LOW, TYPICAL, HIGH)]
+    times = [step_time(run, works, rates, model=SIMULATED) for rates in ends]
+    names = [part.name for part in fields(StepTime)]
+    parts = {name: Interval.of(*(getattr(time, name) for time in times)) for name in names}
+    splits = [time.split() for time in times]
+    split = {name: Interval.of(*(each[name] for each in splits)) for name in splits[0]}
+    seconds = Interval.of(*(time.total for time in times))
+    tokens = run.steps * run.batch.tokens
+    per_s = seconds.map(lambda each: run.batch.tokens / each)
+    duration = seconds.map(lambda each: each * run.steps)
+    flops, peak = costs.size.flops_per_token, _peak_flops(run, machine)
+    return Plan(
+        memory=memory,
+        step=parts,
+        split=split,
+        step_s=seconds,
+        tokens=tokens,
+        tokens_per_s=per_s,
+        mfu=None if flops is None else per_s.map(lambda each: each * flops / (run.topology.world_size * peak)),
+        days=duration.map(lambda each: each / DAY),
+        gpu_hours=duration.map(lambda each: each * run.topology.world_size / 3600),
+        constraint=max(names, key=lambda name: parts[name].typical) if memory.fits else "memory",
+    )
+
+
+def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model: StepModel) -> StepTime:
+    """The typical time of a step alone: by closed forms for a search, simulated for what is shown.
+
+    Raises:
+        ConfigError: the architecture does not have the layout.
+    """
+    return step_time(run, works_of(run, costs), run_rates(run, costs, machine, TYPICAL), model=model)
+
+
+def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -> Rates:
+    """A machine's rates for a run: those of its dtype, and of a calibrated one of its largest product, the MLP's."""
+    widths = costs.shares(run).footprint.widths
+    rows = run.batch.micro * run.batch.sequence_length // run.topology.cp
+    inner = widths.intermediate if widths.experts else max(1, widths.intermediate // run.topology.tp)
+    return rates_of(
+        machine,
+        dtype_of(run.config),
+        end,
+        product=Product(rows, widths.hidden, inner),
+        # FSDP2 overlaps by CUDA streams: on a CPU its collectives are calls that return when they are done
+        hidden=machine.gpu or run.config.engine == "deepspeed",
+    )
+
+
+def _peak_flops(run: ResolvedRun, machine: Machine) -> float:
+    dtype = "bf16" if run.config.bf16.enabled else "fp16" if run.config.fp16.enabled else "fp32"
+    return next(machine.peak_flops[each] for each in (dtype, "bf16", "fp32") if each in machine.peak_flops)

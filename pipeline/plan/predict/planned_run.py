@@ -1,0 +1,153 @@
+"""The run that is planned: a config resolved for a number of nodes, and its model on meta; no data, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import read_manifest
+from headrace.base.errors import ConfigError, DataError
+from pipeline.config.changes import changed
+from pipeline.config.load import read_config
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.data.dataset import tokenizer_details
+from pipeline.engines.common import model_dtype
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.fp8 import torchao_note
+from pipeline.models.build.meta import build_meta
+from pipeline.models.hf_config import resolve_hf_config
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.run.prepare import attention_of
+from pipeline.runtime.machines.machine import Machine
+from pipeline.runtime.machines.ranks import with_ranks
+
+VOCABULARY = 128_256
+"""Ids where neither the config nor a dataset says how many: Llama 3's."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a plan is made of.
+
+    Attributes:
+        run: resolved for the processes.
+        costs: of its model.
+        machine: that it runs on, with the rates that its ranks get.
+        vocabulary: ids of the tokenizer.
+        notes: what was assumed, one sentence each.
+    """
+
+    run: ResolvedRun
+    costs: ModelCosts
+    machine: Machine
+    vocabulary: int
+    notes: tuple[str, ...]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the processes of its mesh."""
+        return -(-self.run.topology.world_size // self.machine.devices_per_node)
+
+
+def open_run(
+    path: str, overrides: Sequence[str], machine: Machine, *, nodes: int | None, processes: int | None = None
+) -> PlannedRun:
+    """Reads a config, resolves it for a number of nodes and builds its model on meta.
+
+    Args:
+        path: of the config.
+        overrides: as of `--set`.
+        machine: the nodes.
+        nodes: how many; None for the fewest that the layout takes.
+        processes: ranks, in the place of all devices of the nodes; on a CPU all on one host.
+
+    Raises:
+        ConfigError, DataError: the config cannot run, or the formulas do not hold for its model.
+    """
+    config = read_config(path, overrides).config
+    notes: list[str] = []
+    run = resolve(config, world_size=processes) if processes else _on_nodes(config, machine, nodes, notes)
+    ranks, devices = run.topology.world_size, machine.devices_per_node
+    if processes and not machine.gpu and ranks > devices:
+        notes.append(f"{ranks} ranks share the {devices} cores of a host: each has {devices / ranks:.2g} of one.")
+        machine = with_ranks(machine, ranks)
+    else:
+        machine = with_ranks(machine, min(ranks, devices))
+    return planned_run(run, machine, vocabulary=_vocabulary(config, notes), notes=notes)
+
+
+def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: Sequence[str] = ()) -> PlannedRun:
+    """Builds the model of a resolved run on meta and counts it.
+
+    Args:
+        run: resolved for its processes.
+        machine: the nodes.
+        vocabulary: ids of the tokenizer.
+        notes: what was assumed so far.
+
+    Raises:
+        ConfigError, DataError: see `open_run`.
+    """
+    config = run.config
+    tokenizer = {"vocab_size": vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
+    hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
+    model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
+    check_layout(run, model, packages=False)
+    if config.fp8.enabled and (missing := torchao_note()) is not None:
+        notes = [*notes, missing]
+    if config.distill is not None:
+        notes = [*notes, "A teacher's forward pass and its memory are not counted."]
+    if not machine.gpu and config.compile.enabled is None:  # as a run does
+        run = replace(run, config=changed(config, {"compile.enabled": False}))
+    costs = ModelCosts.of(model, sequence_length=config.data.sequence_length)
+    return PlannedRun(run, costs, machine, vocabulary, tuple(notes))
+
+
+def _on_nodes(config: Config, machine: Machine, nodes: int | None, notes: list[str]) -> ResolvedRun:
+    """The run on all devices of some nodes; without a number, on the fewest nodes that its mesh takes."""
+    if nodes is not None:
+        return resolve(config, world_size=nodes * machine.devices_per_node)
+    refused: ConfigError | None = None
+    for processes in _worlds(machine.devices_per_node):
+        try:
+            run = resolve(config, world_size=processes)
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        if not run.batch.padding_rows and not run.spare and not run.fallback:
+            if processes < machine.devices_per_node:
+                notes.append(f"The batch takes {processes} of the {machine.devices_per_node} devices of a node.")
+            return run
+    if refused is not None:
+        raise refused
+    return resolve(config, world_size=machine.devices_per_node)
+
+
+def _worlds(per_node: int) -> list[int]:
+    """Numbers of processes: a node, several nodes, then parts of a node."""
+    return [*(per_node * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)), *_divisors(per_node)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(number - 1, 0, -1) if number % each == 0]
+
+
+def _vocabulary(config: Config, notes: list[str]) -> int:
+    """Ids of the dataset's tokenizer; of the config where there is no dataset yet."""
+    source = next(iter(config.data.sources), None)
+    path = getattr(source, "path", None)
+    if path is not None and Path(path).is_dir():
+        try:
+            return int(tokenizer_details(read_manifest(path, kind="tokens"))["vocab_size"])
+        except (DataError, KeyError):
+            pass  # it is planned before the data is whole
+    given: Any = (config.model.config or {}).get("vocab_size")
+    if isinstance(given, int):
+        return given
+    if config.model.path is None:
+        notes.append(f"The dataset is not there: {VOCABULARY:,} ids are assumed (model.config.vocab_size).")
+        return VOCABULARY
+    return 1  # the folder of the model says how many

@@ -1,0 +1,154 @@
+"""Seconds of one rank of the pipeline at given rates: passes of its stages, and communication of a step by purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.plan.predict.communication import Transfer, transfers
+from pipeline.plan.predict.rates import Rates
+from pipeline.plan.predict.work import Pass, Passes, Work
+
+Collective = Callable[[Transfer, Rates], float]
+"""Seconds of all collectives of a transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """Seconds of one micro-batch, computation alone.
+
+    Attributes:
+        forward: the forward pass.
+        backward: the backward pass, with what is recomputed and the gradients of weights.
+        weights: of the backward pass, the gradients of weights: as many FLOPs of products as the forward pass has.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Seconds of one micro-batch in a (virtual) stage.
+
+    Attributes:
+        layers: number of its decoder layers.
+        decoder: of all of them.
+        head: of the head and the loss.
+    """
+
+    layers: int
+    decoder: PassSeconds
+    head: PassSeconds
+
+    @property
+    def forward(self) -> float:
+        """Of the forward pass."""
+        return self.decoder.forward + self.head.forward
+
+    @property
+    def backward(self) -> float:
+        """Of the whole backward pass."""
+        return self.decoder.backward + self.head.backward
+
+    @property
+    def weights(self) -> float:
+        """Of the gradients of weights."""
+        return self.decoder.weights + self.head.weights
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of one rank.
+
+    Attributes:
+        products, kernels: of a micro-batch; kernels with the host's time for layers on a CPU.
+        stages: its (virtual) stages in order.
+        tensor, context, weights, gradients: communication of a step, hidden or not.
+        message: of hidden states to the next stage, by the collectives of the same model.
+        work: what it computes.
+    """
+
+    products: float
+    kernels: float
+    stages: tuple[StageSeconds, ...]
+    tensor: float
+    context: float
+    weights: float
+    gradients: float
+    message: float
+    work: Work
+
+    @property
+    def forward(self) -> float:
+        """Computation of a micro-batch's forward pass."""
+        return sum(stage.forward for stage in self.stages)
+
+    @property
+    def backward(self) -> float:
+        """Computation of a micro-batch's backward pass."""
+        return sum(stage.backward for stage in self.stages)
+
+    @property
+    def inside(self) -> float:
+        """Communication of a micro-batch for which its layers wait; a third of it in the forward pass."""
+        return (self.tensor + self.context) / self.work.layout.micro_batches
+
+    @property
+    def busy(self) -> float:
+        """A micro-batch's passes with the communication for which layers wait."""
+        return self.forward + self.backward + self.inside
+
+
+def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
+    """The times of a rank.
+
+    Args:
+        work: what it computes and sends.
+        rates: of the machine.
+        collective: seconds of collectives.
+    """
+    sums = dict.fromkeys(("tensor", "context", "weights", "gradients"), 0.0)
+    message = 0.0
+    for each in transfers(work.layout):
+        if each.purpose == "pipeline":
+            message = collective(each, rates) / each.count
+        else:
+            sums[each.purpose] += collective(each, rates)
+    passes = work.forward, work.backward
+    stages = [
+        StageSeconds(
+            of.layers,
+            _seconds(of.decoder, rates, rates.products, layers=of.layers),
+            _seconds(of.head, rates, rates.head),
+        )
+        for of in work.stages
+    ]
+    host_s = sum(stage.layers for stage in stages) * (rates.layer_forward_s + rates.layer_backward_s)
+    return RankTime(
+        products=sum(
+            _products(each, rates, flops_per_s)
+            for of in work.stages
+            for part, flops_per_s in ((of.decoder, rates.products), (of.head, rates.head))
+            for each in (part.forward, part.backward)
+        ),
+        kernels=sum(each.kernel_bytes for each in passes) / rates.memory + host_s,
+        stages=tuple(stages),
+        message=message,
+        work=work,
+        **sums,
+    )
+
+
+def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 0) -> PassSeconds:
+    """Computation, its matrix products at so many FLOP/s, and on a CPU what the host takes for so many layers."""
+    forward, backward = (
+        _products(each, rates, flops_per_s) + each.kernel_bytes / rates.memory + layers * host_s
+        for each, host_s in ((passes.forward, rates.layer_forward_s), (passes.backward, rates.layer_backward_s))
+    )
+    return PassSeconds(forward, backward, passes.forward.products / flops_per_s)
+
+
+def _products(each: Pass, rates: Rates, flops_per_s: float) -> float:
+    return each.products / flops_per_s + each.attention / rates.attention

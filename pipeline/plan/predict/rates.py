@@ -1,0 +1,123 @@
+"""What a machine reaches, at one end of the range that is known of it: rates of products, memory and links.
+
+An estimate is made three times, with all rates at their low, typical and high values. The three results are an interval
+that holds wherever the rates are within their ranges, since every time falls as any rate grows. The ranges of a shipped
+machine come from published figures (`sources` in its file), those of a calibrated one from repeated measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config.sections.run import Config
+from pipeline.plan.predict.links import Link, Topology
+from pipeline.runtime.machines.machine import LinkSection, Machine, MeasuredProduct
+
+LOW, TYPICAL, HIGH = 0, 1, 2
+"""Ends of a range."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A typical matrix product of a run: (m x k) by (k x n)."""
+
+    m: int
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one device.
+
+    Attributes:
+        products: FLOP/s of the matrix products of decoder layers, in the run's dtype.
+        head: FLOP/s of the head's: in bf16 where those of decoder layers are in fp8.
+        attention: FLOP/s of attention, which no engine computes in fp8.
+        memory: bytes/s that other kernels read and write.
+        topology: links between devices.
+        host: link to the host's memory.
+        storage: bytes/s that a node writes.
+        overlap: share of communication that can run beside kernels; see `machine.OVERLAP`.
+        gpu: whether devices are GPUs, whose collectives are NCCL's; else gloo's.
+        layer_forward_s: of the host for a layer and micro-batch; 0 where a device computes while the host goes ahead.
+        layer_backward_s: the same, backward.
+    """
+
+    products: float
+    head: float
+    attention: float
+    memory: float
+    topology: Topology
+    host: Link
+    storage: float
+    overlap: float
+    gpu: bool = True
+    layer_forward_s: float = 0.0
+    layer_backward_s: float = 0.0
+
+
+def dtype_of(config: Config) -> str:
+    """The dtype of a run's matrix products: fp8, bf16, fp16 or fp32."""
+    if config.fp8.enabled and not config.fp8.emulate:
+        return "fp8"
+    return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+
+
+def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None = None, hidden: bool = True) -> Rates:
+    """The rates at one end of their ranges.
+
+    Args:
+        machine: a shipped or a calibrated one.
+        dtype: see `dtype_of`.
+        end: LOW, TYPICAL or HIGH.
+        product: a typical one; of a calibrated machine the measured product nearest to it counts.
+        hidden: whether the engine computes on while it communicates.
+    """
+    efficiency, links, measured = machine.efficiency, machine.links, machine.measured
+    unquantized = "bf16" if dtype == "fp8" else dtype
+    attention = machine.rate(unquantized)[end] if measured is None else measured.attention_flops_per_s[end]
+    share = efficiency.links[end]
+    return Rates(
+        products=_products(machine, dtype, end, product),
+        head=_products(machine, unquantized, end, product),
+        attention=attention,
+        memory=machine.memory.bytes_per_s * efficiency.memory[end],
+        topology=Topology(
+            machine.devices_per_node,
+            _link(links.within, share),
+            _link(links.between, share),
+            {kind: _link(each, share) for kind, each in links.operations.items()},
+            links.within_links,
+        ),
+        host=_link(links.host, share),
+        storage=machine.storage_bytes_per_s[end],
+        overlap=efficiency.overlap[end] if hidden else 0.0,
+        gpu=machine.gpu,
+        layer_forward_s=0.0 if machine.gpu else machine.host.forward_s,
+        layer_backward_s=0.0 if machine.gpu else machine.host.backward_s,
+    )
+
+
+def _products(machine: Machine, dtype: str, end: int, wanted: Product | None) -> float:
+    if machine.measured is not None and wanted is not None:
+        nearest = _nearest(machine.measured.products, dtype, wanted)
+        if nearest is not None:
+            return nearest.flops_per_s[end]
+    return machine.rate(dtype)[end]
+
+
+def _link(section: LinkSection, share: float) -> Link:
+    return Link(section.bytes_per_s * share, section.latency_s)
+
+
+def _nearest(products: tuple[MeasuredProduct, ...], dtype: str, wanted: Product) -> MeasuredProduct | None:
+    """The measured product with the nearest sizes, by the sum of the logarithms of their ratios."""
+    sizes = (wanted.m, wanted.k, wanted.n)
+
+    def distance(each: MeasuredProduct) -> float:
+        pairs = zip((each.m, each.k, each.n), sizes, strict=True)
+        return sum(abs(math.log(have / want)) for have, want in pairs)
+
+    return min((each for each in products if each.dtype == dtype), key=distance, default=None)

@@ -1,0 +1,150 @@
+"""The programs of the pipeline schedules, taken from the libraries that run them, so that they cannot drift apart.
+
+torch's interleaved schedules are tables with sends and receives, which its runtime executes. Its GPipe and 1F1B are
+loops: they are run here over a stage that computes nothing and notes what it is asked for. (Their tables are not used:
+in torch 2.13 that of 1F1B lacks the first micro-batch of the last stage.) DeepSpeed's 1F1B is a generator of
+instructions per tick.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.base.log_filters import quiet_deepspeed
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.predict.passes import Instruction, Kind, Program
+
+_TORCH_KINDS = {
+    "F": Kind.FORWARD,
+    "B": Kind.BACKWARD,
+    "I": Kind.INPUT_BACKWARD,
+    "W": Kind.WEIGHT_BACKWARD,
+    "SEND_F": Kind.SEND_FORWARD,
+    "RECV_F": Kind.RECEIVE_FORWARD,
+    "SEND_B": Kind.SEND_BACKWARD,
+    "RECV_B": Kind.RECEIVE_BACKWARD,
+}
+_DEEPSPEED_KINDS = {
+    "ForwardPass": Kind.FORWARD,
+    "BackwardPass": Kind.BACKWARD,
+    "SendActivation": Kind.SEND_FORWARD,
+    "RecvActivation": Kind.RECEIVE_FORWARD,
+    "SendGrad": Kind.SEND_BACKWARD,
+    "RecvGrad": Kind.RECEIVE_BACKWARD,
+}
+
+
+def program_of(run: ResolvedRun) -> Program:
+    """The program of a resolved run with pp of 2 or more."""
+    return make_program(
+        run.config.engine,
+        run.config.parallel.schedule,
+        ranks=run.topology.pp,
+        micro_batches=run.batch.accumulation,
+        virtual_stages=run.virtual_stages,
+    )
+
+
+@functools.cache
+def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+    """The program that an engine executes in a step. Needs no process group.
+
+    Args:
+        engine: "torch" or "deepspeed", as in the config.
+        schedule: as in `parallel.schedule`; DeepSpeed has "1f1b" only.
+        ranks: pp, 2 or more.
+        micro_batches: of a step; what `pipeline.config.rules.layout.check_schedule` allows.
+        virtual_stages: per rank.
+    """
+    if engine == "deepspeed":
+        assert (schedule, virtual_stages) == ("1f1b", 1), "checked with the config"
+        lists = [tuple(_deepspeed(rank, ranks, micro_batches)) for rank in range(ranks)]
+        return Program(tuple(lists), ranks, waits_for_sends=True)
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle  # noqa: PLC0415  imports torch
+
+    from pipeline.engines.torch_native.pipeline import SCHEDULES  # noqa: PLC0415  imports torch
+
+    kind = SCHEDULES[schedule]
+    if issubclass(kind, PipelineScheduleSingle):
+        noted = [_run_loop(kind, rank, ranks, micro_batches) for rank in range(ranks)]
+        # 1F1B joins each send with the next receive, and waits for both; GPipe waits for sends at the end
+        return Program(tuple(noted), ranks, waits_for_sends=schedule == "1f1b")
+    stages = ranks * virtual_stages
+    own = [_Stage(index, stages, ranks) for index in range(0, stages, ranks)]
+    table = kind(own, micro_batches, loss_fn=_no_loss, scale_grads=False).pipeline_order_with_comms
+    return Program(tuple(tuple(_of_table(table[rank])) for rank in range(ranks)), stages, waits_for_sends=False)
+
+
+def _of_table(actions: list[Any]) -> Iterator[Instruction]:
+    """A rank's actions without those that shard weights or reduce gradients."""
+    for action in actions:
+        kind = _TORCH_KINDS.get(action.computation_type.value)
+        if kind is not None:
+            yield Instruction(kind, action.stage_index, action.microbatch_index)
+
+
+def _run_loop(kind: Any, rank: int, ranks: int, micro_batches: int) -> tuple[Instruction, ...]:
+    """Runs a schedule's loop over a stage that only notes its calls."""
+    stage = _Stage(rank, ranks, ranks)
+    schedule = kind(stage, micro_batches, scale_grads=False)
+    schedule._initialize_stage = lambda *_: None
+    schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, [None] * micro_batches)
+    return tuple(stage.noted)
+
+
+def _no_loss(*_: Any) -> None:
+    raise AssertionError("nothing is computed")
+
+
+class _Stage:
+    """What torch's schedules need of a stage; notes what it is asked for, and computes and sends nothing."""
+
+    submod = None
+    has_backward = True
+
+    def __init__(self, index: int, stages: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, index % ranks
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.noted: list[Instruction] = []
+
+    def _note(self, kind: Kind, micro_batch: int) -> list[Any]:
+        self.noted.append(Instruction(kind, self.stage_index, micro_batch))
+        return []
+
+    def get_fwd_recv_ops(self, index: int) -> list[Any]:
+        return [] if self.is_first else self._note(Kind.RECEIVE_FORWARD, index)
+
+    def get_fwd_send_ops(self, index: int) -> list[Any]:
+        return [] if self.is_last else self._note(Kind.SEND_FORWARD, index)
+
+    def get_bwd_recv_ops(self, index: int) -> list[Any]:
+        return [] if self.is_last else self._note(Kind.RECEIVE_BACKWARD, index)
+
+    def get_bwd_send_ops(self, index: int) -> list[Any]:
+        return [] if self.is_first else self._note(Kind.SEND_BACKWARD, index)
+
+    def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> None:
+        self._note(Kind.FORWARD, index)
+
+    def backward_one_chunk(self, index: int, **_: Any) -> None:
+        self._note(Kind.BACKWARD, index)
+
+    def perform_reduce_grad(self, *_: Any) -> None:
+        """Follows the passes."""
+
+
+def _deepspeed(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """The commands of DeepSpeed's TrainSchedule; each kind takes the micro-batches in order."""
+    quiet_deepspeed()  # a plan prints JSON there
+    from deepspeed.runtime.pipe.schedule import TrainSchedule  # noqa: PLC0415  imports torch
+
+    done: Counter[Kind] = Counter()
+    for commands in TrainSchedule(micro_batches, ranks, rank).steps():
+        for command in commands:
+            kind = _DEEPSPEED_KINDS.get(command.name)
+            if kind is not None:
+                yield Instruction(kind, rank, done[kind])
+                done[kind] += 1

@@ -1,0 +1,133 @@
+"""A step's communication and pipeline simulated: the engine's own program, its links, and layers beside collectives.
+
+One replica of the pipeline is simulated, the one of rank 0, and of the data-parallel group its rank on each stage: the
+ranks of a group do the same at the same time.
+
+Collectives are those of the library that runs them. NCCL: rings, and for an all-reduce a double binary tree where that
+is faster by its model (its hierarchical algorithms need a network that reduces). gloo, on CPUs: rings.
+
+Simplified: data-parallel communication that is exposed comes after the pipeline's passes, instead of making each pass
+longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.predict.closed_form_times import PipelineTime
+from pipeline.plan.predict.collectives import Algorithm, Group, collective_s, send_s
+from pipeline.plan.predict.communication import Transfer
+from pipeline.plan.predict.gathered_units import Unit, units_of
+from pipeline.plan.predict.overlap import LayerCosts, overlapped
+from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
+from pipeline.plan.predict.rank_time import RankTime
+from pipeline.plan.predict.rates import Rates
+from pipeline.plan.predict.schedule_programs import program_of
+from pipeline.plan.predict.step_model import StepModel, data_parallel
+from pipeline.runtime.machines.machine import Operation
+
+
+def algorithms(operation: Operation, *, gpu: bool) -> tuple[Algorithm, ...]:
+    """Those between which NCCL (gloo on CPUs) chooses."""
+    return ("ring", "tree") if gpu and operation == "all_reduce" else ("ring",)
+
+
+class SimulatedStep:
+    """Every rank with its own times."""
+
+    def collective(self, transfer: Transfer, rates: Rates) -> float:
+        """Collectives of equal size by the fastest algorithm that the library has; messages over the slowest link."""
+        per_node = rates.topology.devices_per_node
+        nodes = len({rank // per_node for rank in transfer.ranks})
+        size = transfer.bytes / transfer.count
+        if transfer.kind == "send":
+            return transfer.count * send_s(rates.topology, size=size, same_node=nodes == 1)
+        group = Group(len(transfer.ranks), nodes)
+        return transfer.count * min(
+            collective_s(transfer.kind, algorithm, group, rates.topology, size=size)
+            for algorithm in algorithms(transfer.kind, gpu=rates.gpu)
+        )
+
+    def pipeline(self, run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> PipelineTime:
+        """The program of the engine, executed with every stage's own times."""
+        busy = run.batch.accumulation * max(rank.busy for rank in ranks)
+        if run.topology.pp == 1:
+            return PipelineTime(busy, 0.0)
+        seconds = pipeline_timeline(run, ranks, rates).seconds
+        return PipelineTime(seconds, max(0.0, seconds - busy))
+
+    def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
+        """Gathers and reductions layer by layer beside the passes; at least what cannot run beside kernels."""
+        how, count = data_parallel(run, rates), run.batch.accumulation
+        units = units_of(rank)
+        if how.every_pass:
+            layers = layer_costs(units, gather_s=rank.weights / count, reduce_s=rank.gradients / count, regather=True)
+            whole = rank.weights + rank.gradients
+            return _limited(count * overlapped(layers).exposed_s, whole, share=how.gather_share)
+        # weights that are gathered once are there when the forward pass ends: gathers and reductions do not meet
+        gathers = layer_costs(units, gather_s=rank.weights, reduce_s=0.0, regather=False)
+        reductions = layer_costs(units, gather_s=0.0, reduce_s=rank.gradients / how.reductions, regather=False)
+        reduced = how.reductions * overlapped(reductions, regather=False).exposed_s
+        gathered = overlapped(gathers, regather=False).exposed_s
+        return _limited(reduced, rank.gradients, share=how.reduce_share) + _limited(
+            gathered, rank.weights, share=how.gather_share
+        )
+
+
+def _limited(exposed_s: float, whole_s: float, *, share: float) -> float:
+    """Of the communication no more than a share runs beside kernels."""
+    return max(exposed_s, (1 - share) * whole_s)
+
+
+def pipeline_timeline(run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> Timeline:
+    """The simulated passes of a step of a pipeline.
+
+    Args:
+        run: with pp of 2 or more.
+        ranks: of the pipeline.
+        rates: of the machine.
+    """
+    program = program_of(run)
+    times = [_stage_times(ranks[stage % len(ranks)], stage // len(ranks)) for stage in range(program.stages)]
+    layout = ranks[0].work.layout
+    size = layout.hidden / run.topology.tp
+    nodes = [run.topology.rank(pp=rank) // rates.topology.devices_per_node for rank in range(len(ranks))]
+    borders = [(stage % len(ranks), (stage + 1) % len(ranks)) for stage in range(program.stages - 1)]
+    transfers = [send_s(rates.topology, size=size, same_node=nodes[a] == nodes[b]) for a, b in borders]
+    return simulate_pipeline(program, times, transfers=transfers)
+
+
+def _stage_times(rank: RankTime, number: int) -> StageTimes:
+    """Of a rank's stage; communication for which layers wait belongs to the passes, by the number of layers."""
+    stage = rank.stages[number]
+    layers = sum(each.layers for each in rank.stages)
+    inside = rank.inside * (stage.layers / layers if layers else 1 / len(rank.stages))
+    return StageTimes(
+        forward_s=stage.forward + inside / 3,
+        input_backward_s=stage.backward - stage.weights + inside * 2 / 3,
+        weight_backward_s=stage.weights,
+    )
+
+
+def layer_costs(units: Sequence[Unit], *, gather_s: float, reduce_s: float, regather: bool) -> list[LayerCosts]:
+    """The communication of a micro-batch spread over the units of a rank by their elements.
+
+    Args:
+        units: in the order of the forward pass.
+        gather_s: of all gathers of the micro-batch.
+        reduce_s: of all its reductions.
+        regather: whether the backward pass gathers all but the last unit again.
+    """
+    elements = [unit.elements for unit in units]
+    gathered = sum(elements) + (sum(elements[:-1]) if regather else 0)
+    whole = sum(elements)
+    return [
+        LayerCosts(
+            unit.forward_s, unit.backward_s, gather_s * unit.elements / gathered, reduce_s * unit.elements / whole
+        )
+        for unit in units
+    ]
+
+
+SIMULATED: StepModel = SimulatedStep()

@@ -1,0 +1,70 @@
+"""The part of a step's time that has two models: collectives, the pipeline, and what computation does not hide.
+
+`closed_forms.CLOSED` for the search over a thousand layouts; `simulated_step.SIMULATED` for what is shown: the plan,
+the score, the best layouts of a search. All else of a step is computed once, for both, by `time_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.predict.closed_form_times import PipelineTime
+from pipeline.plan.predict.communication import Transfer
+from pipeline.plan.predict.rank_time import RankTime
+from pipeline.plan.predict.rates import Rates
+
+
+class StepModel(Protocol):
+    """Collectives, pipeline and overlap of a step."""
+
+    def collective(self, transfer: Transfer, rates: Rates) -> float:
+        """Seconds of all collectives of a transfer, one after the other, hidden or not."""
+        ...
+
+    def pipeline(self, run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> PipelineTime:
+        """Seconds of all passes of a step; the bubble is what the busiest rank waits."""
+        ...
+
+    def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
+        """Seconds of data-parallel communication of a step in which a rank computes nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """When an engine gathers weights and reduces gradients.
+
+    Attributes:
+        every_pass: weights are gathered for each pass of each micro-batch (stage 3); else once in a step.
+        reductions: micro-batches after which gradients are reduced.
+        gather_share: share of the gathers that can run beside kernels.
+        reduce_share: the same, of the reductions.
+    """
+
+    every_pass: bool
+    reductions: int
+    gather_share: float
+    reduce_share: float
+
+
+def data_parallel(run: ResolvedRun, rates: Rates) -> DataParallel:
+    """How a run's engine communicates.
+
+    Stage 3 gathers and reduces in all passes; the others gather weights beside the first forward pass (FSDP2) or
+    after the update (DeepSpeed), and reduce gradients beside the backward pass of the last micro-batch, at stage 2
+    without a pipeline of every one. DeepSpeed without `overlap_comm` overlaps nothing below stage 3.
+    """
+    stage, deepspeed = run.config.zero_optimization.stage, run.config.engine == "deepspeed"
+    given = run.config.zero_optimization.overlap_comm
+    overlaps = not deepspeed or (stage == 3 if given is None else given)
+    share = rates.overlap if overlaps else 0.0
+    every = stage == 3 or (stage == 2 and run.topology.pp == 1)
+    return DataParallel(
+        every_pass=stage == 3,
+        reductions=run.batch.accumulation if every else 1,
+        gather_share=0.0 if deepspeed and stage < 3 else share,
+        reduce_share=share,
+    )

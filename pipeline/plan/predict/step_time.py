@@ -1,0 +1,145 @@
+"""The time of a training step at given rates, and where it goes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.plan.predict.rank_time import rank_time
+from pipeline.plan.predict.rates import Rates
+from pipeline.plan.predict.step_model import StepModel
+from pipeline.plan.predict.work import Work, work_of
+from pipeline.run.checkpoint_interval import make_interval
+from pipeline.run.checkpoint_timer import minutes_of
+
+LOADER_TOKENS_PER_S = 169_000 * 2048
+"""Tokens that the loader makes per second on one core (benchmarks/README.md, the loader's own work)."""
+
+ADAM_HOST_BYTES = 32
+"""Bytes per parameter that an AdamW update reads and writes in the host's memory, with fp32 states."""
+
+HOST_MEMORY_SHARE = 0.4
+"""Bandwidth of the host's memory for one device, over that of its link: assumed (two sockets of 12 DDR5 channels have
+about 0.8 TB/s for 8 devices with PCIe 5, of which half is reached)."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a training step of the slowest rank.
+
+    Attributes:
+        products: matrix products and attention.
+        kernels: other kernels, bound by memory bandwidth; on a CPU what the host takes to dispatch them too.
+        tensor_parallel: collectives of tensor parallelism, for which layers wait.
+        context_parallel: the same, of context parallelism.
+        data_parallel: gathers of weights and reductions of gradients that no kernel hides.
+        bubble: of the pipeline.
+        optimizer: the update, and the addition of gradients.
+        offload: transfers to the host and the update there.
+        data: for which the loader keeps the step waiting.
+        checkpoint: for which training waits, spread over the steps between two checkpoints.
+    """
+
+    products: float = 0.0
+    kernels: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    data_parallel: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+    data: float = 0.0
+    checkpoint: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return float(sum(getattr(self, part.name) for part in fields(self)))
+
+    def split(self) -> dict[str, float]:
+        """Seconds by what a step is divided into at first sight."""
+        return {
+            "compute": self.products + self.kernels,
+            "exposed communication": self.tensor_parallel + self.context_parallel + self.data_parallel,
+            "pipeline bubble": self.bubble,
+            "optimizer": self.optimizer + self.offload,
+            "data": self.data,
+            "checkpoint": self.checkpoint,
+        }
+
+
+def works_of(run: ResolvedRun, costs: ModelCosts) -> list[Work]:
+    """The work of every rank of the pipeline.
+
+    Raises:
+        ConfigError: see `ModelCosts.shares`.
+    """
+    return [work_of(run, costs, rank) for rank in range(run.topology.pp)]
+
+
+def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepModel) -> StepTime:
+    """The time of a step.
+
+    Args:
+        run: the resolved config.
+        works: of every rank of its pipeline.
+        rates: of the machine.
+        model: of collectives, pipeline and overlap: SIMULATED for what is shown, CLOSED for a search.
+    """
+    ranks = [rank_time(work, rates, model.collective) for work in works]
+    slowest = max(ranks, key=lambda rank: rank.busy)
+    count = run.batch.accumulation
+    computing = count * (slowest.forward + slowest.backward)
+    step = StepTime(
+        products=count * slowest.products,
+        kernels=count * slowest.kernels,
+        tensor_parallel=slowest.tensor,
+        context_parallel=slowest.context,
+        data_parallel=max(model.exposed(run, rank, rates) for rank in ranks),
+        bubble=model.pipeline(run, ranks, rates).bubble,
+        optimizer=max(rank.work.update_bytes for rank in ranks) / rates.memory,
+        offload=_offload(run, slowest.work, rates),
+        data=max(0.0, run.batch.micro * count * run.batch.sequence_length / LOADER_TOKENS_PER_S - computing),
+    )
+    return replace(step, checkpoint=_checkpoint(run, works, rates, step_s=step.total))
+
+
+def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
+    """Gradients to the host, the update there, weights back; weights of `offload_param` for every pass."""
+    section, rank = run.config.zero_optimization, work.layout.rank
+    if run.config.engine != "deepspeed":
+        return 0.0
+    shards = run.topology.dp * run.topology.cp
+    mine, size = rank.parameters / shards, work.layout.size
+    seconds = 0.0
+    if section.offload_optimizer.device != "none":
+        moved = mine * (4 + size)
+        updated = mine * ADAM_HOST_BYTES / (HOST_MEMORY_SHARE * rates.host.bandwidth)
+        seconds += rates.host.seconds(moved) + updated
+    if section.offload_param.device != "none":
+        seconds += rates.host.seconds(2 * run.batch.accumulation * mine * size)
+    return seconds
+
+
+def _checkpoint(run: ResolvedRun, works: list[Work], rates: Rates, *, step_s: float) -> float:
+    """Seconds per step: the copy to the host; of a checkpoint that training waits for, writing it too.
+
+    With "auto", by the interval that a run would take after a save of this length.
+    """
+    section = run.config.run
+    state = max(work.layout.rank.parameters for work in works) * run.config.optimizer.kind.bytes_per_parameter
+    mine = state / (run.topology.dp * run.topology.cp)
+    written = mine * min(run.topology.world_size, rates.topology.devices_per_node) / rates.storage
+    seconds = rates.host.seconds(mine) + (0.0 if section.async_checkpoints else written)
+    if section.checkpoint_every == "auto":
+        nodes = math.ceil(run.topology.world_size / rates.topology.devices_per_node)
+        interval = make_interval(section, nodes=nodes)
+        assert interval is not None
+        interval.measured(blocking_s=seconds, save_s=written if section.async_checkpoints else 0.0)
+        return seconds * step_s / interval.period_s
+    if section.checkpoint_every:
+        return seconds / section.checkpoint_every
+    minutes = minutes_of(section)
+    return seconds * (step_s / (60 * minutes) if minutes else 1 / run.steps)

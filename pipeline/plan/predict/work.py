@@ -1,0 +1,164 @@
+"""What one rank computes in a step, by closed formulas: FLOPs of products and attention, bytes of other kernels.
+
+Shapes as in `parallel.footprint`. The FLOPs are those of an executed step on fake tensors, but for the half of causal
+attention that kernels skip (`tests/plan/test_work.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.costs import update_bytes
+from pipeline.engines.sizes.memory import layer_activations
+from pipeline.engines.sizes.traffic import Layout
+from pipeline.plan.predict.model_costs import ModelCosts, StageFlops
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass over its forward pass: the scores are computed again (Dao 2023, arXiv:2307.08691,
+section 3.1)."""
+
+FORWARD_PASSES, BACKWARD_PASSES = 1.0, 1.5
+"""Bytes that compiled kernels other than products read and write, over the activations of a layer that its backward
+pass needs. Fitted to the kernels that Inductor writes for the shipped configs (docs/performance.md), within a
+quarter."""
+
+RECOMPUTED_PASSES = {"none": 0.0, "selective": 0.35, "full": 0.5}
+"""The same, of the kernels that activation checkpointing repeats."""
+
+EAGER_PASSES = 4.0
+"""How many times as much without compilation: torchtitan's 8B trains 5,762 tokens/s eager and 6,667 compiled on 8 x
+H100, a difference of 24 microseconds per token, where the compiled kernels take 7."""
+
+LOSS_PASSES = 5.0
+"""Bytes read and written by the loss, over those of the logits in the dtype of the forward pass."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Of one micro-batch on one rank.
+
+    Attributes:
+        products: FLOPs of matrix products.
+        attention: FLOPs of attention.
+        kernel_bytes: read and written by other kernels.
+    """
+
+    products: float
+    attention: float
+    kernel_bytes: float
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.products + other.products, self.attention + other.attention, self.kernel_bytes + other.kernel_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of one micro-batch.
+
+    Attributes:
+        forward: the forward pass.
+        backward: the backward pass, with what is recomputed.
+    """
+
+    forward: Pass
+    backward: Pass
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a (virtual) stage computes.
+
+    Attributes:
+        layers: number of its decoder layers.
+        decoder: of these layers, all together.
+        head: of the head and the loss; zeros on stages without them.
+    """
+
+    layers: int
+    decoder: Passes
+    head: Passes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank of the pipeline computes.
+
+    Attributes:
+        layout: inputs of the formulas of traffic.
+        stages: its (virtual) stages in order.
+        update_bytes: read and written in a step by the optimizer, and to add up gradients.
+    """
+
+    layout: Layout
+    stages: tuple[StageWork, ...]
+    update_bytes: float
+
+    @property
+    def forward(self) -> Pass:
+        """Of a micro-batch, all stages together."""
+        return sum((part.forward for stage in self.stages for part in (stage.decoder, stage.head)), _NOTHING)
+
+    @property
+    def backward(self) -> Pass:
+        """Of a micro-batch, all stages together, with what is recomputed."""
+        return sum((part.backward for stage in self.stages for part in (stage.decoder, stage.head)), _NOTHING)
+
+
+_NOTHING = Pass(0.0, 0.0, 0.0)
+
+
+def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
+    """The work of a rank.
+
+    Raises:
+        ConfigError: see `ModelCosts.shares`.
+    """
+    shares = costs.shares(run)
+    rank = shares.footprint.ranks[pp_rank]
+    layout = Layout(run, rank, shares.footprint.widths, costs.routed)
+    activations = layer_activations(run, shares.footprint, pp_rank=pp_rank) * (1.0 if compiled(run) else EAGER_PASSES)
+    stages = tuple(
+        StageWork(flops.layers, _decoder(layout, flops, activations * flops.layers), _head(layout, flops))
+        for flops in shares.flops[pp_rank]
+    )
+    return Work(layout, stages, update_bytes(run, rank.parameters))
+
+
+def _decoder(layout: Layout, flops: StageFlops, activations: float) -> Passes:
+    """The layers of a stage, whose activations are so many bytes."""
+    memory, layers = layout.run.config.memory, len(layout.rank.layers)
+    tokens = layout.tokens / layout.run.topology.tp
+    mode = memory.activation_checkpointing
+    repeated = -(-layers // memory.every_n_layers) / max(1, layers)
+    again = repeated if mode == "full" else 0.0
+    kept = 0.0 if layout.run.config.engine == "deepspeed" else _last_product(layout)
+    forward = Pass(tokens * flops.linear, tokens * flops.attention, FORWARD_PASSES * activations)
+    backward = Pass(
+        tokens * (2 * flops.linear + again * (flops.linear - flops.layers * kept)),
+        tokens * flops.attention * (ATTENTION_BACKWARD + again),
+        (BACKWARD_PASSES + repeated * RECOMPUTED_PASSES[mode]) * activations,
+    )
+    return Passes(forward, backward)
+
+
+def _head(layout: Layout, flops: StageFlops) -> Passes:
+    """Head and loss of the last stage."""
+    if not flops.head:
+        return Passes(_NOTHING, _NOTHING)
+    tokens = layout.tokens / layout.run.topology.tp
+    loss = LOSS_PASSES * layout.size * tokens * layout.widths.vocabulary
+    return Passes(Pass(tokens * flops.head, 0.0, loss / 2), Pass(2 * tokens * flops.head, 0.0, loss / 2))
+
+
+def compiled(run: ResolvedRun) -> bool:
+    """Whether layers are compiled on a GPU."""
+    return run.config.compile.enabled is not False and not run.plain
+
+
+def _last_product(layout: Layout) -> float:
+    """FLOPs per token of the MLP's last product, before which a recomputation stops (not DeepSpeed's)."""
+    widths = layout.widths
+    return 2.0 * widths.hidden * widths.intermediate if not widths.experts else 0.0

@@ -1,0 +1,153 @@
+"""Compares two runs of one config: gradients of the first step, losses and gradient norms of every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.base.section import parse
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.config.schedule import schedule_from_section
+from pipeline.config.sections.deepspeed import OptimizerSection, SchedulerSection
+from pipeline.plan.proof.case import Case, CaseResult
+from pipeline.plan.proof.tolerance import Tolerance
+
+RESUMED = "loss, resumed"
+"""Name of the comparison of losses after resuming from another layout's state."""
+
+NEGLIGIBLE = 1e-3
+"""A tensor whose gradient is below this share of the average (root mean square) is compared relative to that share: a
+gradient that is zero but for rounding (of a key's bias before a softmax) has no significant digits."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference of one quantity, and its tolerance.
+
+    Attributes:
+        quantity: loss, RESUMED, gradient norm, held-out loss, gradient.
+        difference: relative.
+        tolerance: at that location.
+        location: step or tensor.
+    """
+
+    quantity: str
+    difference: float
+    tolerance: float
+    location: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the tolerance; NaN is not."""
+        return self.difference <= self.tolerance
+
+
+def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
+    """The gradient of the first step by tensor, fp32, before clipping.
+
+    After one step AdamW's first moment is (1 - beta1) times the clipped gradient, Lion's (1 - beta2) times; with that
+    beta 0 it is the gradient. SGD's momentum is the clipped gradient plus the weight decay. The clipping factor follows
+    from the norm. Elements that the state does not contain are NaN.
+    """
+    directory = result.state(1)
+    shapes = CheckpointWeights(directory).shapes
+    section = parse(OptimizerSection, case.config["optimizer"])
+    first = section.kind.states[0]
+    clip = case.config.get("gradient_clipping") or math.inf
+    factor = _share_in_state(section) * min(1.0, clip / (result.grad_norms[1] + 1e-6))
+    states = _read(first, shapes, directory)
+    if section.type == "SGD":
+        weights = _read("weight", shapes, directory)
+        states = {name: state - _sgd_decay(case, section, weights[name], state) for name, state in states.items()}
+    return {name: state / factor for name, state in states.items()}
+
+
+def _sgd_decay(case: Case, section: OptimizerSection, weight: Tensor, momentum: Tensor) -> Tensor | float:
+    """The weight decay within SGD's momentum after the first step, from the weight after it: undoes the update."""
+    if momentum.ndim < 2:
+        return 0.0
+    params, scheduler = section.params, case.config.get("scheduler")
+    parsed = None if scheduler is None else parse(SchedulerSection, scheduler)
+    lr = schedule_from_section(parsed, lr=params.lr, steps=case.config["run"]["steps"]).lr(1)
+    update = momentum * (1 + (params.momentum or 0.0) * bool(params.nesterov))
+    return params.weight_decay * (weight + lr * update)
+
+
+def _share_in_state(section: OptimizerSection) -> float:
+    """The factor with which the first gradient enters the first state tensor."""
+    if section.type == "SGD":
+        return 1.0
+    assert section.params.betas is not None
+    return 1 - section.params.betas[1 if section.type == "Lion" else 0]
+
+
+def _read(kind: str, shapes: Mapping[str, torch.Size], directory: Path) -> dict[str, Tensor]:
+    state = {named_state.moment_key(kind, name): torch.full(shape, math.nan) for name, shape in shapes.items()}
+    named_state.read(state, directory)
+    return {key.removeprefix(named_state.moment_key(kind, "")): value for key, value in state.items()}
+
+
+def relative_differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Tensor -> ||found - expected|| / ||expected||; infinite where one of the two lacks it."""
+    total = math.sqrt(sum(float(e.double().square().sum()) for e in expected.values()))
+    average = total / math.sqrt(sum(e.numel() for e in expected.values()))
+    relative: dict[str, float] = {}
+    for name in sorted({*found, *expected}):
+        if name not in found or name not in expected or found[name].shape != expected[name].shape:
+            relative[name] = math.inf
+            continue
+        size = max(float(expected[name].double().norm()), NEGLIGIBLE * average * math.sqrt(expected[name].numel()))
+        difference = float((found[name].double() - expected[name].double()).norm())
+        relative[name] = difference / size if math.isfinite(difference) else math.inf
+    return relative
+
+
+def compare(
+    found: CaseResult, expected: CaseResult, gradient: Mapping[str, float], tolerance: Tolerance
+) -> list[Comparison]:
+    """The largest difference of every quantity.
+
+    Args:
+        found: of a layout.
+        expected: of the reference.
+        gradient: from `relative_differences`.
+        tolerance: allowed differences.
+    """
+    steps = sorted(set(found.losses) & set(expected.losses))
+    comparisons = [
+        largest_difference(
+            "loss", {f"step {s}": _difference(found.losses, expected.losses, s) for s in steps}, tolerance.loss
+        )
+    ]
+    if found.resumed_losses:
+        resumed = {f"step {s}": _difference(found.resumed_losses, expected.losses, s) for s in found.resumed_losses}
+        comparisons.append(largest_difference(RESUMED, resumed, tolerance.loss))
+    compared = [s for s in steps if tolerance.norm_steps is None or s <= tolerance.norm_steps]
+    if compared:
+        norms = {f"step {s}": _difference(found.grad_norms, expected.grad_norms, s) for s in compared}
+        comparisons.append(largest_difference("gradient norm", norms, tolerance.norm))
+    if found.heldout_loss is not None and expected.heldout_loss is not None:
+        difference = abs(found.heldout_loss - expected.heldout_loss) / expected.heldout_loss
+        comparisons.append(Comparison("held-out loss", difference, tolerance.loss, "the end"))
+    if gradient:
+        shares = {name: value / tolerance.gradient.get(name, 1.0) for name, value in gradient.items()}
+        name = max(shares, key=lambda n: shares[n])
+        comparisons.append(Comparison("gradient", gradient[name], tolerance.gradient.get(name, 1.0), name))
+    return comparisons
+
+
+def largest_difference(quantity: str, values: Mapping[str, float], tolerance: float) -> Comparison:
+    """The largest of the differences by location."""
+    location = max(values, key=lambda key: values[key])
+    return Comparison(quantity, values[location], tolerance, location)
+
+
+def _difference(found: Mapping[int, float], expected: Mapping[int, float], step: int) -> float:
+    difference = abs(found[step] - expected[step]) / abs(expected[step])
+    return difference if math.isfinite(difference) else math.inf

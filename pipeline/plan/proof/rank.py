@@ -1,0 +1,121 @@
+"""One rank of a proof's training run: the usual preparation, engine and data loader, without journal or checkpoints.
+
+Importing this module imports all dependencies of a rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base.section import parse
+from pipeline.checkpoint import named_state
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
+from pipeline.engines.base import Engine
+from pipeline.engines.build import build_engine
+from pipeline.engines.common import require_finite_step
+from pipeline.engines.objective import CrossEntropy
+from pipeline.models.build.counter import CPU, normal
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.plan.proof.case import Case, CaseResult, write_result
+from pipeline.run.prepare import PreparedRun, prepare
+from pipeline.runtime.launch import Launch, process_group
+
+
+def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
+    """Runs a case as one of its ranks; rank 0 writes the result.
+
+    Args:
+        case: the training run.
+        directory: of the case.
+        rank: of this process.
+        port: for the rendezvous of the ranks.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    config = parse(Config, {**case.config, "run": {**case.config["run"], "dir": str(directory / "run")}})
+    run = resolve(config, world_size=case.processes)
+    prepared = prepare(run)
+    launch = Launch("proof", rank, case.processes, rank, f"127.0.0.1:{port}")
+    with nullcontext() if run.alone else process_group(launch, gpu=None, timeout_s=120.0):
+        objective = CrossEntropy(z_loss=config.loss.z_loss)
+        values = _Perturbed(prepared.values, case.noise) if case.noise else prepared.values
+        engine = build_engine(run, prepared.model, values, objective, device=torch.device("cpu"))
+        case_result = _train(case, directory, prepared, engine, _loader_arguments(run, rank))
+        if rank == 0:
+            write_result(case_result)
+
+
+class _Perturbed:
+    """Initial values with relative normal noise, the same in every process.
+
+    Args:
+        values: without noise.
+        size: standard deviation of the noise, relative to each element.
+    """
+
+    def __init__(self, values: ParameterValues, size: float) -> None:
+        self._values, self._size = values, size
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> torch.Tensor:
+        """See `ParameterValues.value`."""
+        value = self._values.value(name, device=device)
+        noise = normal(tuple(value.shape), key=zlib.crc32(name.encode()), device=device)
+        return part(value * (1 + self._size * noise), box)
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """See `ParameterValues.buffer`."""
+        return self._values.buffer(name)
+
+
+def _loader_arguments(run: ResolvedRun, rank: int) -> dict[str, Any]:
+    coordinates, cp = run.topology.coordinates(rank), run.topology.cp
+    part = {"dp_rank": coordinates["dp"], "cp": cp, "cp_rank": coordinates["cp"], "zigzag": run.zigzag}
+    return {**part, "mask_documents": run.config.data.mask_documents}
+
+
+def _train(
+    case: Case, directory: Path, prepared: PreparedRun, engine: Engine, loader_arguments: dict[str, Any]
+) -> CaseResult:
+    run = prepared.run
+    case_result = CaseResult(directory, layout=run.layout)
+    for batch in _steps(prepared, loader_arguments, first=1):
+        result = require_finite_step(batch.step, engine.train_step(batch, lr=run.schedule.lr(batch.step)))
+        case_result.losses[batch.step], case_result.grad_norms[batch.step] = result.loss, result.grad_norm
+        if batch.step in case.save:
+            _save(engine, case_result.state(batch.step))
+    sums = engine.evaluate(_heldout(prepared, loader_arguments))
+    if case.resume_from is not None:
+        name, saved = case.resume_from
+        engine.load(CaseResult(directory.parent / name).state(saved))
+        for batch in _steps(prepared, loader_arguments, first=saved + 1):
+            case_result.resumed_losses[batch.step] = engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss
+    return replace(case_result, heldout_loss=sums.nats / sums.targets)
+
+
+def _steps(prepared: PreparedRun, loader_arguments: dict[str, Any], *, first: int) -> StepLoader:
+    run = prepared.run
+    return StepLoader(prepared.mixture, run.batch, **loader_arguments, steps=(first, run.steps), prefetch=1)
+
+
+def _save(engine: Engine, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    named_state.write(engine.state(), directory)
+
+
+def _heldout(prepared: PreparedRun, loader_arguments: dict[str, Any]) -> Iterator[MicroBatch]:
+    batch = prepared.run.batch
+    # the same number of samples in every layout, whatever the micro-batch size
+    return heldout_batches(
+        prepared.heldout[0], batch_size=batch.micro, dp=batch.dp, samples=batch.samples, **loader_arguments
+    )

@@ -1,0 +1,155 @@
+"""What would help: the change of one setting of the layout that gives most tokens per second and fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.changes import as_sets, changed
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.plan.predict.closed_form_step import CLOSED
+from pipeline.plan.predict.memory_plan import typical_peak
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.plan.predict.plan import Plan, typical_time
+from pipeline.plan.predict.simulated_step import SIMULATED
+from pipeline.runtime.machines.machine import Machine
+
+_WORTH_IT = 1.01
+"""Speed-up from which a change is named."""
+
+_SIMULATED = 4
+"""Changes that are simulated: the fastest by closed forms."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the config.
+
+    Attributes:
+        sets: dotted keys with their values.
+        peak: typical peak per rank, in bytes.
+        step_s: typical seconds of a step; of the change that is named, simulated.
+    """
+
+    sets: Mapping[str, Any]
+    peak: float
+    step_s: float
+
+    def __str__(self) -> str:
+        return as_sets(self.sets)
+
+
+def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: Plan) -> Change | None:
+    """The change that helps most: the fastest that fits.
+
+    Changes of the layout alone: the loss curve stays the same. Of a run that does not fit, changes of one setting come
+    first, then of two.
+
+    Returns:
+        None where nothing fits, or nothing makes a fitting run faster.
+    """
+    single = [each for each in _neighbours(run) if machine.gpu or "compile.enabled" not in each]
+    found = [each for sets in single if (each := evaluated(run, costs, machine, sets)) is not None]
+    if plan.memory.fits:
+        own = typical_time(run, costs, machine, model=CLOSED).total
+        found = [each for each in found if each.step_s * _WORTH_IT < own]
+    elif not found:
+        pairs = ({**a, **b} for number, a in enumerate(single) for b in single[:number] if not a.keys() & b.keys())
+        found = [each for sets in pairs if (each := evaluated(run, costs, machine, sets)) is not None]
+    best = _simulated(run, costs, machine, sorted(found, key=lambda change: change.step_s))
+    if best is None or (plan.memory.fits and best.step_s * _WORTH_IT >= plan.step_s.typical):
+        return None
+    return best
+
+
+def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: Sequence[Change]) -> Change | None:
+    """The fastest by simulation of the first changes by closed forms that the architecture has: that takes longest."""
+    found: list[Change] = []
+    for each in changes:
+        if len(found) == _SIMULATED:
+            break
+        with suppress(ConfigError):
+            other = _changed(run, each.sets)
+            check_layout(other, costs.model, packages=False)
+            seconds = typical_time(other, costs, machine, model=SIMULATED).total
+            found.append(replace(each, step_s=seconds))
+    return min(found, key=lambda change: change.step_s, default=None)
+
+
+def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Change | None:
+    """A change with its peak and time; None for one that no rule allows or that does not fit."""
+    try:
+        other = _changed(run, sets)
+        if (
+            other.spare
+            or other.batch.padding_rows > run.batch.padding_rows
+            or other.batch.samples != run.batch.samples
+            or other.topology.world_size != run.topology.world_size
+        ):
+            return None
+        peak = typical_peak(other, costs, machine)
+        if peak > machine.memory.bytes:
+            return None
+        return Change(sets, peak, typical_time(other, costs, machine, model=CLOSED).total)
+    except ConfigError:
+        return None
+
+
+def _changed(run: ResolvedRun, sets: Mapping[str, Any]) -> ResolvedRun:
+    """The run with other settings on the same processes; a fallback layout would hide that one does not fit them."""
+    return resolve(changed(run.config, {"launch.fallback_layouts": (), **sets}), world_size=run.topology.world_size)
+
+
+def _neighbours(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+    """Changes of one setting; whether a rule allows them is asked later."""
+    yield from _batches(run)
+    yield from _sharding(run)
+    yield from _axes(run)
+    yield from _kernels(run)
+
+
+def _batches(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+    """Other micro-batches of the same global batch, and activation checkpointing."""
+    config, micro = run.config, run.batch.micro
+    derived = {} if config.gradient_accumulation_steps is None else {"gradient_accumulation_steps": None}
+    sizes = {micro * 4, micro * 2, micro // 2, micro // 4, 1} - {0, micro}
+    if config.train_batch_size is not None:
+        yield from ({"train_micro_batch_size_per_gpu": size, **derived} for size in sorted(sizes, reverse=True))
+    modes = {"none", "selective", "full"} - {config.memory.activation_checkpointing}
+    yield from ({"memory.activation_checkpointing": mode} for mode in sorted(modes))
+
+
+def _sharding(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+    config, topology = run.config, run.topology
+    yield from ({"zero_optimization.stage": each} for each in range(4) if each != config.zero_optimization.stage)
+    if config.parallel.hybrid_shard_size is None and topology.dp * topology.cp > _NODE:
+        yield {"parallel.hybrid_shard_size": _NODE}
+    if config.engine == "deepspeed" and config.zero_optimization.offload_optimizer.device == "none":
+        yield {"zero_optimization.offload_optimizer.device": "cpu"}
+
+
+def _axes(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+    """Other sizes of an axis, and other schedules of a pipeline."""
+    for axis in ("tp", "pp", "cp"):
+        size = getattr(run.topology, axis)
+        yield from ({f"parallel.{axis}": size * each} for each in (2, 4, 8))
+        yield from ({f"parallel.{axis}": size // each} for each in (2, 4) if size >= each)
+    if run.topology.pp > 1:
+        others = {"1f1b", "interleaved_1f1b", "zero_bubble"} - {run.config.parallel.schedule}
+        yield from ({"parallel.schedule": each, "parallel.virtual_stages": None} for each in sorted(others))
+        yield {"parallel.virtual_stages": run.virtual_stages * 2}
+
+
+def _kernels(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+    if run.config.compile.enabled is False:
+        yield {"compile.enabled": True}
+    if run.config.loss.chunk is None:
+        yield {"loss.chunk": 2048}
+
+
+_NODE = 8
+"""Ranks of a hybrid shard group."""

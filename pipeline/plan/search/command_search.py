@@ -1,0 +1,182 @@
+"""`headrace plan --search`: the best layouts as a table and a page, and the winner as a config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.fp8 import torchao_note
+from pipeline.plan.laws.law_warnings import warnings
+from pipeline.plan.laws.show_laws import training_of_plan
+from pipeline.plan.predict.plan import make_plan
+from pipeline.plan.predict.planned_run import PlannedRun
+from pipeline.plan.search.fewest_nodes import fewest_nodes
+from pipeline.plan.search.search import Candidate, Search, allowed, search, simulated
+from pipeline.plan.search.search_page import Table, page
+from pipeline.plan.search.verify import Verified, verify
+from pipeline.plan.search.winner import winner_of, write_config
+from pipeline.run.before.memory_summary import shown_bytes
+
+_SHOWN = 12
+_HEAD = ("layout", "micro-batch", "checkpointing", "step, s", "tokens/s", "peak", "executed")
+
+
+def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Searches, verifies and writes.
+
+    Raises:
+        ConfigError: nothing fits; says how many nodes would do. Or nothing can be written to `--out`.
+    """
+    out = Path(arguments.out or "out/plan")
+    _check_out(out)
+    found = search(planned.run, planned.costs, planned.machine)
+    best = allowed(found.fitting(), planned.costs, count=max(_SHOWN, arguments.verify))
+    own = [each for each in best if "fp8.enabled" not in each.sets]
+    if not own:  # all of the fastest are in fp8
+        own = allowed((each for each in found.fitting() if "fp8.enabled" not in each.sets), planned.costs, count=_SHOWN)
+    if not own:
+        raise _nothing_fits(planned, found)
+    own = simulated(own, planned.costs, planned.machine)
+    verified = _verified(own, planned, arguments, overrides)
+    winner = winner_of(verified, memory=planned.machine.memory.bytes)
+    if winner is None:
+        why = "the executed steps of the best layouts need more than a device has, though the formulas say less"
+        raise ConfigError("--search", why=why, remedy="--verify with a larger number, or more nodes")
+    _make(out)
+    path = out / f"{Path(arguments.config).stem}-best.json"
+    write_config(winner.candidate, path, config=arguments.config, overrides=overrides)
+    table = Table(_HEAD, [_row(each, planned) for each in verified[:_SHOWN]])
+    chosen = replace(planned, run=winner.candidate.run)
+    training = training_of_plan(chosen)
+    warned = [] if training is None else list(warnings(training))
+    facts = [*_facts(planned, found, winner, str(path)), *(("warning", text) for text in warned)]
+    (out / "search.html").write_text(
+        page(found, table, title=f"Layouts of {Path(arguments.config).name}", facts=facts), encoding="utf-8"
+    )
+    if arguments.json:
+        print(json.dumps({**_plain(found, verified, winner, str(path)), "warnings": warned}, indent=2))
+    else:
+        _print(table, [*facts, ("page", str(out / "search.html"))])
+    sys.stdout.flush()
+    return 0
+
+
+def _check_out(out: Path) -> None:
+    """Refuses a directory of the results that cannot be made or written, before any work.
+
+    Raises:
+        ConfigError: a file is in its way, or it, or what exists of the path to it, is not writable.
+    """
+    there = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError("--out", str(out), why=f"{there} is a file", remedy="a directory that can be written")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError("--out", str(out), why=f"{there} is not writable", remedy="another directory")
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", str(out), why=str(error.strerror), remedy="another directory") from None
+
+
+def _verified(
+    best: Sequence[Candidate], planned: PlannedRun, arguments: argparse.Namespace, overrides: Sequence[str]
+) -> list[Verified]:
+    count = min(arguments.verify, len(best))
+    if count:
+        print(f"executing a step of {count} layouts on fake tensors ...", file=sys.stderr, flush=True)
+    done = verify(best[:count], planned, arguments.config, overrides) if count else []
+    return [*done, *(Verified(each, None, "not among the first --verify layouts") for each in best[count:])]
+
+
+def _nothing_fits(planned: PlannedRun, found: Search) -> ConfigError:
+    nodes = fewest_nodes(planned)
+    smallest = min((each.peak for each in found.candidates), default=None)
+    least = "no rule allows any" if smallest is None else f"the smallest peak is {shown_bytes(smallest)}"
+    why = f"none of {found.looked_at:,} layouts fits {shown_bytes(planned.machine.memory.bytes)}: {least}"
+    remedy = "a smaller model, or a machine with more memory" if nodes is None else f"--nodes {nodes[0]} would hold it"
+    return ConfigError("--search", why=why, remedy=remedy)
+
+
+def _row(each: Verified, planned: PlannedRun) -> list[str]:
+    run = each.candidate.run
+    plan = make_plan(run, planned.costs, planned.machine)
+    return [
+        run.layout,
+        f"{run.batch.micro} x {run.batch.accumulation}",
+        run.config.memory.activation_checkpointing,
+        plan.step_s.shown(lambda seconds: f"{seconds:.3g}"),
+        plan.tokens_per_s.shown(lambda speed: f"{speed:,.0f}"),
+        shown_bytes(each.candidate.peak),
+        "not executed" if each.peak is None else shown_bytes(each.peak),
+    ]
+
+
+def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> list[tuple[str, str]]:
+    run = planned.run
+    speed = found.looked_at / max(found.seconds, 1e-9)
+    facts = [
+        ("machine", f"{planned.machine.name}, {run.topology.world_size} ranks on {planned.nodes} node(s)"),
+        ("batch", f"{run.batch.samples} samples per step, {run.batch.tokens:,} tokens"),
+        (
+            "search",
+            f"{found.looked_at:,} layouts in {found.seconds:.1f} s ({speed:,.0f} per second), {found.refused:,} refused"
+            f" by a rule; {len(found.fitting()):,} fit, {len(found.pareto())} on the Pareto front",
+        ),
+        ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step{_unproven(winner)}"),
+        ("config", path),
+    ]
+    fp8 = next((each for each in found.fitting() if "fp8.enabled" in each.sets), None)
+    if fp8 is not None:
+        (fp8,) = simulated([fp8], planned.costs, planned.machine)
+        gain = winner.candidate.step_s / fp8.step_s - 1
+        facts.append(("in fp8", f"{gain:+.0%} tokens/s at best; another loss curve, so it is not proposed"))
+        if (missing := torchao_note()) is not None:
+            facts.append(("", missing))
+    return facts
+
+
+def _unproven(winner: Verified) -> str:
+    return "" if winner.peak is not None else f"; its peak is the formulas', a step was not executed: {winner.why_not}"
+
+
+def _print(table: Table, facts: Sequence[tuple[str, str]]) -> None:
+    widths = [max(len(row[column]) for row in [table.head, *table.rows]) for column in range(len(table.head))]
+    for row in [table.head, *table.rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
+    for label, text in facts:
+        print(f"{label:>14}  {text}")
+
+
+def _plain(found: Search, verified: Sequence[Verified], winner: Verified, path: str) -> dict[str, Any]:
+    def plain(each: Verified) -> dict[str, Any]:
+        candidate = each.candidate
+        return {
+            "layout": candidate.run.layout,
+            "sets": dict(candidate.sets),
+            "step_s": candidate.step_s,
+            "peak": candidate.peak,
+            "executed_peak": each.peak,
+            "not_executed": each.why_not or None,
+        }
+
+    return {
+        "looked_at": found.looked_at,
+        "refused": found.refused,
+        "seconds": found.seconds,
+        "fitting": len(found.fitting()),
+        "pareto": [{"step_s": each.step_s, "peak": each.peak, "sets": dict(each.sets)} for each in found.pareto()],
+        "best": [plain(each) for each in verified],
+        "winner": plain(winner),
+        "config": path,
+    }

@@ -1,0 +1,57 @@
+"""The fewest nodes that hold a model: for a run that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.plan.predict.planned_run import PlannedRun
+from pipeline.plan.search.layouts import layouts
+from pipeline.plan.search.search import Candidate, allowed, evaluate
+from pipeline.runtime.machines.machine import Machine
+
+MOST_NODES = 4096
+
+
+def fewest_nodes(planned: PlannedRun) -> tuple[int, dict[str, Any]] | None:
+    """The fewest nodes on which a layout fits, and its settings: the fastest of those that fit.
+
+    Powers of two are tried, then the numbers between the last two that the batch divides over.
+
+    Returns:
+        None where no number up to 4,096 is enough: a rank of the smallest layout is too large already.
+    """
+    nodes = 1
+    while nodes <= MOST_NODES:
+        if found := _on(planned, nodes):
+            between = (each for each in range(nodes // 2 + 1, nodes) if nodes <= _TRIED)
+            better = next(((each, sets) for each in between if (sets := _on(planned, each)) is not None), None)
+            return better or (nodes, found)
+        nodes *= 2
+    return None
+
+
+_TRIED = 16
+"""Nodes up to which every number is tried, not only powers of two."""
+
+
+def _on(planned: PlannedRun, nodes: int) -> dict[str, Any] | None:
+    run, machine, costs = planned.run, planned.machine, planned.costs
+    world = nodes * machine.devices_per_node
+    topology = replace(run.topology, pp=1, cp=1, tp=1, dp=world)
+    wider = replace(run, topology=topology)
+    fitting = sorted(_fitting(wider, costs, machine), key=lambda each: each.step_s)
+    best = allowed(fitting, costs, count=1)
+    return dict(best[0].sets) if best else None
+
+
+def _fitting(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:
+    """Layouts that fit, of the smallest micro-batch with all activations recomputed: nothing needs less memory."""
+    for sets in layouts(run, machine, fp8=False):
+        if sets["memory.activation_checkpointing"] == "full" and sets["train_micro_batch_size_per_gpu"] == 1:
+            candidate = evaluate(run, costs, machine, sets)
+            if candidate is not None and candidate.fits:
+                yield candidate

@@ -1,0 +1,111 @@
+"""The layouts that a search looks at: products of settings that the table of `config.rules` knows, not yet checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.rules.resolve import FEATURES, LAYOUTS, ResolvedRun
+from pipeline.runtime.machines.machine import Machine
+
+_DEEPSPEED_ONLY: dict[str, Any] = {
+    "data_types.grad_accum_dtype": None,
+    "zero_optimization.reduce_bucket_size": None,
+    "zero_optimization.overlap_comm": None,
+    "zero_optimization.contiguous_gradients": None,
+    "zero_optimization.stage3_prefetch_bucket_size": None,
+    "zero_optimization.stage3_param_persistence_threshold": None,
+    "zero_optimization.stage3_max_live_parameters": None,
+    "zero_optimization.stage3_max_reuse_distance": None,
+}
+"""Keys without a meaning for FSDP2, with the values that leave them out."""
+
+_OF_RANKS = ("stage_speeds", "stage_memory_gb")
+"""Keys of `parallel` with a number for each pipeline rank: other layouts are planned for equal devices."""
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+"""GPipe keeps more activations than 1F1B and has the same bubble."""
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MOST_CP, MOST_PP = 16, 16
+_CHUNK = 2048
+"""Positions that a rank of context parallelism has at least: below it its products are small."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of the mesh."""
+
+    pp: int
+    tp: int
+    cp: int
+
+
+def layouts(run: ResolvedRun, machine: Machine, *, fp8: bool = True) -> Iterator[dict[str, Any]]:
+    """Settings of layouts for the processes of a run, as dotted keys with values.
+
+    Args:
+        run: whose model, batch and precision stay.
+        machine: tensor parallelism stays within a node of it.
+        fp8: look at matrix products in fp8 too, where the run is bf16 and the machine has them.
+    """
+    fp8 = fp8 and run.config.bf16.enabled and not run.config.fp8.enabled and "fp8" in machine.peak_flops
+    axes = list(_axes(run, machine))
+    for (engine, stage), mesh in itertools.product(_stages(), axes):
+        features = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
+        for schedule, shard, offload in _options(run, machine, features, mesh):
+            for micro, mode in itertools.product(_micro_batches(run, mesh), ("none", "selective", "full")):
+                sets = {
+                    "engine": engine,
+                    "zero_optimization.stage": stage,
+                    "parallel.pp": mesh.pp,
+                    "parallel.tp": mesh.tp,
+                    "parallel.cp": mesh.cp,
+                    "parallel.schedule": schedule,
+                    "parallel.virtual_stages": None,
+                    "parallel.hybrid_shard_size": shard,
+                    "zero_optimization.offload_optimizer.device": offload,
+                    "train_micro_batch_size_per_gpu": micro,
+                    "gradient_accumulation_steps": None,
+                    "memory.activation_checkpointing": mode,
+                }
+                sets |= _DEEPSPEED_ONLY if engine == "torch" else {}
+                sets |= {f"parallel.{key}": None for key in _OF_RANKS if getattr(run.config.parallel, key) is not None}
+                yield sets
+                if fp8:
+                    yield {**sets, "fp8.enabled": True}
+
+
+def _stages() -> Sequence[tuple[str, int]]:
+    return sorted({(row.engine, row.stage) for row in LAYOUTS}, reverse=True)
+
+
+def _axes(run: ResolvedRun, machine: Machine) -> Iterator[Axes]:
+    world = run.topology.world_size
+    powers = [1 << power for power in range(world.bit_length())]
+    tensor = [each for each in powers if each <= machine.devices_per_node]
+    context = [each for each in powers if each == 1 or (each <= MOST_CP and run.batch.sequence_length >= each * _CHUNK)]
+    pipelines = [each for each in powers if each <= MOST_PP]
+    for pp, tp, cp in itertools.product(pipelines, tensor, context):
+        if world % (pp * tp * cp) == 0 and run.batch.samples >= world // (pp * tp * cp):
+            yield Axes(pp, tp, cp)
+
+
+def _options(
+    run: ResolvedRun, machine: Machine, features: Sequence[frozenset[str]], mesh: Axes
+) -> Iterator[tuple[str, int | None, str]]:
+    """(schedule, hybrid shard size, device of the optimizer's states) that some row of the table has."""
+    known = frozenset().union(*features)
+    assert known <= FEATURES.keys()
+    schedules = [name for name in SCHEDULES if name == "1f1b" or (mesh.pp > 1 and name in known)]
+    data = run.topology.world_size // (mesh.pp * mesh.tp)
+    shards = [None, machine.devices_per_node] if "shard" in known and data > machine.devices_per_node else [None]
+    offloads = ["none", "cpu"] if "offload_optimizer" in known and mesh.pp == 1 else ["none"]
+    yield from itertools.product(schedules, shards, offloads)
+
+
+def _micro_batches(run: ResolvedRun, mesh: Axes) -> list[int]:
+    each = run.batch.samples * mesh.pp * mesh.tp * mesh.cp // run.topology.world_size
+    return [size for size in MICRO_BATCHES if each % size == 0]

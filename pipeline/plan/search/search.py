@@ -1,0 +1,168 @@
+"""Search: the fastest layouts that fit. Closed forms for the search, simulated for what is shown (`simulated`)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.changes import changed
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.plan.predict.closed_form_step import CLOSED
+from pipeline.plan.predict.memory_plan import typical_peak
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.plan.predict.plan import typical_time
+from pipeline.plan.predict.simulated_step import SIMULATED
+from pipeline.plan.search.layouts import layouts
+from pipeline.runtime.machines.machine import Machine
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that the rules allow.
+
+    Attributes:
+        run: the run in it.
+        sets: settings by which it differs from the config of the search.
+        peak: typical peak of a rank, in bytes.
+        step_s: typical seconds of a step; infinite where the peak is above a device's memory.
+    """
+
+    run: ResolvedRun
+    sets: Mapping[str, Any]
+    peak: float
+    step_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a device's memory."""
+        return self.step_s < math.inf
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found.
+
+    Attributes:
+        looked_at: layouts that were computed: those that the rules allow.
+        refused: layouts that a rule refuses.
+        seconds: that it took.
+        candidates: the layouts that were computed, the fastest first.
+    """
+
+    looked_at: int
+    refused: int
+    seconds: float
+    candidates: list[Candidate]
+
+    def fitting(self) -> list[Candidate]:
+        """Those that fit, the fastest first."""
+        return [each for each in self.candidates if each.fits]
+
+    def pareto(self) -> list[Candidate]:
+        """Layouts that fit, of which no other is both faster and smaller, the fastest first."""
+        front: list[Candidate] = []
+        for each in self.fitting():
+            if not front or each.peak < front[-1].peak:
+                front.append(each)
+        return front
+
+
+def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
+    """Computes every layout of `layouts` that the rules allow."""
+    started = time.monotonic()
+    found, refused = [], 0
+    for sets in layouts(run, machine):
+        candidate = evaluate(run, costs, machine, sets)
+        if candidate is None:
+            refused += 1
+        else:
+            found.append(candidate)
+    found.sort(key=lambda each: (each.step_s, len(each.sets), each.peak))
+    return Search(len(found), refused, time.monotonic() - started, found)
+
+
+def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Candidate | None:
+    """A layout with its peak and time; None where a rule refuses it."""
+    try:
+        other = in_layout(run, sets)
+        if other.spare or other.batch.padding_rows:
+            return None
+        peak = typical_peak(other, costs, machine)
+        seconds = typical_time(other, costs, machine, model=CLOSED).total if peak <= machine.memory.bytes else math.inf
+        return Candidate(other, different(run, sets), peak, seconds)
+    except ConfigError:
+        return None
+
+
+def in_layout(run: ResolvedRun, sets: Mapping[str, Any], *, world_size: int | None = None) -> ResolvedRun:
+    """The run in another layout; a fallback layout would hide that it does not fit the processes.
+
+    Raises:
+        ConfigError: a rule refuses it.
+    """
+    alone = {"launch.fallback_layouts": (), **sets}
+    if run.batch.samples != run.config.train_batch_size:
+        alone["train_batch_size"] = run.batch.samples
+    return resolve(changed(run.config, alone), world_size=world_size or run.topology.world_size)
+
+
+def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -> list[Candidate]:
+    """The first candidates that the architecture has: the part of the rules that takes longest is asked last."""
+    found: list[Candidate] = []
+    answers: dict[tuple[object, ...], bool] = {}
+    for each in candidates:
+        if len(found) == count:
+            break
+        config = each.run.config
+        key = (
+            config.engine,
+            config.zero_optimization.stage,
+            each.run.topology,
+            config.parallel,
+            config.memory,
+            config.fp8,
+        )
+        asked = tuple(map(repr, key))
+        if asked not in answers:
+            answers[asked] = _has(each, costs)
+        if answers[asked]:
+            found.append(each)
+    return found
+
+
+def simulated(candidates: Iterable[Candidate], costs: ModelCosts, machine: Machine) -> list[Candidate]:
+    """The candidates with simulated times, the fastest first."""
+    found = [replace(each, step_s=typical_time(each.run, costs, machine, model=SIMULATED).total) for each in candidates]
+    return sorted(found, key=lambda each: each.step_s)
+
+
+def _has(candidate: Candidate, costs: ModelCosts) -> bool:
+    try:
+        check_layout(candidate.run, costs.model, packages=False)
+    except ConfigError:
+        return False
+    return True
+
+
+def different(run: ResolvedRun, sets: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not those of the run's config already; sizes of 1 count as absent."""
+    kept = {key: value for key, value in sets.items() if _value(run, key) != value}
+    axes = ("parallel.pp", "parallel.tp", "parallel.cp")
+    kept = {key: value for key, value in kept.items() if not (key in axes and value == 1 and _value(run, key) is None)}
+    if run.config.launch.fallback_layouts:
+        kept["launch.fallback_layouts"] = ()
+    if run.batch.samples != run.config.train_batch_size:
+        kept["train_batch_size"] = run.batch.samples
+    return kept
+
+
+def _value(run: ResolvedRun, key: str) -> Any:
+    found: Any = run.config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,95 @@
+"""The page of a search: the best layouts as a table, and all that fit as points of time against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+from matplotlib.figure import Figure
+
+import pipeline.evaluation.report
+from pipeline.evaluation.report import svg
+from pipeline.evaluation.report.page import code_text
+from pipeline.plan.search.search import Candidate, Search
+
+_FOLDER = Path(pipeline.evaluation.report.__file__).parent
+_MOST_POINTS = 2000
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: what is printed, and shown on the page."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def page(found: Search, best: Table, *, title: str, facts: Sequence[tuple[str, str]]) -> str:
+    """The HTML document.
+
+    Args:
+        found: the search.
+        best: its best layouts.
+        title: of the page.
+        facts: (label, text) pairs about the run and the machine.
+    """
+    pairs = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in facts)
+    sections = (
+        f"<section>\n<h2>Search</h2>\n<dl>{pairs}</dl>\n</section>\n"
+        f"<section>\n<h2>Time against memory</h2>\n<figure>\n{_pareto(found)}\n<figcaption>Layouts that fit, by closed"
+        " formulas. The line joins those of which no other is both faster and smaller.</figcaption>\n</figure>\n"
+        f'</section>\n<section>\n<h2>The best layouts</h2>\n<div class="scroll">{_table(best)}</div>\n</section>'
+    )
+    return Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        title=escape(title),
+        heading=escape(title),
+        models=sections,
+        runs="",
+        data="",
+        script="",
+        code=escape(code_text()),
+    )
+
+
+def _pareto(found: Search) -> str:
+    points = found.fitting()[:_MOST_POINTS]
+    front = found.pareto()
+    with svg.settings():
+        figure = Figure(figsize=(960 / 72, 380 / 72), layout="constrained")
+        axes = figure.add_subplot()
+        for number, engine in enumerate(("torch", "deepspeed")):
+            own = [each for each in points if each.run.config.engine == engine]
+            axes.scatter(
+                _memory(own), _seconds(own), s=9, color=svg.color(number), alpha=0.5, label=engine, linewidths=0
+            )
+        axes.step(_memory(front), _seconds(front), where="pre", color=svg.TEXT, linewidth=1.2)
+        axes.scatter(_memory(front), _seconds(front), s=22, color=svg.TEXT, zorder=3, label="Pareto front")
+        axes.set_xlabel("peak memory of a rank, GB")
+        axes.set_ylabel("seconds per step")
+        axes.set_yscale("log")
+        axes.grid(visible=True, linewidth=0.6)
+        axes.legend(frameon=False)
+        figure.patch.set_alpha(0)
+        axes.patch.set_alpha(0)
+        return svg.inline(figure, name="pareto", label="Seconds per step against peak memory of the layouts that fit")
+
+
+def _memory(candidates: Sequence[Candidate]) -> list[float]:
+    return [each.peak / 1e9 for each in candidates]
+
+
+def _seconds(candidates: Sequence[Candidate]) -> list[float]:
+    return [each.step_s for each in candidates]
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.head)
+    rows = "".join(
+        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+        for row in table.rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

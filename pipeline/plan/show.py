@@ -1,0 +1,189 @@
+"""A plan as lines of text, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.changes import as_sets
+from pipeline.plan.laws.law_warnings import Training
+from pipeline.plan.laws.show_laws import law_lines, laws_json, training_of_plan
+from pipeline.plan.predict.interval import Interval
+from pipeline.plan.predict.plan import Plan, make_plan
+from pipeline.plan.predict.planned_run import PlannedRun
+from pipeline.plan.search.changes import Change, nearest_change
+from pipeline.plan.search.fewest_nodes import fewest_nodes
+from pipeline.run.before.memory_summary import shown_bytes
+from pipeline.runtime.machines.machine import Machine
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown.
+
+    Attributes:
+        planned: the run.
+        plan: its plan.
+        change: that would help most; None without.
+        price: of a GPU-hour, in any currency; None where it was not given.
+        nodes: of a run that does not fit: the fewest nodes that would hold the model, and in which layout; None if none
+            would, or where it fits.
+        training: hyperparameters for the published laws; None where they do not apply.
+    """
+
+    planned: PlannedRun
+    plan: Plan
+    change: Change | None
+    price: float | None
+    nodes: tuple[int, dict[str, Any]] | None
+    training: Training | None
+
+
+def report_of(planned: PlannedRun, *, price: float | None = None) -> Report:
+    """Plans a run, and looks for what would help.
+
+    Raises:
+        ConfigError: the architecture does not have the layout.
+    """
+    plan = make_plan(planned.run, planned.costs, planned.machine)
+    change = nearest_change(planned.run, planned.costs, planned.machine, plan)
+    nodes = fewest_nodes(planned) if not plan.memory.fits and change is None else None
+    return Report(planned, plan, change, price, nodes, training_of_plan(planned))
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The plan for a terminal."""
+    planned, plan = report.planned, report.plan
+    yield _line("machine", _machine(planned))
+    yield _line("layout", planned.run.layout)
+    yield _line("batch", str(planned.run.batch))
+    yield from _memory(report)
+    yield _line("step", plan.step_s.shown(_seconds))
+    for name, seconds in plan.split.items():
+        if seconds.high > 0:
+            yield _line("", f"{name} {seconds.shown(_seconds)}, {seconds.typical / plan.step_s.typical:.1%}")
+    yield _line("speed", plan.tokens_per_s.shown(lambda each: f"{each:,.0f}") + " tokens/s")
+    if plan.mfu is not None:
+        yield _line("MFU", plan.mfu.shown(lambda each: f"{each:.1%}"))
+    yield _line("run", f"{plan.tokens:,} tokens: {plan.days.shown(_days)}, {_hours(plan.gpu_hours)} GPU-hours")
+    if report.price is not None:
+        yield _line(
+            "money", f"{_money(plan, report.price).shown(lambda each: f'{each:,.0f}')} at {report.price:g} an hour"
+        )
+    yield _line("bound by", plan.binding)
+    yield from _helps(report)
+    yield from (_line("note", note) for note in planned.notes)
+    yield _line("intervals", intervals_from(planned.machine))
+    if report.training is not None:
+        yield from (_line(label, text) for label, text in law_lines(report.training))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The plan as one JSON object; every number with an interval is {"low", "typical", "high"}."""
+    planned, plan, memory = report.planned, report.plan, report.plan.memory
+    topology = planned.run.topology
+    change = report.change
+    return {
+        "machine": planned.machine.name,
+        "calibrated": planned.machine.calibrated,
+        "nodes": planned.nodes,
+        "layout": {"text": planned.run.layout, **{axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp")}},
+        "memory": {
+            "peak": memory.peak.plain(),
+            "device": memory.device,
+            "fits": memory.fits,
+            "pp_rank": memory.pp_rank,
+            "phase": memory.phase,
+            "phases": memory.phases,
+            "host": memory.host,
+        },
+        "step_s": plan.step_s.plain(),
+        "parts_s": {name: each.plain() for name, each in plan.step.items()},
+        "split_s": {name: each.plain() for name, each in plan.split.items()},
+        "tokens": plan.tokens,
+        "tokens_per_s": plan.tokens_per_s.plain(),
+        "mfu": None if plan.mfu is None else plan.mfu.plain(),
+        "days": plan.days.plain(),
+        "gpu_hours": plan.gpu_hours.plain(),
+        "money": None if report.price is None else _money(plan, report.price).plain(),
+        "constraint": {"kind": plan.constraint, "text": plan.binding},
+        "change": None if change is None else {"sets": dict(change.sets), "step_s": change.step_s, "peak": change.peak},
+        "fewest_nodes": None if report.nodes is None else {"nodes": report.nodes[0], "sets": report.nodes[1]},
+        "notes": list(planned.notes),
+        "intervals": intervals_from(planned.machine),
+        "laws": None if report.training is None else laws_json(report.training),
+    }
+
+
+def intervals_from(machine: Machine) -> str:
+    """Where the intervals come from, in one sentence."""
+    if machine.scored is not None:
+        runs = len(machine.scored.runs)
+        rates = f"the spread of {runs} run{'s' if runs > 1 else ''} on {machine.scored.device}, {machine.scored.date}"
+    elif machine.measured is not None:
+        rates = f"the spread of repeated measurements on {machine.measured.device}, {machine.measured.date}"
+    else:
+        rates = "published figures and assumptions (sources in the machine's file; --calibrate measures)"
+    return (
+        f"of times: all rates at the ends of their ranges, from {rates}; of memory: 5 % of the formulas, and overhead"
+    )
+
+
+def _machine(planned: PlannedRun) -> str:
+    machine, nodes, ranks = planned.machine, planned.nodes, planned.run.topology.world_size
+    kind = "calibrated" if machine.calibrated else "not calibrated"
+    where = f"{nodes} node{'s' if nodes > 1 else ''} of {machine.devices_per_node}"
+    return f"{machine.name}, {kind}: {ranks} rank{'s' if ranks > 1 else ''} on {where}"
+
+
+def _memory(report: Report) -> Iterator[str]:
+    memory = report.plan.memory
+    rank = f" of pipeline rank {memory.pp_rank}, which needs most," if report.planned.run.topology.pp > 1 else ""
+    yield _line(
+        "memory",
+        f"peak{rank} {memory.peak.shown(shown_bytes)} of {shown_bytes(memory.device)}, in the phase {memory.phase}:"
+        f" {memory.verdict}",
+    )
+    for name, kinds in memory.phases.items():
+        shown = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds.items() if size >= 1e6)
+        yield _line("", f"{name} {shown_bytes(sum(kinds.values()))}: {shown}")
+    if memory.host:
+        yield _line("", f"host memory of a rank under offload {shown_bytes(memory.host)}")
+
+
+def _helps(report: Report) -> Iterator[str]:
+    change, plan = report.change, report.plan
+    if change is not None:
+        gain = plan.step_s.typical / change.step_s - 1
+        speed = f"{gain:+.0%} tokens/s" if plan.memory.fits else f"a step of {_seconds(change.step_s)}"
+        yield _line("would help", f"{change} ({speed}, a peak of {shown_bytes(change.peak)})")
+    elif not plan.memory.fits:
+        yield _line("would help", "no change of one or two settings on these nodes")
+    else:
+        yield _line("would help", "no change of one setting of the layout")
+    if report.nodes is not None:
+        nodes, sets = report.nodes
+        yield _line("fewest nodes", f"{nodes} of these would hold it, e.g. --nodes {nodes} {as_sets(sets)}")
+
+
+def _money(plan: Plan, price: float) -> Interval:
+    return plan.gpu_hours.map(lambda each: each * price)
+
+
+def _hours(hours: Interval) -> str:
+    return hours.shown(lambda each: f"{each:,.1f}" if each < 100 else f"{each:,.0f}")
+
+
+def _days(days: float) -> str:
+    if days >= 2:
+        return f"{days:,.1f} days"
+    return f"{days * 24:,.1f} h" if days * 24 >= 1 else f"{days * 1440:,.1f} min"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:>14}  {text}"

@@ -1,0 +1,213 @@
+"""`python -m pipeline samples RUN --step N`: prints the samples that a step was trained on. No torch, no GPU.
+
+The text is what the model read: after fill-in-the-middle. On a terminal, tokens whose loss is trained on are green and
+the others dim; `--color always` keeps the colors in a pipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
+from headrace.base.directory import Manifest, read_manifest
+from headrace.base.errors import DataError, HeadraceError
+from headrace.base.section import parse
+from pipeline.config.batch import BatchSizes
+from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.data.mixing_weights import Extent
+from pipeline.data.mixture import DataMixture, open_mixture
+from pipeline.data.skips import Skips, skips_of
+from pipeline.data.trained_sample import TrainedDocument, trained_documents
+from pipeline.runtime.metrics.journal import read_rows
+
+_RANGE = "N, or FIRST:LAST"
+_IN_LOSS, _NOT_IN_LOSS, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `python -m pipeline samples`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", metavar="N", type=_range, help=f"the samples of a step: {_RANGE}")
+    which.add_argument("--sample", metavar="I", type=_range, help=f"samples by global number, as in events: {_RANGE}")
+    parser.add_argument("--rank-order", action="store_true", help="sort by data rank and micro-batch")
+    parser.add_argument("--limit", metavar="n", type=int, help="print only the first n samples")
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="green: tokens in the loss, dim: the others; default: auto, on a terminal",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the samples."""
+    reader = RunSamples.open(arguments.run)
+    chosen = list(reader.samples_of_steps(*arguments.step) if arguments.step else reader.samples(*arguments.sample))
+    if arguments.rank_order:
+        chosen.sort(key=lambda sample: (sample.step or 0, sample.micro_batch))
+    color = {"always": True, "never": False, "auto": sys.stdout.isatty() and "NO_COLOR" not in os.environ}
+    for sample in chosen[: arguments.limit]:
+        print(reader.header(sample))
+        for line in reader.text(sample, color=color[arguments.color]):
+            print(line)
+    return 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a run.
+
+    Attributes:
+        number: global, from 0.
+        step: that trained on it; None for a sample chosen by its number.
+        micro_batch: (data rank, micro-batch) that contained it.
+    """
+
+    number: int
+    step: int | None
+    micro_batch: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RunSamples:
+    """Reads the samples of a run.
+
+    Attributes:
+        run: resolved for the number of processes that last started or resumed it.
+        mixture: its data, verified to be unchanged.
+        skips: the data that it skipped.
+        tokenizer: of the data.
+    """
+
+    run: ResolvedRun
+    mixture: DataMixture
+    skips: Skips
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, run_dir: Path) -> RunSamples:
+        """Opens a run.
+
+        Raises:
+            DataError: there is no such run, or its data is missing or has changed.
+        """
+        manifest = read_manifest(run_dir, kind="run")
+        config = parse(Config, upgrade_keys(manifest.config))
+        events = read_rows(run_dir, kind="event")
+        worlds = [row["world_size"] for row in events if "world_size" in row]
+        resolved = resolve(config, world_size=worlds[-1] if worlds else 1)
+        mixture = open_mixture(config.data, seed=config.run.seed, extent=Extent(resolved.steps, resolved.batch.samples))
+        _check_unchanged(mixture, manifest)
+        skips = skips_of(_newest_details(run_dir), events, step=math.inf)
+        tokenizer = Tokenizer.from_file(str(mixture.sources[0].tokenizer / TOKENIZER_JSON))
+        return cls(resolved, mixture, skips, tokenizer)
+
+    def samples_of_steps(self, first: int, last: int) -> Iterator[Sample]:
+        """The samples of the steps from first to last.
+
+        Raises:
+            DataError: the run has no such steps.
+        """
+        if not 1 <= first <= last <= self.run.steps:
+            raise DataError(f"the run has steps 1 to {self.run.steps}, not {first} to {last}")
+        batch = self.run.batch
+        for step in range(first, last + 1):
+            for place, number in enumerate(self.skips.samples(step, per_step=batch.samples)):
+                yield Sample(number, step, _micro_batch(batch, place))
+
+    def samples(self, first: int, last: int) -> Iterator[Sample]:
+        """The samples with the global numbers from first to last.
+
+        Raises:
+            DataError: the numbers are invalid.
+        """
+        if not 0 <= first <= last:
+            raise DataError(f"samples are numbered from 0: there are no samples {first} to {last}")
+        for number in range(first, last + 1):
+            yield Sample(number, None, _micro_batch(self.run.batch, number % self.run.batch.samples))
+
+    def header(self, sample: Sample) -> str:
+        """The sample's number, step, data rank, micro-batch and source."""
+        place = self.mixture.order.locate([sample.number])
+        source = self.mixture.sources[int(place.source[0])]
+        step = "" if sample.step is None else f", step {sample.step}"
+        rank, micro = sample.micro_batch
+        known = self.run.topology.world_size > 1 and self.run.config.parallel.shares != "auto"  # which change
+        where = f" (data rank {rank}, micro-batch {micro})" if known else ""
+        return f"== sample {sample.number}{step}{where}: {source.label}, window {int(place.window[0])}"
+
+    def text(self, sample: Sample, *, color: bool = False) -> Iterator[str]:
+        """The documents of the sample: for each a line that describes it, then the decoded text of its tokens.
+
+        Args:
+            sample: one of this run.
+            color: mark the tokens that are in the loss by ANSI colors.
+        """
+        mask_documents = self.run.config.data.mask_documents
+        for part in trained_documents(self.mixture, sample.number, mask_documents=mask_documents):
+            origin, targets = part.origin, int(part.targets.sum())
+            line = f"-- document {origin.document}, tokens {origin.first} to {origin.first + len(origin.tokens)}"
+            line += f" of {origin.length}" + (", fill-in-the-middle" if part.rearranged else "")
+            # the first token of a sample or a document may have nothing to be predicted from: not worth a remark
+            yield line + ("" if part.tokens.size - targets <= 1 else f", {targets} of {part.tokens.size} in the loss")
+            yield self._colored(part) if color else self._decode(part.tokens)
+
+    def _colored(self, part: TrainedDocument) -> str:
+        """The text of a document, in runs of tokens that are in the loss or not."""
+        cuts = [0, *(np.flatnonzero(np.diff(part.targets)) + 1).tolist(), part.tokens.size]
+        spans = [(part.targets[start], self._decode(part.tokens[start:end])) for start, end in pairwise(cuts)]
+        return "".join(f"{_IN_LOSS if in_loss else _NOT_IN_LOSS}{text}{_PLAIN}" for in_loss, text in spans)
+
+    def _decode(self, tokens: npt.NDArray[np.int64]) -> str:
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def _micro_batch(batch: BatchSizes, place: int) -> tuple[int, int]:
+    """(data rank, micro-batch) of the sample at a place of a step: see `StepLoader`."""
+    if batch.shares is not None:
+        return batch.shares.place(place)
+    micro, rest = divmod(place, batch.dp * batch.micro)
+    return rest // batch.micro, micro
+
+
+def _check_unchanged(mixture: DataMixture, manifest: Manifest) -> None:
+    for field, parent in mixture.parents.items():
+        expected = manifest.parents.get(field, {}).get("fingerprint")
+        if expected != parent["fingerprint"]:
+            raise DataError(
+                f"{field}: {parent['path']} is not what the run was trained on: its fingerprint was {expected}, and is"
+                f" {parent['fingerprint']}\n  try: restore the old tokens; the same corpus, config and tokenizer give"
+                f" the same bytes again"
+            )
+
+
+def _newest_details(run_dir: Path) -> dict[str, object]:
+    """Details of the newest checkpoint with a readable manifest; damaged ones are skipped."""
+    for path in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            return read_manifest(path, kind="checkpoint").details
+        except HeadraceError:
+            continue
+    return {}
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    try:
+        return int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor FIRST:LAST") from None

@@ -1,0 +1,232 @@
+"""What a run resolves to, line by line: for `headrace check`, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import RunSection
+from pipeline.models.split_names import conversion
+from pipeline.run.checkpoint_timer import minutes_of
+
+if TYPE_CHECKING:
+    from pipeline.data.dataset import TokenDataset
+    from pipeline.run.prepare import PreparedRun
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One fact of a run.
+
+    Attributes:
+        label: its name in the printed summary; several entries may share it.
+        text: its value for people, with units.
+        values: the same for programs, JSON; entries with the same label make a list.
+    """
+
+    label: str
+    text: str
+    values: Any
+
+
+def as_json(entries: list[Entry]) -> dict[str, Any]:
+    """The entries as one JSON object: label (with underscores) -> values; a list where several have the label."""
+    found: dict[str, list[Any]] = {}
+    for entry in entries:
+        found.setdefault(entry.label.replace(" ", "_").replace("-", "_"), []).append(entry.values)
+    lists = {"data", "held_out", "pipeline_stages", "warnings"}
+    return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}
+
+
+def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
+    """What follows from the config and the number of processes alone. No torch."""
+    config, batch, topology = run.config, run.batch, run.topology
+    axes = {axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp")}
+    yield Entry("layout", run.layout, {"engine": config.engine, "stage": config.zero_optimization.stage, **axes})
+    spare = f", and {run.spare} spare" if run.spare else ""
+    yield Entry("processes", f"{topology.world_size}{spare}", {"ranks": topology.world_size, "spare": run.spare})
+    yield Entry("precision", run.precision, run.precision)
+    memory = config.memory
+    section = run.config.compile
+    if section.enabled is not False:
+        where = "" if section.enabled else ", where there is a GPU"
+        yield Entry("compile", f"every decoder layer, by {section.backend}{where}", section.model_dump())
+    if memory.activation_checkpointing != "none":
+        which = "every layer" if memory.every_n_layers == 1 else f"one layer in {memory.every_n_layers}"
+        values = {"mode": memory.activation_checkpointing, "every_n_layers": memory.every_n_layers}
+        yield Entry("checkpointing", f"activations: {memory.activation_checkpointing}, {which}", values)
+    sizes = {"samples": batch.samples, "micro_batch": batch.micro, "gradient_accumulation": batch.accumulation}
+    yield Entry("batch", str(batch), {**sizes, "sequence_length": batch.sequence_length, "tokens": batch.tokens})
+    samples, tokens = run.steps * batch.samples, run.steps * batch.tokens
+    length = {"steps": run.steps, "samples": samples, "tokens": tokens}
+    yield Entry("length", f"{run.steps:,} steps = {samples:,} samples = {tokens:,} tokens", length)
+    rates = {step: run.schedule.lr(step) for step in _shown_steps(run)}
+    shown = ", ".join(f"{lr:.2e} at step {step:,}" for step, lr in rates.items())
+    yield Entry("learning rate", f"{run.schedule.kind}: {shown}", {"schedule": run.schedule.kind, "at_step": rates})
+    yield _optimizer_entry(run)
+    yield from _data_entries(run)
+    yield _evaluation_entry(run)
+    yield _checkpoint_entry(run)
+    yield Entry("run directory", config.run.dir, config.run.dir)
+
+
+def _optimizer_entry(run: ResolvedRun) -> Entry:
+    """The optimizer, and what one parameter takes in fp32: its master weight and its states."""
+    section, kind = run.config.optimizer, run.config.optimizer.kind
+    params = section.params.model_dump(mode="json", exclude_none=True)
+    shown = ", ".join(f"{name} {json.dumps(params[name])}" for name in _SHOWN_PARAMS if name in params)
+    states = f"{len(kind.states)} state tensor{'' if len(kind.states) == 1 else 's'} per parameter"
+    text = f"{kind.name}, {shown}; {states}: {kind.bytes_per_parameter} bytes per parameter with the fp32 master weight"
+    sizes: dict[str, Any] = {"states": list(kind.states), "bytes_per_parameter": kind.bytes_per_parameter}
+    held = run.held_bytes_per_parameter
+    if held is not None:
+        text += f", {held:.4g} held on the device with {section.params.moments_dtype or 'fp32'} states and the gradient"
+        sizes["held_bytes_per_parameter"] = held
+    return Entry("optimizer", text, {"type": kind.name, "params": params, **sizes})
+
+
+_SHOWN_PARAMS = ("betas", "momentum", "nesterov", "weight_decay")
+
+
+def _data_entries(run: ResolvedRun) -> Iterator[Entry]:
+    """How documents become samples: packing, masks, fill-in-the-middle, curriculum."""
+    data = run.config.data
+    attention = "attention stays within a document" if data.mask_documents else "attention crosses documents"
+    values: dict[str, Any] = {"packing": data.packing, "mask_documents": data.mask_documents}
+    text = f"{data.packing} packing, {attention}"
+    if data.fim is not None:
+        text += f"; fill-in-the-middle in {data.fim.rate:.0%} of the documents, {data.fim.spm_rate:.0%} of them SPM"
+        values["fim"] = {"rate": data.fim.rate, "spm_rate": data.fim.spm_rate}
+    yield Entry("samples", text, values)
+    for stage in data.curriculum or ():
+        weights = ", ".join(f"{name} {weight:g}" for name, weight in stage.weights.items())
+        plain = {"after_step": stage.after_step, "weights": stage.weights}
+        yield Entry("curriculum", f"from step {stage.after_step + 1:,}: {weights}", plain)
+
+
+def _evaluation_entry(run: ResolvedRun) -> Entry:
+    section = run.config.evaluation
+    when = f"every {section.every:,} steps and at the end" if section.every else "at the end"
+    what = f"{section.samples:,} samples per source" if section.samples else "the whole held-out split"
+    return Entry("evaluation", f"{when}, {what}", {"every": section.every, "samples": section.samples})
+
+
+def _checkpoint_entry(run: ResolvedRun) -> Entry:
+    section = run.config.run
+    when = ", ".join([*_checkpoint_times(section), "at the end"])
+    kept = f"the newest {section.keep_checkpoints} are kept"
+    kept += f", and those at multiples of {section.keep_every:,} steps" if section.keep_every else ""
+    how = "asynchronous" if section.async_checkpoints else "training waits for them"
+    how += f", copies in {section.in_memory_checkpoints}" if section.in_memory_checkpoints else ""
+    names = (
+        "checkpoint_every", "checkpoint_minutes", "node_mtbf_hours", "keep_checkpoints", "keep_every",
+        "async_checkpoints", "in_memory_checkpoints",
+    )  # fmt: skip
+    return Entry("checkpoints", f"{when}; {kept}; {how}", {name: getattr(section, name) for name in names})
+
+
+def _checkpoint_times(section: RunSection) -> Iterator[str]:
+    minutes = minutes_of(section)
+    if section.checkpoint_every == "auto":
+        bound = f", {minutes:g} minutes at most" if minutes else ""
+        yield f"at intervals by Daly from the measured time of a save{bound}"
+    elif section.checkpoint_every is not None:
+        yield f"every {section.checkpoint_every:,} steps"
+    if minutes and section.checkpoint_every != "auto":
+        yield f"every {minutes:g} minutes"
+
+
+def _rounding(run: ResolvedRun) -> Iterator[Entry]:
+    section = run.config.quantization_aware
+    if section is not None:
+        shown = f"{section.scheme}, group {section.group_size or 'of the scheme'}"
+        yield Entry("quantization-aware", shown, section.model_dump())
+
+
+def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
+    """The learning rate of every kind of parameter relative to the run's."""
+    from pipeline.engines.parametrization.kinds import Kind  # noqa: PLC0415
+    from pipeline.engines.parametrization.scales import find_parametrization  # noqa: PLC0415  imports torch
+
+    found = find_parametrization(prepared.run.config.model, prepared.model)
+    if found is None:
+        return
+    rates = {f"{kind}": sorted({found.scales[n].lr for n, k in found.kinds.items() if k is kind}) for kind in Kind}
+    shown = ", ".join(f"{kind} x {' and '.join(f'{x:.4g}' for x in each)}" for kind, each in rates.items() if each)
+    sizes = f"{found.width:g} x the base model's width, {found.depth:g} x its depth"
+    values = {"kind": "completep", "width": found.width, "depth": found.depth, "learning_rates": rates}
+    yield Entry("parametrization", f"completep, {sizes}; learning rates: {shown}", values)
+
+
+def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
+    """What follows from the data, the model and the run's directory."""
+    from pipeline.engines.parallel.fp8 import fp8_layers  # noqa: PLC0415  imports torch
+    from pipeline.engines.parallel.partition import stage_lines  # noqa: PLC0415  imports torch
+
+    run, size, kind = prepared.run, prepared.size, prepared.hf_config["model_type"]
+    counts = {name: getattr(size, name) for name in ("parameters", "active", "embedding", "flops_per_token")}
+    active = "" if size.active == size.parameters else f", {size.active:,} of them active for a token"
+    shown = f"{kind}, {size.parameters:,} parameters ({size.embedding:,} embedding){active}"
+    yield Entry("model", shown, {"model_type": kind, **counts})
+    each = run.config.optimizer.kind.bytes_per_parameter
+    state = (
+        f"{size.parameters * each / 2**30:,.3f} GiB of fp32 weights and optimizer states over all ranks, and on disk"
+    )
+    yield Entry("training state", state, {"bytes": size.parameters * each, "bytes_per_parameter": each})
+    if size.flops_per_token is not None:
+        compute = f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward"
+        yield Entry("compute", compute, {"flops": size.flops_per_token * run.steps * run.batch.tokens})
+    if prepared.has_experts:
+        moe = run.config.moe
+        loss = f", auxiliary loss x {moe.coefficient:g}" if moe.coefficient else ""
+        bias = f", correction bias +-{moe.bias_rate:g} per step" if moe.bias_rate else ""
+        rates = {"aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
+        yield Entry("experts", f"balance {moe.balance}{loss}{bias}", {"balance": moe.balance, **rates})
+    if run.config.fp8.enabled:
+        layers = fp8_layers(run, prepared.model)
+        counts = {"converted": len(layers.converted), "excluded": list(layers.excluded)}
+        yield Entry("fp8", f"{run.config.fp8.recipe}: {layers.text}", {**run.config.fp8.model_dump(), **counts})
+    yield from (*_rounding(run), *_parametrization(prepared))
+    for line in stage_lines(run, prepared.model):
+        label, text = line.split(": ", 1)
+        yield Entry(label, text, text)
+    total = run.steps * run.batch.samples
+    epochs = prepared.mixture.order.epochs(total)
+    for source, seen in zip(prepared.mixture.sources, epochs, strict=True):
+        share = seen * source.windows / total
+        mask = ", with a loss mask" if source.masked else ""
+        yield Entry(
+            "data",
+            f"{source.summary}{mask}, {share:.1%} of the run, {seen:.2f} epochs",
+            {**_dataset(source), "share": share, "epochs": seen, "loss_mask": source.masked},
+        )
+    found = conversion(prepared.mixture.sources[0].tokenizer)
+    yield Entry("tokenizer", found.text, {"llama_cpp": found.name, "why": found.why})
+    for source in prepared.heldout:
+        yield Entry("held-out", source.summary, _dataset(source))
+    if run.topology.world_size > 1:
+        yield _straggler_entry(prepared)
+    newest = next(iter(prepared.store.checkpoints()), None)
+    start = f"resume after step {newest.step}" if newest else "a new run"
+    yield Entry("start", start, {"resume_after_step": newest.step if newest else None})
+
+
+def _dataset(source: TokenDataset) -> dict[str, Any]:
+    return {"path": str(source.path), "source": source.source, "tokens": source.tokens, "samples": source.windows}
+
+
+def _straggler_entry(prepared: PreparedRun) -> Entry:
+    from pipeline.runtime.metrics.stragglers import report_interval, report_seconds  # noqa: PLC0415  imports torch
+
+    run, layers = prepared.run, int(prepared.hf_config.get("num_hidden_layers") or 0)
+    every, seconds = report_interval(run, layers=layers), report_seconds(run, layers=layers)
+    cost = f"about {seconds:.1f} s of profiling each" if every else f"would take about {seconds:.1f} s each"
+    text = f"a report every {every:,} steps, {cost}" if every else f"no reports: {cost}"
+    return Entry("stragglers", text, {"every": every, "seconds_per_report": seconds})
+
+
+def _shown_steps(run: ResolvedRun) -> list[int]:
+    return sorted({1, max(1, min(run.schedule.warmup, run.steps)), max(1, run.steps // 2), run.steps})

@@ -1,0 +1,129 @@
+"""The memory of a distillation's teacher per rank, before the run starts: for `headrace check`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.assemble import loss_chunk
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.engines.sizes.memory import peak_memory
+from pipeline.run.before.matching_memory import matching_bytes
+from pipeline.run.before.memory_summary import shown_bytes
+from pipeline.run.before.summary import Entry
+from pipeline.run.distillation.teacher import teacher_run
+from pipeline.run.prepare import PreparedRun
+
+_FP32_COPIES = 3
+"""Of a chunk's logits, at the peak of the divergence: both log-probabilities and the terms."""
+_GATHERED = 2
+"""Layers of a sharded teacher that are whole at a time: the one that runs and the next."""
+
+
+@dataclass(frozen=True)
+class TeacherBytes:
+    """Memory of a teacher on a rank of the last pipeline stage, in bytes.
+
+    Attributes:
+        layers: weights of its decoder layers, after tensor parallelism.
+        largest: those of the largest layer.
+        rest: those of embedding, final norm and head.
+        logits: its logits, and the log-probabilities made of them, of as many positions as exist at a time.
+        data_ranks: over which its layers can be sharded.
+    """
+
+    layers: float
+    largest: float
+    rest: float
+    logits: float
+    data_ranks: int
+
+    def total(self, *, sharded: bool) -> float:
+        """All of it."""
+        kept = self.layers / self.data_ranks + _GATHERED * self.largest if sharded else self.layers
+        return kept + self.rest + self.logits
+
+    def least_ranks(self, room: float) -> int | None:
+        """The fewest data ranks on which a sharded teacher fits in `room` bytes; None where no number does."""
+        left = room - _GATHERED * self.largest - self.rest - self.logits
+        return math.ceil(self.layers / left) if left > 0 else None
+
+
+def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[Entry]:
+    """What the teacher takes on a rank; with `memory`, refuses one that does not fit beside the student.
+
+    Args:
+        prepared: the run.
+        memory: of a device, in bytes.
+
+    Raises:
+        ConfigError: names a layout in which it would fit.
+    """
+    run, section = prepared.run, prepared.run.config.distill
+    if section is None or prepared.teacher is None:
+        return
+    found = teacher_bytes(prepared)
+    if found is None:
+        yield Entry("teacher", "its memory is not known: its layers are not built like Llama's", None)
+        return
+    sharded = section.shard_teacher and found.data_ranks > 1
+    total = found.total(sharded=sharded)
+    where = f", its layers sharded over {found.data_ranks} data ranks" if sharded else ""
+    beside = f"{shown_bytes(total)} per rank beside the student{where}"
+    values = {"bytes": round(total), "sharded": sharded, "chunk_bytes": round(found.logits)}
+    yield Entry("teacher", f"{beside}; {shown_bytes(found.logits)} of it for logits at a time", values)
+    matching = matching_bytes(prepared)
+    if matching:
+        text = f"about {shown_bytes(matching)} per rank for features of the teacher, and gradients of the student's"
+        yield Entry("matching", text, {"bytes": round(matching)})
+    footprint = footprint_of(run, prepared.model)
+    if memory is not None and footprint is not None:
+        own = peak_memory(run, footprint, pp_rank=run.topology.pp - 1).total + matching
+        _refuse_too_large(prepared, found, total=total, own=own, memory=memory)
+
+
+def teacher_bytes(prepared: PreparedRun) -> TeacherBytes | None:
+    """The memory of a run's teacher; None of an architecture whose layers are not known."""
+    assert prepared.teacher is not None
+    run, model = prepared.run, prepared.teacher.model
+    alone = teacher_run(run)
+    footprint = footprint_of(alone, model)
+    if footprint is None:
+        return None
+    rank = footprint.ranks[0]
+    size = next(model.parameters()).element_size()
+    length = run.batch.sequence_length // run.topology.cp
+    chunk = loss_chunk(run, model.config) or length
+    rows = run.batch.micro * min(chunk, length)
+    columns = footprint.widths.vocabulary / run.topology.tp
+    logits = rows * columns * (size + _FP32_COPIES * 4)
+    ranks = run.topology.dp * run.topology.cp
+    return TeacherBytes(size * sum(rank.layers), size * max(rank.layers), size * rank.rest, logits, ranks)
+
+
+def _refuse_too_large(prepared: PreparedRun, found: TeacherBytes, *, total: float, own: float, memory: int) -> None:
+    if own + total <= memory or own > memory:  # of a student that does not fit alone, `memory fit` says so
+        return
+    section = prepared.run.config.distill
+    assert section is not None
+    why = f"it takes {shown_bytes(total)} per rank and the student {shown_bytes(own)}, of {shown_bytes(memory)}"
+    remedy = " or ".join([*_layouts(prepared.run, found, room=memory - own), "distill.logits (headrace cache-logits)"])
+    raise ConfigError("distill.teacher", section.teacher, why=why, remedy=f"use {remedy}")
+
+
+def _layouts(run: ResolvedRun, found: TeacherBytes, *, room: float) -> Iterator[str]:
+    """What would make the teacher fit into `room` bytes."""
+    least = found.least_ranks(room)
+    if least is not None:
+        more = f" on {least} data ranks or more" if least > found.data_ranks else ""
+        yield f"distill.shard_teacher true{more}"
+    tp = run.topology.tp
+    wider = (n for n in (2, 4, 8, 16) if n > tp)
+    needed = replace(found, logits=0.0).total(sharded=False) * tp
+    for n in wider:
+        if needed / n + found.logits * tp / n <= room:
+            yield f"parallel.tp {n}"
+            return

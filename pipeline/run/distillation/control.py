@@ -1,0 +1,55 @@
+"""The control of a distillation: the same run on cross-entropy alone. Without torch.
+
+Data order, seed, steps, model and optimizer are those of the distillation; there is no teacher in memory. Only a lower
+held-out loss than the control's shows that the teacher helped: the student also improves by training on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.base.errors import ConfigError
+from pipeline.config.sections.run import Config
+from pipeline.runtime.metrics.journal import read_rows
+
+SUFFIX = "-control"
+"""What the control's directory is called after that of the distillation."""
+
+
+def control_of(config: Config) -> Config:
+    """The config of the control run of a distillation.
+
+    Raises:
+        ConfigError: the config is no distillation.
+    """
+    if config.distill is None:
+        why = "a control is the run of a distillation without its teacher"
+        raise ConfigError("--control", why=why, remedy='add "distill" to the config, or use headrace train')
+    run = config.run.model_copy(update={"dir": control_dir(config.run.dir)})
+    return config.model_copy(update={"distill": None, "run": run})
+
+
+def control_dir(run_dir: str) -> str:
+    """Directory of the control of the distillation in `run_dir`."""
+    return run_dir.rstrip("/") + SUFFIX
+
+
+def comparison(run_dir: str) -> str | None:
+    """One line with the last held-out losses of a distillation and of its control; None until both have one.
+
+    Args:
+        run_dir: of the distillation.
+    """
+    ends = [_last_evaluation(Path(path)) for path in (run_dir, control_dir(run_dir))]
+    if None in ends:
+        return None
+    (step, distilled), (control_step, control) = (end for end in ends if end is not None)
+    where = f"after step {step:,}" if step == control_step else f"after steps {step:,} and {control_step:,}"
+    difference = distilled - control
+    text = f"held-out loss {where}: distilled {distilled:.4f}, control {control:.4f} (difference {difference:+.4f}"
+    return text + "; one seed is no evidence: repeat both with other values of run.seed)"
+
+
+def _last_evaluation(run_dir: Path) -> tuple[int, float] | None:
+    rows = read_rows(run_dir, kind="eval")
+    return (rows[-1]["step"], rows[-1]["loss"]) if rows else None

@@ -1,0 +1,72 @@
+"""What of a matching of features can be refused only when both models are known, before a run starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.distillation import ATTENTIONS, check_models, features_of
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.parallel.compilation import compiles
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.models.decoder_layers import decoder_layers
+
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def check_feature_models(run: ResolvedRun, *, student: nn.Module, teacher: nn.Module) -> None:
+    """Refuses matchings that two models do not make possible.
+
+    Args:
+        run: the resolved config, a distillation.
+        student, teacher: the full models, on meta.
+
+    Raises:
+        ConfigError: names the field, and what works.
+    """
+    section = run.config.distill
+    assert section is not None
+    fields = features_of(section)
+    if not fields:
+        return
+    for whose, model in (("student", student), ("teacher", teacher)):
+        _check_layers(next(iter(fields)), whose, model)
+        if section.attentions is not None:
+            _check_attention(whose, model)
+    last_stage = pipeline_stages(run, student)[-1].layers
+    check_models(section, sizes_of(student), sizes_of(teacher), run.topology, last_stage=last_stage)
+    if section.attentions is not None and compiles(run.config.compile):
+        why = "queries, keys and values are recorded within a layer, and a compiled layer hands nothing out"
+        raise ConfigError(ATTENTIONS, why=why, remedy="set compile.enabled to false (it is on where there is a GPU)")
+
+
+def sizes_of(model: nn.Module) -> dict[str, Any]:
+    """Depth, width and heads of a Hugging Face model, under one architecture's names or another's."""
+    return {name: getattr(model.config, name, None) for name in _SIZES}
+
+
+def _check_layers(field: str, whose: str, model: nn.Module) -> None:
+    config: Any = model.config
+    found, told = len(decoder_layers(model)), getattr(config, "num_hidden_layers", None)
+    if found != told:
+        why = f"the {whose} ({config.model_type}) has {told} layers by its config, and {found} could be found"
+        raise ConfigError(field, why=why, remedy="remove it, or use another architecture, e.g. llama")
+
+
+def _check_attention(whose: str, model: nn.Module) -> None:
+    """Queries, keys and values of all layers have to be as wide as the config says."""
+    config: Any = model.config
+    others = {*(getattr(config, "layer_types", None) or ())} - _ATTENTIONS
+    what = None
+    if getattr(config, "num_attention_heads", None) is None:
+        what = "has no attention heads"
+    elif others:
+        what = f"has layers without attention ({', '.join(sorted(others))})"
+    elif getattr(config, "kv_lora_rank", None) is not None:
+        what = "has latent attention, whose keys and values differ in width"
+    if what is not None:
+        remedy = "match distill.hidden_states alone"
+        raise ConfigError(ATTENTIONS, why=f"the {whose} ({config.model_type}) {what}", remedy=remedy)

@@ -1,0 +1,109 @@
+"""The student continues prompts within its engine: one forward pass per new token, of all ranks together.
+
+Prompts have one length and so have their continuations, so that every rank makes the same forward passes: collectives
+of ZeRO, FSDP and tensor parallelism always meet. A sample that has ended goes on being computed, and is cut later.
+
+Passes are those of the engine in evaluation mode. They are never compiled: their shapes change with every token.
+
+Shapes: n samples, P tokens of a prompt, G new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from pipeline.engines.base import Engine
+from pipeline.engines.parallel.decoding import DecodingBatch, decoding_batch
+from pipeline.run.distillation.sampling import Place, Sampler
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of one length, on the engine's device.
+
+    Attributes:
+        ids: int64 [n, P].
+        positions: int64 [n, P], of every token in its document.
+        documents: int32 [n, P], document of every token; None for one document.
+        samples: int64 [n], the samples' indices in the step.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    documents: Tensor | None
+    samples: Tensor
+
+    def extended(self, tokens: Tensor) -> Prompts:
+        """With a token more each, int64 [n], of the document of the last one."""
+        documents = None if self.documents is None else torch.cat([self.documents, self.documents[:, -1:]], dim=1)
+        positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
+        return Prompts(torch.cat([self.ids, tokens[:, None]], dim=1), positions, documents, self.samples)
+
+    def select(self, samples: slice) -> Prompts:
+        """Some of them."""
+        documents = None if self.documents is None else self.documents[samples]
+        return Prompts(self.ids[samples], self.positions[samples], documents, self.samples[samples])
+
+
+@dataclass(frozen=True)
+class Generator:
+    """How a student generates.
+
+    Attributes:
+        engine: of the student.
+        sampler: draws the tokens.
+        new_tokens: G.
+        multiple: of positions in a forward pass: tp.
+        kv_cache: whether keys and values are kept; else all tokens are computed again for each new one.
+        compiled: whether layers are compiled for training.
+        on_progress: called after every token: a step's generation may take longer than the run may stand still.
+    """
+
+    engine: Engine
+    sampler: Sampler
+    new_tokens: int
+    multiple: int
+    kv_cache: bool
+    compiled: bool
+    on_progress: Callable[[], None] = lambda: None
+
+    def generate(self, prompts: Prompts, *, step: int) -> Tensor:
+        """Continues prompts; int64 [n, G]. Collective."""
+        drawn: list[Tensor] = []
+        with self._eager():
+            self.engine.forward_passes(self._passes(prompts, step, drawn), self.sampler)
+        return torch.stack(drawn, dim=1)
+
+    def _passes(self, prompts: Prompts, step: int, drawn: list[Tensor]) -> Iterator[DecodingBatch]:
+        cache = DynamicCache() if self.kv_cache else None
+        done = 0
+        for number in range(self.new_tokens):
+            length = prompts.ids.shape[1]
+            batch = decoding_batch(
+                prompts.ids[:, done:],
+                prompts.positions[:, done:],
+                prompts.documents,
+                first=done,
+                cache=cache,
+                multiple=self.multiple,
+            )
+            width = batch.input_ids.shape[1]
+            self.sampler.begin(Place(width, length - done - 1, prompts.samples, step, number))
+            yield batch
+            drawn.append(self.sampler.tokens())
+            self.on_progress()
+            prompts = prompts.extended(drawn[-1])
+            if cache is not None:
+                cache.crop(length - done - width)
+                done = length
+
+    def _eager(self) -> AbstractContextManager[Any]:
+        stance: Any = torch.compiler.set_stance
+        return stance("force_eager") if self.compiled else nullcontext()

@@ -1,0 +1,165 @@
+"""Losses of a student's hidden states and attention relations beside a teacher's, on one rank of any layout.
+
+Each is the mean over the mapped layers, summed over target tokens. Hidden states are the outputs of layers (the
+residual stream, before any final norm), compared by the similarity loss of `relations`, or of models of one width
+
+- mse: mean over features of (s - t)^2 (Jiao et al. 2020, TinyBERT, arXiv:1909.10351, section 3.1),
+- cosine: 1 - cos(s, t) (Sanh et al. 2019, DistilBERT, arXiv:1910.01108).
+
+Of attention the KL of self-attention relations of queries, keys and values is averaged (Wang et al. 2021, MiniLMv2,
+arXiv:2012.15828, section 3.1): the features of all heads of a token, rotated, are divided into R relation heads, in the
+order of the heads. None of them has parameters, so that checkpoints, exports and optimizers do not know of it.
+
+A rank computes the rows of its own tokens (hidden states) or its relation heads (attention); columns are all-gathered
+over the ranks of a sequence, and their gradients reduce-scattered. The sum over a tp group is left to the caller.
+
+Shapes: B samples, T positions of this rank's cp chunk, D features, H heads, d head size, R relation heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.compression import AttentionsSection, HiddenStatesSection
+from pipeline.config.topology import sequence_chunks
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.engines.parallel.collectives import all_gather
+from pipeline.engines.parallel.features import Features, Wanted
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.run.distillation.relations import Pairs, Vectors, relation_loss
+
+_INDEX = {"query": 0, "key": 1, "value": 2}
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """Which positions this rank has, and the groups that have the others.
+
+    Attributes:
+        chunk: int64 [T], positions of this rank's cp chunk, in order.
+        all: int64 [S], those of all cp ranks, in the order of the ranks.
+        tp, cp: the ranks of tensor and context parallelism; None for one.
+    """
+
+    chunk: Tensor
+    all: Tensor
+    tp: dist.ProcessGroup | None = None
+    cp: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, run: ResolvedRun, mesh: Mesh | None, device: torch.device) -> SequenceShard:
+        """That of a rank of a run."""
+        length, cp = run.batch.sequence_length, run.topology.cp
+        chunks = [
+            torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
+            for parts in (sequence_chunks(length, cp=cp, cp_rank=rank, zigzag=run.zigzag) for rank in range(cp))
+        ]
+        if mesh is None:
+            return cls(chunks[0], chunks[0])
+        return cls(chunks[mesh.coordinates["cp"]], torch.cat(chunks), mesh.group("tp"), mesh.group("cp"))
+
+    def rows(self, values: Tensor, *, dim: int) -> Tensor:
+        """The part of this rank's chunk that it has between the blocks of a tensor-parallel model."""
+        if self.tp is None:
+            return values
+        return values.chunk(dist.get_world_size(self.tp), dim=dim)[dist.get_rank(self.tp)]
+
+    def columns(self, values: Tensor, *, dim: int, over_tp: bool) -> Tensor:
+        """The values of the whole sequence from those of this rank."""
+        if over_tp and self.tp is not None:
+            values = all_gather(values, self.tp, dim=dim)
+        return values if self.cp is None else all_gather(values, self.cp, dim=dim)
+
+
+class HiddenStateLoss:
+    """The matching of hidden states.
+
+    Args:
+        section: weight and loss.
+        layers: student's layer -> teacher's.
+        shard: of this rank.
+    """
+
+    part = "hidden_states"
+
+    def __init__(self, section: HiddenStatesSection, layers: Mapping[int, int], shard: SequenceShard) -> None:
+        self.weight, self.shard = section.weight, shard
+        self._kind, self._layers = section.loss, dict(layers)
+
+    def wanted(self, *, teacher: bool) -> Wanted:
+        """The layers to record."""
+        return Wanted(hidden=frozenset(self._layers.values() if teacher else self._layers))
+
+    def __call__(self, student: Features, teacher: Features, batch: MicroBatch) -> Tensor:
+        """The mean over layers of the loss, summed over this rank's targets."""
+        counts = self.shard.rows((batch.labels != IGNORE).float(), dim=1)
+        pairs = [(student.hidden[own], teacher.hidden[theirs]) for own, theirs in self._layers.items()]
+        return torch.stack([self._layer(*pair, batch, counts) for pair in pairs]).mean()
+
+    def _layer(self, student: Tensor, teacher: Tensor, batch: MicroBatch, counts: Tensor) -> Tensor:
+        if self._kind == "mse":
+            return ((student.float() - teacher.float()).square().mean(-1) * counts).sum()
+        if self._kind == "cosine":
+            return ((1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)) * counts).sum()
+        rows = self.shard.rows(self.shard.chunk, dim=0)
+        pairs = Pairs(rows, self.shard.all, counts, batch.documents)
+        return relation_loss("similarity", self._directions(student), self._directions(teacher), pairs)
+
+    def _directions(self, states: Tensor) -> Vectors:
+        """Hidden states [B, T / tp, D] -> vectors of length 1 in one relation head."""
+        rows = F.normalize(states.float(), dim=-1)[:, None]
+        return Vectors(rows, self.shard.columns(rows, dim=2, over_tp=True))
+
+
+class AttentionLoss:
+    """The matching of self-attention relations.
+
+    Args:
+        section: weight, and what is related.
+        layers: student's layer -> teacher's.
+        heads: relation heads of both models.
+        shard: of this rank.
+    """
+
+    part = "attentions"
+
+    def __init__(
+        self, section: AttentionsSection, layers: Mapping[int, int], *, heads: int, shard: SequenceShard
+    ) -> None:
+        self.weight, self.shard, self._layers = section.weight, shard, dict(layers)
+        self._which = [_INDEX[name] for name in section.relations]
+        self._ranks = 1 if shard.tp is None else dist.get_world_size(shard.tp)
+        self._heads = heads // self._ranks
+
+    def wanted(self, *, teacher: bool) -> Wanted:
+        """The layers to record."""
+        return Wanted(attention=frozenset(self._layers.values() if teacher else self._layers))
+
+    def __call__(self, student: Features, teacher: Features, batch: MicroBatch) -> Tensor:
+        """The mean over layers and relations of the loss, summed over targets; of this rank's relation heads."""
+        counts = (batch.labels != IGNORE).float() / self._ranks  # the mean over all heads is that of the ranks' means
+        pairs = Pairs(self.shard.chunk, self.shard.all, counts, batch.documents)
+        losses = [
+            relation_loss(
+                "kl",
+                self._vectors(student.attention[own][index]),
+                self._vectors(teacher.attention[theirs][index]),
+                pairs,
+            )
+            for own, theirs in self._layers.items()
+            for index in self._which
+        ]
+        return torch.stack(losses).mean()
+
+    def _vectors(self, states: Tensor) -> Vectors:
+        """[B, H / tp, T, d] -> vectors [B, R / tp, T, H d / R]."""
+        samples, _heads, length, _size = states.shape
+        rows = states.transpose(1, 2).reshape(samples, length, self._heads, -1).transpose(1, 2)
+        return Vectors(rows, self.shard.columns(rows, dim=2, over_tp=False))

@@ -1,0 +1,176 @@
+"""Which samples of a step the student continues, and the step's batch with what it has sampled.
+
+Chosen are samples, not steps: where the fraction of a step's samples is a whole number, every step's loss has the same
+mixture, so that its curve and the detection of spikes mean what they do elsewhere. Which ones is a function of
+(run.seed, step) alone. They are spread over the ranks by chance; all ranks make as many forward passes as the one with
+most of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config.batch import BatchSizes
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.compression import OnPolicySection
+from pipeline.data.loader import IGNORE, MicroBatch, StepBatch, most_on_a_rank, samples_of_rows
+from pipeline.data.permutation import derive_key, permute
+from pipeline.engines.base import Engine
+from pipeline.engines.parallel.compilation import compiles
+from pipeline.run.distillation.generation import Generator, Prompts
+from pipeline.run.distillation.on_policy_loss import own_means
+from pipeline.run.distillation.sampled_batch import joined, with_samples
+from pipeline.run.distillation.sampling import Sampler, noise_key
+
+I64 = npt.NDArray[np.int64]
+
+
+def chosen_samples(step: int, *, samples: int, fraction: float, seed: int) -> I64:
+    """Indices of the samples of a step that the student continues: over many steps that fraction of them.
+
+    Args:
+        step: from 1.
+        samples: of a step.
+        fraction: of them; may make less than one sample per step.
+        seed: of the run.
+    """
+    count = int(step * samples * fraction) - int((step - 1) * samples * fraction)
+    place = permute(np.arange(samples), size=samples, key=derive_key(seed, "on-policy samples", step))
+    return np.flatnonzero(place < count)
+
+
+def passes_per_step(batch: BatchSizes, section: OnPolicySection, *, chosen: I64) -> int:
+    """How many groups of samples are continued one after another in a step, by every rank."""
+    most = most_on_a_rank(batch, chosen)
+    return -(-most // (section.batch or max(most, 1)))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a step has generated, over all ranks.
+
+    Attributes:
+        samples: that were continued, those that stayed data included.
+        tokens: that are targets.
+        seconds: of this rank, from the first prompt to the last token.
+    """
+
+    samples: int
+    tokens: int
+    seconds: float
+
+
+class OnPolicySamples:
+    """Lets the student continue its share of every step's samples.
+
+    Args:
+        run: the resolved config, with `distill.on_policy`.
+        engine: of the student.
+        rank: global.
+        device: of this rank.
+        end_id: the end-of-text token; None for a tokenizer without one.
+        on_progress: see `Generator`.
+    """
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        engine: Engine,
+        *,
+        rank: int,
+        device: torch.device,
+        end_id: int | None,
+        on_progress: Callable[[], None],
+    ) -> None:
+        assert run.config.distill is not None
+        assert run.config.distill.on_policy is not None
+        self._section, self._batch, self._seed = run.config.distill.on_policy, run.batch, run.config.run.seed
+        self._distill, self._device, self._end_id = run.config.distill, device, end_id
+        coordinates = run.topology.coordinates(rank)
+        self._rows, self._counts = samples_of_rows(run.batch, coordinates["dp"]), coordinates["tp"] == 0
+        self._length = self._section.length(run.batch.sequence_length)
+        self._generator = Generator(
+            engine,
+            Sampler(self._section.temperature, key=noise_key(self._seed)),
+            new_tokens=self._length,
+            multiple=run.topology.tp,
+            kv_cache=self._section.kv_cache,
+            compiled=compiles(run.config.compile),
+            on_progress=on_progress,
+        )
+        self._generated: dict[int, Generated] = {}
+
+    def complete(self, step: StepBatch) -> StepBatch:
+        """The step's batch with the chosen samples continued by the student, on this rank's device. Collective."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else the step before would be in this one's time
+        started = time.perf_counter()
+        batch = joined([micro.to(self._device) for micro in step.micro_batches])
+        chosen = chosen_samples(
+            step.step, samples=self._batch.samples, fraction=self._section.fraction, seed=self._seed
+        )
+        rows = torch.from_numpy(np.flatnonzero(np.isin(self._rows, chosen))).to(self._device)
+        groups = passes_per_step(self._batch, self._section, chosen=chosen)
+        tokens = self._continued(batch, rows, groups=groups, step=step.step)
+        whole = with_samples(batch, rows, tokens, prompt=self._section.prompt_tokens, end_id=self._end_id)
+        targets, sampled = self._counted(whole)
+        self._generated[step.step] = Generated(len(chosen), sampled, time.perf_counter() - started)
+        return StepBatch(step.step, whole.split(self._batch.micro), max(1, targets))
+
+    def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
+        """What a step's row of metrics has: means of the loss's parts over their own targets, and the generation.
+
+        Args:
+            step: a step that `complete` was called for.
+            means: of the loss's parts over all targets of the step.
+            seconds: of the step.
+        """
+        made = self._generated.pop(step)
+        return {
+            **own_means(means, self._distill),
+            "generated_tokens": made.tokens,
+            "generation_seconds": made.seconds,
+            "generation_share": made.seconds / seconds,
+            "sampled_tokens_per_second": made.samples * self._length / made.seconds,
+        }
+
+    def _continued(self, batch: MicroBatch, rows: Tensor, *, groups: int, step: int) -> Tensor:
+        """The continuations of some rows, int64 [rows, G], in so many groups."""
+        prompts = self._prompts(batch, rows)
+        size = self._section.batch or max(1, len(rows))
+        found = []
+        for group in range(groups):
+            own = prompts.select(slice(group * size, (group + 1) * size))
+            # a rank without a row of its own makes the passes of the others: their collectives need it
+            real = len(own.samples) > 0
+            tokens = self._generator.generate(own if real else self._prompts(batch, rows.new_zeros(1)), step=step)
+            found += [tokens] if real else []
+        return torch.cat(found) if found else rows.new_zeros((0, self._length))
+
+    def _prompts(self, batch: MicroBatch, rows: Tensor) -> Prompts:
+        prompt = slice(0, self._section.prompt_tokens)
+        ids = batch.input_ids[rows, prompt]
+        if batch.positions is None or batch.documents is None:
+            positions, documents = torch.arange(ids.shape[1], device=self._device).expand_as(ids), None
+        else:
+            positions, documents = batch.positions[rows, prompt], batch.documents[rows, prompt]
+        samples = torch.from_numpy(self._rows).to(self._device)[rows]
+        return Prompts(ids, positions, documents, samples)
+
+    def _counted(self, batch: MicroBatch) -> tuple[int, int]:
+        """Targets, and sampled ones, of all ranks."""
+        assert batch.sampled is not None
+        counts = batch.labels != IGNORE
+        sums = torch.stack([counts.sum(), (counts & batch.sampled).sum()]) * self._counts
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        targets, sampled = sums.tolist()
+        return targets, sampled

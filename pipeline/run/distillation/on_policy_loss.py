@@ -1,0 +1,111 @@
+"""The objective of on-policy distillation: the divergence over tokens that the student has sampled, all else on data.
+
+    loss = sum over data targets of alpha t^2 D + (1 - alpha) cross-entropy,  plus  sum over sampled targets of t^2 D
+
+A sampled token is no label: its position has no cross-entropy, and counts as much as one of the data does. There is no
+gradient through the sampling. Source: Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1 and algorithm 1; the
+mixture is by sample where GKD's is by batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config.sections.compression import DistillSection
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.engines.objective import Loss
+from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy_gradient
+from pipeline.run.distillation.divergence import Divergence
+from pipeline.run.distillation.objective import PARTS
+from pipeline.run.distillation.teacher import Teacher
+
+SHARE = "on_policy_share"
+"""The part of the loss that counts sampled targets: their share of the step's after division by them."""
+
+
+class OnPolicyDistillation:
+    """The loss of a batch with sampled targets; an `engines.objective.Objective`.
+
+    Args:
+        section: divergence, temperature, alpha.
+        teacher: in memory.
+        z_loss: as `engines.objective.CrossEntropy`; of data targets.
+    """
+
+    def __init__(self, section: DistillSection, teacher: Teacher, *, z_loss: float = 0.0) -> None:
+        self._teacher, self._alpha, self._z_loss = teacher, section.alpha, z_loss
+        self._divergence = Divergence(section.divergence, section.temperature, section.beta)
+        self._square = section.temperature**2
+        self._name = PARTS[section.divergence]
+        parts = ("cross_entropy", self._name, f"on_policy_{self._name}", SHARE)
+        self.parts = (*parts, "z_loss") if z_loss else parts
+
+    def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Which targets are sampled, bool [B, T], and those of the teacher."""
+        assert batch.sampled is not None
+        return (batch.sampled, *self._teacher.targets(batch))
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> Loss:
+        """See `Objective`."""
+        total, *parts = _WithGradient.apply(logits, labels, extra_targets, self, vocabulary)
+        return Loss(total, tuple(parts))
+
+    def with_gradient(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> tuple[Loss, Tensor]:
+        """See `Objective.with_gradient`."""
+        sampled, *targets = extra_targets
+        of_data = labels.masked_fill(sampled, IGNORE)
+        ce, squares, gradient = cross_entropy_gradient(
+            logits, of_data, vocabulary, nats_weight=1 - self._alpha, squares_weight=self._z_loss
+        )
+        nats, own = self._teacher.compare_by_position(self._divergence, logits, labels, *targets, vocabulary=vocabulary)
+        weight = torch.where(sampled, self._square, self._square * self._alpha).to(nats.dtype)
+        gradient.addcmul_(own, weight.unsqueeze(-1))
+        total = (weight * nats).sum() + (1 - self._alpha) * ce + self._z_loss * squares
+        count = ((labels != IGNORE) & sampled).sum().to(nats.dtype)
+        parts = (ce, (nats * ~sampled).sum(), (nats * sampled).sum(), count)
+        return Loss(total, (*parts, self._z_loss * squares) if self._z_loss else parts), gradient
+
+
+def own_means(means: dict[str, float], section: DistillSection) -> dict[str, float]:
+    """Means of the parts over all targets of a step -> means over their own: those of the data, or the sampled ones.
+
+    Args:
+        means: by name of the part; others are handed on.
+        section: of the run.
+    """
+    name, share = PARTS[section.divergence], means[SHARE]
+    of_data = dict.fromkeys(("cross_entropy", name, "z_loss"), 1 - share)
+    divisors = {**of_data, f"on_policy_{name}": share}
+    kept = {key: value for key, value in means.items() if divisors.get(key, 1.0) > 0}  # else it has no target
+    return {key: value / divisors.get(key, 1.0) for key, value in kept.items()}
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss with the gradient that was computed beside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        extra_targets: tuple[Tensor, ...],
+        objective: OnPolicyDistillation,
+        vocabulary: VocabularyShard,
+    ) -> tuple[Tensor, ...]:
+        loss, gradient = objective.with_gradient(logits, labels, *extra_targets, vocabulary=vocabulary)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
+        ctx.mark_non_differentiable(*loss.parts)
+        return loss.total, *loss.parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        [gradient] = ctx.saved_tensors
+        return (gradient * grads[0]).to(ctx.dtype), None, None, None, None

@@ -1,0 +1,117 @@
+"""Opens the cached logits of a run, and refuses those that are not of its data, its teacher and its student."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from headrace.base.directory import Manifest, check_sizes, read_manifest
+from headrace.base.errors import ConfigError, DataError
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.data import DataSection
+from pipeline.config.sections.run import Config
+from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.mixing_weights import Extent, make_order
+from pipeline.data.mixture import DataMixture
+from pipeline.data.sample_order import SampleOrder
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.run.distillation.cached_logits import KIND, CachedLogits, identity
+
+_ENDLESS: Final = 1 << 48
+"""Samples of no run: a source that has not been drawn whole after so many never will be."""
+
+
+def open_logits(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int) -> CachedLogits:
+    """Opens the cached logits that a run names, and compares them with its data and its student.
+
+    Raises:
+        DataError: no such directory, damaged files, another dataset or tokenizer, or samples without a record.
+        ConfigError: another sequence length, document mask, temperature, vocabulary or teacher.
+    """
+    section = run.config.distill
+    assert section is not None
+    assert section.logits is not None
+    path = Path(section.logits)
+    manifest = read_manifest(path, kind=KIND)
+    check_sizes(path, manifest)
+    _check_fields(run.config, manifest, vocab_size=vocab_size)
+    logits = CachedLogits(path, manifest, [_number(path, manifest, source) for source in mixture.sources])
+    logits.check_has(mixture.order, run.steps * run.batch.samples)
+    if not logits.has_all(mixture.order):
+        _refuse_rollback(run, mixture.order)
+    return logits
+
+
+def _refuse_rollback(run: ResolvedRun, order: SampleOrder) -> None:
+    """After a rollback a run draws samples behind its last step, as many as it skips: no one knows how many."""
+    assert run.config.distill is not None
+    for field in ("spikes", "non_finite"):
+        if getattr(run.config.anomalies, field) != "rollback":
+            continue
+        why = f"a rollback skips data and draws other windows in its place, which {run.config.distill.logits} lacks"
+        steps = steps_of_all(run.config.data, order, samples=run.batch.samples)
+        remedy = "use skip, or distill.teacher"
+        if steps is not None:
+            remedy += f", or make a cache of all windows: headrace cache-logits --set run.steps={steps}"
+        raise ConfigError(f"anomalies.{field}", "rollback", why=why, remedy=remedy)
+
+
+def steps_of_all(data: DataSection, order: SampleOrder, *, samples: int) -> int | None:
+    """The fewest steps, about, after which every window has been drawn.
+
+    Args:
+        data: the config's section.
+        order: of the run.
+        samples: of a step.
+
+    Returns:
+        None where the data would not be drawn whole by any longer run: a curriculum that leaves a source for good, a
+        budget of tokens, a limit on repetition.
+    """
+    low, high = 0, 1
+    while min(order.epochs(high * samples)) < 1:
+        low, high = high, 2 * high
+        if high * samples > _ENDLESS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if min(order.epochs(middle * samples)) >= 1 else (middle, high)
+    extent = Extent(steps=high, per_step=samples)
+    try:  # budgets have other weights in a run of another length
+        longer = make_order(data, order.windows.tolist(), seed=order.seed, extent=extent)
+    except ConfigError:
+        return None
+    return high if min(longer.epochs(extent.samples)) >= 1 else None
+
+
+def _check_fields(config: Config, manifest: Manifest, *, vocab_size: int) -> None:
+    section, made = config.distill, manifest.details
+    assert section is not None
+    pairs = (
+        ("data.sequence_length", config.data.sequence_length, made["sequence_length"]),
+        ("data.mask_documents", config.data.mask_documents, made["mask_documents"]),
+        ("distill.temperature", section.temperature, made["temperature"]),
+        ("model.config.vocab_size", vocab_size, made["vocab_size"]),
+    )
+    for field, own, theirs in pairs:
+        if own != theirs:
+            why = f"the logits in {section.logits} were made with {theirs}"
+            raise ConfigError(field, own, why=why, remedy=f"use {theirs}, or make others: headrace cache-logits")
+    if section.teacher is not None and ModelFolder.open(section.teacher).fingerprint() != made["teacher"]:
+        why = f"the logits in {section.logits} are those of another teacher"
+        raise ConfigError("distill.teacher", section.teacher, why=why, remedy="make others: headrace cache-logits")
+
+
+def _number(path: Path, manifest: Manifest, source: TokenDataset) -> int:
+    """The number of a dataset in the directory."""
+    tokenizer = tokenizer_details(source.manifest)["fingerprint"]
+    if tokenizer != manifest.details["tokenizer"]:
+        why = f"{path} is of tokens of another tokenizer than {source.label}: the same id would mean different text"
+        raise DataError(f"{why}\n  try: headrace cache-logits with this config")
+    own = identity(source)
+    for number, entry in enumerate(manifest.details["sources"]):
+        if all(entry[key] == own[key] for key in own):
+            return number
+    made = ", ".join(str(entry["path"]) for entry in manifest.details["sources"])
+    why = f"{path} has no logits of {source.label}: it is of {made}, as they were then packed and split"
+    raise DataError(f"{why}\n  try: headrace cache-logits with this config")

@@ -1,0 +1,71 @@
+"""The values of a teacher whose weights are stored quantized: dequantized on the host, and then handed on one by one.
+
+Only weights: of a teacher whose layers round their inputs too, that rounding would be lost, and with it what it says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import ConfigError
+from pipeline.models.build.buffers import persistent_buffers
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.folder.loading import load_model
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.routers import has_experts
+
+
+def is_dequantized(folder: ModelFolder) -> bool:
+    """Whether a folder's weights are dequantized to be a teacher's.
+
+    Raises:
+        ConfigError: its layers round their inputs, or it is a mixture of experts.
+    """
+    if folder.quantized_by != "compressed-tensors":
+        return False
+    if has_experts(folder.config):
+        why = "its experts are quantized one by one, and a teacher's are in one tensor for each layer"
+        remedy = "use the model that it was quantized from"
+        raise ConfigError("distill.teacher", str(folder.path), why=why, remedy=remedy)
+    if folder.quantizes_activations:
+        why = "its layers round their inputs, too, and a teacher is computed in floating point"
+        remedy = "the model that it was quantized from, or a scheme of weights alone (W4A16, W8A16)"
+        raise ConfigError("distill.teacher", str(folder.path), why=why, remedy=f"use {remedy}")
+    return True
+
+
+class DequantizedValues:
+    """Values of a folder in compressed-tensors; a `models.values.ParameterValues`.
+
+    The whole model is in host memory, in the dtype of the folder, from the first value to the last.
+
+    Args:
+        folder: a Hugging Face folder whose weights alone are quantized.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._left: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] | None = None
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`; a value is asked for once, and freed."""
+        if name not in self._left:
+            self._load()
+        return part(self._left.pop(name), box).to(device).to(torch.float32)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`."""
+        if self._buffers is None:
+            self._load()
+        assert self._buffers is not None
+        return self._buffers.get(name)
+
+    def _load(self) -> None:
+        model = load_model(self._folder)
+        self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._buffers = persistent_buffers(model)

@@ -1,0 +1,65 @@
+"""A teacher's layers sharded over the data ranks (FSDP2): each is gathered before it is computed, and freed after.
+
+What is not in a layer (embedding, final norm and head) is on every data rank, so that the head can make the logits of
+one chunk after another. Every data rank runs the teacher equally often, as the student's engine has it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from pipeline.engines.parallel.assemble import LocalModel, ShardedValues
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.torch_native.fsdp_units import layer_units
+from pipeline.models.build.buffers import fill_buffers
+from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.build.rectangle import Rectangle
+
+
+@torch.no_grad()
+def shard_layers(local: LocalModel, values: ParameterValues, mesh: Mesh, *, device: torch.device) -> None:
+    """Shards the layers of a decoder on meta and materializes it. No rank holds more than its part and one parameter.
+
+    Args:
+        local: the teacher in this rank's tensor and context parallelism; changed in place.
+        values: of its full parameters.
+        mesh: this rank's coordinates and groups.
+        device: of this rank.
+    """
+    decoder = local.decoder
+    decoder.requires_grad_(False)
+    fill_buffers(decoder.causal, device, values)
+    units = layer_units(decoder.causal)
+    for unit in units:
+        modules: Any = unit if len(unit) > 1 else unit[0]
+        fully_shard(modules, mesh=mesh.data_mesh(), reshard_after_forward=True)
+    in_layers = {parameter for unit in units for layer in unit for parameter in layer.parameters()}
+    others = {parameter for parameter in decoder.parameters() if parameter not in in_layers}
+    fully_shard(decoder, mesh=mesh.data_mesh(), reshard_after_forward=True, ignored_params=others)
+    register_fsdp_forward_method(decoder, "hidden_states")  # the root's hooks run around it, as around `forward`
+    sharded = ShardedValues(values, local)
+    for name, old in dict(decoder.parameters_by_name()).items():
+        decoder.set_parameter(name, nn.Parameter(_value(name, old, sharded, device), requires_grad=False))
+    heads = [unit[0] for unit in units]
+    for before, after in pairwise(heads):
+        assert isinstance(before, FSDPModule)
+        assert isinstance(after, FSDPModule)
+        before.set_modules_to_forward_prefetch([after])
+
+
+def _value(name: str, on_meta: nn.Parameter, values: ShardedValues, device: torch.device) -> torch.Tensor:
+    if not isinstance(on_meta, DTensor):
+        return values.value(name, device=device).to(on_meta.dtype)
+    old: Any = on_meta
+    data = old.device_mesh
+    size = -(-old.shape[0] // data.size())
+    first = min(old.shape[0], size * data.get_local_rank())
+    rows = Rectangle.full(old.shape).rows(first, old.to_local().shape[0])
+    part = values.value(name, box=rows, device=device).to(old.dtype)
+    return DTensor.from_local(part, data, old.placements, run_check=False, shape=old.shape, stride=old.stride())

@@ -1,0 +1,80 @@
+"""An exchange in a thread, beside the inner steps of the training loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, wait
+from typing import Any
+
+from pipeline.run.groups.islands.exchange import Exchange, Exchanged, Snapshot
+from pipeline.run.groups.islands.ledger import Member
+from pipeline.run.groups.islands.ranks import Ranks, ThreadRanks
+
+
+class Background:
+    """Tries an exchange until it succeeds on all ranks of the island, as the training loop would; begins at once.
+
+    Args:
+        exchange: of this rank.
+        member: what the island asks with.
+        snapshot: of its weights.
+        group: see `ThreadRanks`.
+
+    Attributes:
+        snapshot: the same.
+        seconds: from the beginning to the end of the attempt that succeeded.
+    """
+
+    def __init__(self, exchange: Exchange, *, member: Member, snapshot: Snapshot, group: Any) -> None:
+        self._exchange, self._member, self.snapshot = exchange, member, snapshot
+        self._cancelled, self._wanted = threading.Event(), threading.Event()
+        self._future, self.seconds = Future[Exchanged | None](), 0.0
+        ranks = ThreadRanks(group, self._cancelled)
+        # a daemon: an error in the training loop does not wait for other islands
+        self._thread = threading.Thread(target=self._run, args=(ranks,), name="exchange", daemon=True)
+        self._thread.start()
+
+    def ended(self, seconds: float) -> bool:
+        """Waits for its end; returns whether it has ended on this rank."""
+        return bool(wait([self._future], timeout=seconds).done)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error on this rank, which `result` raises."""
+        return self._future.done() and self._future.exception() is not None
+
+    def cancel(self) -> None:
+        """Gives up waiting for other islands; an exchange that is under way is finished. On all ranks."""
+        self._cancelled.set()
+
+    def result(self) -> Exchanged | None:
+        """What it has brought, once it has ended; None where it was given up.
+
+        Raises:
+            TrainingError: see `Exchange.ask`.
+        """
+        self._wanted.set()
+        self._thread.join()
+        return self._future.result()
+
+    def _run(self, ranks: Ranks) -> None:
+        try:
+            exchanged = self._exchanged(ranks)
+        except BaseException as error:
+            self._future.set_exception(error)
+            return
+        self._future.set_result(exchanged)
+        if exchanged is not None:
+            self._exchange.keep_waiting(exchanged, self._wanted)
+
+    def _exchanged(self, ranks: Ranks) -> Exchanged | None:
+        began = time.monotonic()
+        while (quorum := self._exchange.ask(self._member, ranks)) is not None:
+            exchanged = self._exchange.attempt(quorum, self.snapshot, ranks)
+            if exchanged is not None:
+                self.seconds = time.monotonic() - began
+                return exchanged
+            if ranks.stopped():  # a lighthouse that answers at once leaves no other moment for it
+                break
+        return None

@@ -1,0 +1,186 @@
+"""Makes the island that a rank belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from headrace.base.errors import ConfigError
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.config.quorum_schema import QuorumSection
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.groups import IslandsSection
+from pipeline.engines.base import Engine
+from pipeline.run.groups.islands.asynchronous import AsynchronousIsland
+from pipeline.run.groups.islands.island import Island
+from pipeline.run.groups.islands.ledger import Member
+from pipeline.run.groups.islands.lighthouse import LighthouseMember, R
+from pipeline.run.groups.islands.local import LocalIsland
+from pipeline.run.groups.islands.outer import layout_digest
+from pipeline.run.groups.islands.peers import Peers, PeerStore
+from pipeline.run.groups.islands.surroundings import Loader, Record, Surroundings
+from pipeline.run.groups.islands.wire import HolderClient
+from pipeline.runtime.faults.agreement import Agreement
+from pipeline.runtime.faults.stop_signals import StopSignals
+from pipeline.runtime.faults.watchdog import Watchdog
+
+LEAST_SECRET_BYTES = 16
+
+
+def check_island(section: QuorumSection | None, *, field: str = "islands") -> None:
+    """Refuses what this host lacks for an island or a replica, before anything is touched.
+
+    Args:
+        section: of the config.
+        field: its name.
+
+    Raises:
+        ConfigError: torchft is not installed, or the secret cannot be used.
+    """
+    if section is None or section.name is None:
+        return
+    read_secret(section, field=field)
+    asynchronous = isinstance(section, IslandsSection) and section.mode == "asynchronous"
+    if not asynchronous and find_spec("torchft") is None:
+        raise ConfigError(field, why="torchft is not installed", remedy='pip install "headrace[islands]"')
+
+
+def read_secret(section: QuorumSection, *, field: str = "islands") -> bytes:
+    """The secret of `secret_file`, without white space around it; empty where there is none.
+
+    Raises:
+        ConfigError: it cannot be read, is too short, or other users can read it.
+    """
+    if section.secret_file is None:
+        return b""
+    name = f"{field}.secret_file"
+    path, remedy = Path(section.secret_file), "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE"
+    try:
+        secret, mode = path.read_bytes().strip(), path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(name, str(path), why=str(error), remedy=remedy) from None
+    if len(secret) < LEAST_SECRET_BYTES:
+        why = f"it has {len(secret)} bytes, and a secret needs {LEAST_SECRET_BYTES} or more"
+        raise ConfigError(name, str(path), why=why, remedy=remedy)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        why = "other users of this host may read it"
+        raise ConfigError(name, str(path), why=why, remedy=f"chmod 600 {path}")
+    return secret
+
+
+def open_island(  # noqa: PLR0913  what a rank of a run has
+    run: ResolvedRun,
+    *,
+    rank: int,
+    engine: Engine,
+    curve: dict[str, Any],
+    agreement: Agreement,
+    signals: StopSignals,
+    watchdog: Watchdog,
+    record: Record,
+    say: Callable[[str], None],
+    loader: Loader,
+    checkpoint: Checkpoint | None,
+    stack: ExitStack,
+) -> LocalIsland | None:
+    """The island of this rank; None for an ordinary run. Collective. `stack` closes it.
+
+    Args:
+        run: the resolved config.
+        rank: of this process in the island.
+        engine, agreement, signals, watchdog, record, say: see `Surroundings`.
+        curve: what all islands must agree on.
+        loader: see `Island`.
+        checkpoint: where the run resumes; its outer state is loaded.
+        stack: closes it.
+    """
+    section = run.config.islands
+    if section is None or section.name is None:
+        return None
+    around = Surroundings(
+        section=section,
+        total=run.steps,
+        schedule=run.schedule,
+        samples=run.batch.samples,
+        layout=curve_and_layout_digest(engine, curve),
+        rank=rank,
+        engine=engine,
+        agreement=agreement,
+        signals=signals,
+        watchdog=watchdog,
+        record=record,
+        say=say,
+    )
+    step = checkpoint.step if checkpoint else 0
+    make = _synchronous if section.mode == "synchronous" else _asynchronous
+    island = make(around, loader, step, stack)
+    stack.callback(island.close)
+    if checkpoint is not None:
+        details = checkpoint.manifest.details
+        island.load(checkpoint.path, details.get("island"), samples=details["samples"])
+    return island
+
+
+def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") -> str:
+    """Of what decides a run's loss curve, and of the shards of all ranks. Collective.
+
+    Args:
+        engine: of this rank.
+        curve: what has to be alike, as JSON.
+        of_rank: what else has to be alike of every rank.
+    """
+    with engine.edit_state() as state:
+        own = f"{layout_digest(state)} {of_rank}"
+    digests: list[Any] = [own]
+    if dist.is_initialized():
+        digests *= dist.get_world_size()
+        dist.all_gather_object(digests, own)
+    text = json.dumps(curve, sort_keys=True, default=str) + " ".join(digests)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def reach_others(
+    section: QuorumSection, *, rank: int, parse: Callable[[dict[str, Any]], R], stack: ExitStack, field: str = "islands"
+) -> tuple[LighthouseMember[R] | None, Peers]:
+    """What a rank of an island or a replica reaches the others by: the lighthouse, on rank 0, and its peers.
+
+    Args:
+        section: of the config, with a name.
+        rank: of this process in its group.
+        parse: see `LighthouseMember`.
+        stack: keeps the store in which peers find each other.
+        field: name of the section.
+
+    Raises:
+        ConfigError: see `read_secret`.
+    """
+    assert section.name is not None
+    # torchft's client reports every request on stderr unless it is told not to
+    os.environ.setdefault("RUST_LOG", "warn")
+    secret, lighthouse = read_secret(section, field=field), None
+    if rank == 0:
+        store = PeerStore(section.bind)
+        stack.callback(lambda: store)  # lives as long as the group
+        lighthouse = LighthouseMember(section.lighthouse, section.name, store=store.address, secret=secret, parse=parse)
+    return lighthouse, Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
+
+
+def _synchronous(around: Surroundings, loader: Loader, step: int, stack: ExitStack) -> LocalIsland:
+    lighthouse, peers = reach_others(around.section, rank=around.rank, parse=Member.from_plain, stack=stack)
+    return Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
+
+
+def _asynchronous(around: Surroundings, loader: Loader, step: int, _stack: ExitStack) -> LocalIsland:
+    section = around.section
+    connect = partial(HolderClient, section.lighthouse, secret=read_secret(section), timeout_s=section.timeout_s)
+    return AsynchronousIsland(around, connect=connect, loader=loader, step=step)

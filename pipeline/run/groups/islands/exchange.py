@@ -1,0 +1,243 @@
+"""One exchange with the other islands: quorum, mean pseudo-gradient, outer update, the state of a late comer.
+
+Every rank of an island has an `Exchange`; rank r exchanges with the ranks r of the other islands. What `attempt` does
+reads no state of the engine, so that it may run beside inner steps (`background`); `finish` changes the weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.format.shard_table import all_parts
+from pipeline.run.groups.islands.ledger import Deal, Decision, Member, compatible, decide
+from pipeline.run.groups.islands.lighthouse import LighthouseMember, Quorum, answer_of
+from pipeline.run.groups.islands.mean import Mean, mean_over_islands
+from pipeline.run.groups.islands.outer import OuterState, gather, learning_rate_ratio
+from pipeline.run.groups.islands.peers import ExchangeError, Peers, pack, unpack
+from pipeline.run.groups.islands.ranks import Ranks
+from pipeline.run.groups.islands.report import report_failure
+from pipeline.run.groups.islands.surroundings import Surroundings
+
+_TICK_S = 1.0
+_NOT_YET, _NOW = (torch.tensor([value], dtype=torch.uint8) for value in (0, 1))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The inner weights of which an exchange takes the pseudo-gradient.
+
+    Attributes:
+        weights: fp32 [N], a copy.
+        state_bytes: of the engine's state on this rank, with weights.
+    """
+
+    weights: Tensor
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What an attempt that has succeeded on all ranks of the island has brought.
+
+    Attributes:
+        decision: what is to be done.
+        quorum: that has decided it.
+        own: index of this island in the decision.
+        mean: of the pseudo-gradients; None where a run begins or is resumed.
+        received: the state of another island, packed, uint8 [n]; None where this one keeps its own.
+    """
+
+    decision: Decision
+    quorum: Quorum[Member]
+    own: int
+    mean: Mean | None
+    received: Tensor | None
+
+    @property
+    def heals(self) -> bool:
+        """Whether this island takes the state of another one."""
+        return self.own in self.decision.healed
+
+    @property
+    def contributes(self) -> bool:
+        """Whether the mean has this island's pseudo-gradient."""
+        return self.own in self.decision.contributors
+
+
+class Exchange:
+    """See the module's docstring. Every method is collective over the ranks of the island.
+
+    Args:
+        around: the island's rank and run.
+        peers: the same ranks of the other islands.
+        lighthouse: on rank 0; None on the others.
+        outer: the outer state.
+
+    Attributes:
+        failures: of attempts, not yet reported: a thread leaves them to the training loop.
+    """
+
+    def __init__(
+        self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember[Member] | None, outer: OuterState
+    ) -> None:
+        self._around, self._peers, self._lighthouse, self._outer = around, peers, lighthouse, outer
+        self.failures: list[str] = []
+        self._group, self._group_used = "", 0  # see `Member`
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank to other islands in the last attempt."""
+        return self._peers.bytes_sent
+
+    def snapshot(self) -> Snapshot:
+        """Of the engine's weights, which need not be finished with: a copy."""
+        with self._around.engine.edit_state() as state:
+            size = sum(each.nbytes for each in (*self._outer.tensors(), *all_parts(state)))
+            return Snapshot(gather(state), size)
+
+    def ask(self, member: Member, ranks: Ranks) -> Quorum[Member] | None:
+        """The next quorum; None when the exchange is given up first.
+
+        Raises:
+            TrainingError: the lighthouse failed.
+        """
+        member = replace(member, group=self._group, group_used=self._group_used)
+        asked = self._lighthouse.ask(member) if self._lighthouse is not None else None
+        while True:
+            quorum = ranks.from_first(lambda: answer_of(asked, group="island"))
+            if quorum is not None or ranks.stopped():
+                return quorum
+
+    def attempt(self, quorum: Quorum[Member], snapshot: Snapshot, ranks: Ranks) -> Exchanged | None:
+        """Does the part of what a quorum decides that reads no state of the engine.
+
+        Args:
+            quorum: the answer.
+            snapshot: of its weights.
+            ranks: see there.
+
+        Returns:
+            None where it failed on any rank of the island, which `failures` tells.
+        """
+        section, name = self._around.section, self._around.name
+        members = compatible(quorum.members)
+        if name not in [each.name for each in members]:
+            return None
+        decision = decide(
+            members, steps=section.steps, total=self._around.total, quorum=quorum.formed, overlap=section.overlap
+        )
+        own, mean, received, failure, began = decision.names.index(name), None, None, None, time.monotonic_ns()
+        group, connects = self._group, bool(decision.contributors or decision.healed)
+        self._peers.bytes_sent, self._group = 0, ""
+        try:
+            if connects:
+                self._form(quorum, decision, own)
+            if decision.contributors:
+                mean = self._mean(decision, snapshot)
+            if own in decision.healed:
+                received = self._receive_state(decision.source, snapshot.state_bytes, ranks)
+        except ExchangeError as error:
+            failure = str(error)
+        if ranks.agreed(failure is not None):
+            self.failures.append(failure or "on another rank of this island")
+            self._peers.close()  # peers that still wait for this island in the group fail at once
+            return None
+        if not connects:
+            self._group = group
+        elif not decision.healed:  # else a state is still under way: whether it comes through is not known to all
+            self._group, self._group_used = decision.group, quorum.formed + time.monotonic_ns() - began
+        return Exchanged(decision, quorum, own, mean, received)
+
+    def keep_waiting(self, exchanged: Exchanged, wanted: threading.Event) -> None:
+        """Tells islands that wait for this one's state to wait on, until the training loop has time to send it."""
+        if exchanged.own != exchanged.decision.source:
+            return
+        tick = min(_TICK_S, self._around.section.timeout_s / 4)
+        while exchanged.decision.healed and not wanted.wait(tick):
+            for to in exchanged.decision.healed:
+                with suppress(ExchangeError):  # `finish` will find and report it
+                    self._peers.send(_NOT_YET, to=to)
+
+    def finish(self, exchanged: Exchanged, *, since: Snapshot | None) -> None:
+        """The outer update, and this island's state for those that take it; or the other island's state.
+
+        Args:
+            exchanged: what `attempt` has brought.
+            since: the snapshot, after which inner steps were done that are kept; None where there were none.
+        """
+        if exchanged.received is not None:
+            self._take_state(exchanged.received)
+            return
+        if exchanged.mean is not None:
+            ended = exchanged.decision.ended
+            assert ended is not None
+            self._apply(exchanged.mean, ended, since if exchanged.contributes else None)
+        if exchanged.own == exchanged.decision.source and exchanged.decision.healed:
+            self._send_state(exchanged.decision)
+
+    def report_failures(self, step: int) -> None:
+        """Writes what attempts have left of failures to the journal. In the training loop."""
+        for why in self.failures:
+            report_failure(self._around, step, why)
+        self.failures.clear()
+
+    def close(self) -> None:
+        """Leaves: the others do not wait for this island any more."""
+        if self._lighthouse is not None:
+            self._lighthouse.close()
+        self._peers.close()
+
+    def _form(self, quorum: Quorum[Member], decision: Decision, own: int) -> None:
+        if decision.formed:
+            return
+        attempt, size = f"{quorum.formed}/{self._around.rank}", len(decision.names)
+        store = quorum.store_of(decision.names[0])
+        self._peers.form(store, quorum=quorum.number, attempt=attempt, rank=own, size=size)
+
+    def _mean(self, decision: Decision, snapshot: Snapshot) -> Mean:
+        gradient = self._outer.pseudo_gradient(snapshot.weights)
+        compressed = self._around.section.compress == "int8"
+        error = self._outer.error if compressed else None
+        return mean_over_islands(gradient, self._peers, contributors=decision.contributors, error=error)
+
+    def _apply(self, mean: Mean, ended: Deal, since: Snapshot | None) -> None:
+        section, kept = self._around.section, 1.0
+        if section.outer.momentum_follows_lr:
+            kept = learning_rate_ratio(self._around.schedule, ended, steps=section.steps, overlap=section.overlap)
+        self._outer.step(mean.values, kept=kept)
+        if mean.error is not None:
+            self._outer.error.copy_(mean.error)
+        with self._around.engine.edit_state() as state:
+            self._outer.write(state, since=None if since is None else since.weights)
+
+    def _send_state(self, decision: Decision) -> None:
+        with self._around.engine.edit_state() as state:
+            packed = pack([*self._outer.tensors(), *all_parts(state)])
+        for to in decision.healed:
+            try:
+                self._peers.send(_NOW, to=to)
+                self._peers.send(packed, to=to)
+            except ExchangeError as error:  # it tries again with the next exchange
+                self.failures.append(str(error))
+
+    def _receive_state(self, source: int, size: int, ranks: Ranks) -> Tensor:
+        packed, here = torch.empty(size, dtype=torch.uint8), torch.zeros_like(_NOT_YET)
+        while not here:
+            if ranks.asked():  # the source may have a long tail to train
+                raise ExchangeError("given up: this island was asked to stop")
+            self._peers.receive(here, source=source)
+        self._peers.receive(packed, source=source)
+        return packed
+
+    def _take_state(self, packed: Tensor) -> None:
+        with self._around.engine.edit_state() as state:
+            unpack(packed, [*self._outer.tensors(), *all_parts(state)])
+            # what the other island has trained since its pseudo-gradient was taken is its own to contribute
+            self._outer.write(state)
+        self._outer.error.zero_()

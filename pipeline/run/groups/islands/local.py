@@ -1,0 +1,143 @@
+"""What islands of both modes share: the outer state in checkpoints, and the batches of one round after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.data.loader import StepBatch
+from pipeline.run.groups.islands.ledger import Ledger
+from pipeline.run.groups.islands.outer import OuterState
+from pipeline.run.groups.islands.ranks import LoopRanks
+from pipeline.run.groups.islands.surroundings import Loader, Surroundings
+from pipeline.runtime.faults.stop_signals import Stop
+
+
+class LocalIsland(ABC):
+    """An island as the training loop sees it. Every method is collective over the ranks of the island.
+
+    Args:
+        around: its rank and run.
+        loader: makes this rank's batches.
+        step: inner steps that the engine's state has.
+
+    Attributes:
+        ledger: where the island stands.
+        step: inner steps done.
+        name: of the island.
+        excluded_from_step_time: an exchange is no part of an inner step.
+        own_share: of the batch of a step: an island's is its own.
+    """
+
+    excluded_from_step_time = True
+    own_share = 1.0
+
+    def __init__(self, around: Surroundings, *, loader: Loader, step: int) -> None:
+        self._around, self._loader, self._ranks = around, loader, LoopRanks(around)
+        self.step, self.ledger, self.name = step, Ledger(), around.name
+        with around.engine.edit_state() as state:
+            self._outer = OuterState(state, around.section.outer)
+
+    def state(self) -> State:
+        """The engine's state with the outer state, for a checkpoint."""
+        state = self._around.engine.state()
+        with self._around.engine.edit_state() as whole:
+            outer = self._outer.named(whole)
+        # of tied weights, one of the ranks that have a copy writes it
+        written = {key for key in outer if named_state.weight_key(key.partition("/")[2]) in state}
+        return {**state, **{key: value for key, value in outer.items() if key in written}}
+
+    def details(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint records."""
+        # not the step that the checkpoint is of: an exchange after it may have taken this island to another round
+        return {"island": {"name": self.name, "step": self.step, **self.ledger.plain()}}
+
+    def load(self, directory: Path, details: dict[str, Any] | None, *, samples: int) -> None:
+        """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
+
+        Args:
+            directory: of the checkpoint.
+            details: the manifest's `island`; None of an ordinary run.
+            samples: that an ordinary run had consumed: the islands go on behind them.
+        """
+        if details is None:
+            self.ledger = Ledger(start=samples // self._around.samples)
+            return
+        with self._around.engine.edit_state() as state:
+            outer = self._outer.named(state)
+        named_state.read(outer, directory)
+        # a folder that another island has written counts as its own: it goes on in that one's place
+        self.ledger = Ledger.from_plain(details).renamed(details["name"], self.name)
+        self.step = details.get("step", self.step)
+
+    @abstractmethod
+    def start(self) -> Stop:
+        """Joins the islands that live, or begins with those that are started together. Returns a requested stop.
+
+        Raises:
+            ConfigError: the other islands have another secret or another layout.
+        """
+
+    @abstractmethod
+    def exchange(self, step: int) -> Stop:
+        """Exchanges pseudo-gradients, and takes the state of another island where this one missed an exchange.
+
+        Args:
+            step: inner steps done.
+
+        Returns:
+            A stop that was requested while it waited; the exchange has not taken place then.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves: the others do not wait for this island any more."""
+
+    def settle(self, step: int, stop: Stop) -> Stop:  # noqa: ARG002
+        """Ends an exchange in the background before a checkpoint is written; there is none here.
+
+        Args:
+            step: inner steps done.
+            stop: that was requested: other islands are not waited for then.
+
+        Returns:
+            The same, or a stop that was requested while it waited.
+        """
+        return stop
+
+    def leave(self) -> None:  # noqa: B027  nothing to do in either mode
+        """The run ends before its last step. The others wait: islands that are stopped together go on together."""
+
+    def due(self, step: int) -> bool:
+        """Whether `exchange` is to be called after an inner step: an exchange begins there or ends there."""
+        deal = self.ledger.deal
+        return deal is not None and self.name in deal.names and step in (deal.snapshot_step, deal.last_step)
+
+    @property
+    def _owes_an_exchange(self) -> bool:
+        """Whether it was stopped between the last step of its round, which may be the run's, and the exchange."""
+        deal = self.ledger.deal
+        return deal is not None and bool(deal.slots(self.name)) and self.step == deal.last_step
+
+    def batches(self) -> Iterator[StepBatch]:
+        """This rank's batches, of one round after the other; `exchange` must be called where it is `due`."""
+        while self.step < self._around.total or self._owes_an_exchange:
+            deal = self.ledger.deal_of(self.name, self.step)
+            assert deal is not None
+            slots, done = deal.slots(self.name), self.step - deal.step
+            assert done >= 0
+            if not slots or done >= len(slots):  # this island came in the middle of a round
+                if self.exchange(self.step):
+                    return
+                continue
+            first = slots.start + done + 1
+            for number, batch in enumerate(self._loader(first, slots.stop)):
+                if self.ledger.deal_of(self.name, self.step) != deal:  # it has taken another island's state
+                    break
+                self.step = deal.step + done + number + 1
+                yield replace(batch, step=self.step)

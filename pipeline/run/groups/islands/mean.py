@@ -1,0 +1,87 @@
+"""The mean pseudo-gradient of the islands, the same to the last bit on all of them.
+
+Every island owns a part of the flat tensor: it gets that part of all pseudo-gradients (all-to-all), takes their mean in
+the order of the islands, and sends it to all (all-gather). Per island that is 2 (m - 1) / m times the bytes of a
+pseudo-gradient, as a ring all-reduce has; compressed, a quarter of that.
+
+With int8, an island keeps what its rounding has left out and adds it to its next pseudo-gradient (error feedback,
+Karimireddy et al. 2019). The owner of a part does so with the rounding of the mean, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
+
+
+class Collectives(Protocol):
+    """What is needed of `peers.Peers`."""
+
+    rank: int
+    size: int
+
+    def all_to_all(self, values: Tensor) -> Tensor:
+        """Part i of dim 0 goes to island i."""
+        ...
+
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        """The values of all islands."""
+        ...
+
+
+class Mean(NamedTuple):
+    """A mean, and what compression has left out.
+
+    Attributes:
+        values: fp32 [N].
+        error: fp32 [N], for this island's next pseudo-gradient; None without compression.
+    """
+
+    values: Tensor
+    error: Tensor | None
+
+
+def mean_over_islands(
+    gradient: Tensor, peers: Collectives, *, contributors: Sequence[int], error: Tensor | None
+) -> Mean:
+    """The mean of the contributors' pseudo-gradients. All islands of the group call it.
+
+    Args:
+        gradient: fp32 [N], of this island; not used if it does not contribute.
+        peers: the group.
+        contributors: ranks of the islands whose pseudo-gradients count.
+        error: fp32 [N], left out so far: int8; None: fp32, without compression.
+    """
+    count, own = gradient.numel(), peers.rank in contributors
+    if error is None and peers.size == 1:
+        return Mean(gradient.clone(), None)
+    share = -(-count // (peers.size * BLOCK)) * BLOCK
+    padded = gradient.new_zeros(share * peers.size)
+    if own:
+        padded[:count] = gradient if error is None else gradient + error
+    if error is None:
+        received = peers.all_to_all(padded).view(peers.size, share)
+        parts = peers.all_gather(_mean(received, contributors))
+        return Mean(torch.cat(parts)[:count], None)
+    packed = quantize(padded)
+    left = padded - dequantize(packed)
+    received = dequantize(peers.all_to_all(packed)).view(peers.size, share)
+    mean = _mean(received, contributors)
+    packed_mean = quantize(mean)
+    begin = peers.rank * share
+    # a pseudo-gradient enters the mean divided by the number of contributors
+    left[begin : begin + share] += (mean - dequantize(packed_mean)) * len(contributors)
+    values = torch.cat([dequantize(each) for each in peers.all_gather(packed_mean)])[:count]
+    return Mean(values, left[:count] if own else error + left[:count])
+
+
+def _mean(received: Tensor, contributors: Sequence[int]) -> Tensor:
+    total = received[contributors[0]].clone()
+    for rank in contributors[1:]:
+        total += received[rank]
+    return total / len(contributors)

@@ -1,0 +1,130 @@
+"""The outer state of a rank: weights as of the last exchange, momentum and error feedback, flat on the CPU in fp32.
+
+Shapes: N, the elements of all shards of weights that the rank has, in the order of its state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.format.shard_table import State, all_parts, encode_table, parts_of, table_of
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.named_state import OUTER_STATES, weight_key
+from pipeline.config.schedule import Schedule
+from pipeline.config.sections.groups import OuterSection
+from pipeline.run.groups.islands.ledger import Deal
+
+
+def weight_shards(state: State) -> dict[str, NamedShard | Tensor]:
+    """The weights of a state, by Hugging Face name."""
+    prefix = weight_key("")
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def gather(state: State) -> Tensor:
+    """The weights of a state: fp32 [N] on the CPU, a copy."""
+    parts = all_parts(weight_shards(state))
+    flat = [part.detach().reshape(-1).to("cpu", torch.float32) for part in parts]
+    return torch.cat(flat) if flat else torch.empty(0)
+
+
+@torch.no_grad()
+def scatter(flat: Tensor, state: State) -> None:
+    """Writes weights, fp32 [N], into a state in place."""
+    parts = all_parts(weight_shards(state))
+    for part, values in zip(parts, flat.split([each.numel() for each in parts]), strict=True):
+        part.detach().copy_(values.view(part.shape))
+
+
+def layout_digest(state: State) -> str:
+    """Names, shapes and offsets of a rank's shards, as a digest: islands exchange between ranks with equal shards."""
+    table = encode_table(table_of(weight_shards(state)))
+    return hashlib.sha256(json.dumps([each.hex() for each in table.digests]).encode()).hexdigest()[:16]
+
+
+def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int, overlap: int = 0) -> float:
+    """The sum of the inner learning rates of a pseudo-gradient over that of the one before; at most 1.
+
+    A pseudo-gradient is a sum of steps, which have the size of their learning rates. With this factor momentum is a sum
+    of directions, as that of an SGD whose own learning rate falls (torch's SGD multiplies it after momentum).
+
+    Args:
+        schedule: of the inner learning rate.
+        ended: the round that the pseudo-gradient is of; the last one of a run may be shorter.
+        steps: of every other round.
+        overlap: steps at the end of the round before that are in this pseudo-gradient, as are those of every round in
+            the next one; none of the last round, after which there is none.
+    """
+    begin = max(0, ended.step - overlap)
+    now = sum(schedule.lr(step) for step in range(begin + 1, ended.snapshot_step + 1))
+    before = sum(schedule.lr(step) for step in range(max(0, begin - steps) + 1, begin + 1))
+    return min(1.0, now / before) if before else 1.0
+
+
+class OuterState:
+    """Outer weights and the outer optimizer: SGD with Nesterov momentum on the mean pseudo-gradient.
+
+    Args:
+        state: of the engine; the outer weights begin as its weights.
+        section: the config's `islands.outer`.
+
+    Attributes:
+        weights: fp32 [N].
+        momentum: fp32 [N].
+        error: fp32 [N], what compression has left out of this rank's pseudo-gradients so far.
+    """
+
+    def __init__(self, state: State, section: OuterSection) -> None:
+        self._section = section
+        self.weights = gather(state)
+        self.momentum, self.error = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+
+    def pseudo_gradient(self, inner: Tensor) -> Tensor:
+        """Outer minus inner weights: fp32 [N] (Douillard et al. 2023, algorithm 1, line 11)."""
+        return self.weights - inner
+
+    def step(self, gradient: Tensor, *, kept: float = 1.0) -> None:
+        """One update: momentum = mu * momentum + g; weights -= lr * (g + mu * momentum), as torch's SGD with nesterov.
+
+        Args:
+            gradient: fp32 [N], the mean pseudo-gradient; overwritten.
+            kept: the momentum is multiplied by it first.
+        """
+        mu, lr = self._section.momentum, self._section.lr
+        if mu:
+            self.momentum.mul_(mu * kept).add_(gradient)
+            gradient.add_(self.momentum, alpha=mu)
+        self.weights.sub_(gradient, alpha=lr)
+
+    def write(self, state: State, *, since: Tensor | None = None) -> None:
+        """Writes the outer weights into a state of the engine.
+
+        Args:
+            state: of the engine.
+            since: fp32 [N], the inner weights of which the pseudo-gradient was taken: what has been trained since is
+                kept, inner = outer + (inner - since). None: the outer weights alone.
+        """
+        scatter(self.weights if since is None else gather(state).sub_(since).add_(self.weights), state)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What a late comer takes over; error feedback belongs to the pseudo-gradients of its own island."""
+        return self.weights, self.momentum
+
+    def named(self, state: State) -> dict[str, NamedShard | Tensor]:
+        """As shards of a checkpoint, views.
+
+        Args:
+            state: of the engine, whose shards of weights they are like.
+        """
+        shards = weight_shards(state)
+        sizes = [sum(part.numel() for part in parts_of(value).values()) for value in shards.values()]
+        named: dict[str, NamedShard | Tensor] = {}
+        for key, flat in zip(OUTER_STATES, (self.weights, self.momentum, self.error), strict=True):
+            for (name, like), values in zip(shards.items(), flat.split(sizes), strict=True):
+                made = NamedShard.like(like, values) if isinstance(like, NamedShard) else values.view(like.shape)
+                named[f"{key}/{name}"] = made
+        return named

@@ -1,0 +1,129 @@
+"""What the journal and the terminal are told of an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.run.groups.islands.ledger import Deal, Decision, Ledger, Tail
+from pipeline.run.groups.islands.surroundings import Surroundings
+
+
+def report_failure(around: Surroundings, step: int, why: str) -> None:
+    """An exchange that failed, and is tried again."""
+    around.record(step, event="exchange_failed", why=why)
+    around.say(f"step {step}: exchange with the other islands failed: {why}")
+
+
+def report_exchange(
+    around: Surroundings, step: int, decision: Decision, *, refused: Sequence[str], **costs: float
+) -> None:
+    """An exchange, or the joining of other islands.
+
+    Args:
+        around: the island.
+        step: inner steps that it has done.
+        decision: what was done.
+        refused: islands whose reports did not verify.
+        costs: further values: bytes and seconds.
+    """
+    row = exchange_row(decision, name=around.name, samples=around.samples)
+    row |= {"refused": list(refused), **costs}
+    around.record(step, event="exchange" if decision.contributors else "joined", **row)
+    for lost in (row.get("tail_lost", {}), row["lost"]):
+        for name, (first, last) in lost.items():
+            around.say(f"step {step}: lost: samples {first} to {last} of island {name}, which did not contribute")
+    if around.name in row["healed"]:
+        names, source = decision.names, decision.names[decision.source]
+        around.say(f"step {step}: joined {', '.join(names)} with the state of island {source}")
+
+
+def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, Any]:
+    """The values of an event, without costs; samples of the round before only where there are any.
+
+    Args:
+        decision: what was done.
+        name: of this island.
+        samples: of a slot.
+    """
+    deal, names = decision.ledger.deal, decision.names
+    assert deal is not None
+
+    def each(slots: dict[str, range]) -> dict[str, list[int]]:
+        return {name: _ends(some, samples) for name, some in slots.items() if some}
+
+    healed = [names[n] for n in decision.healed]
+    tails = {"tail_trained": each(decision.tail_trained), "tail_lost": each(decision.tail_lost)}
+    if name in healed:
+        tails["tail_trained"] = {}
+    return {
+        "round": decision.ledger.round,
+        "islands": list(names),
+        "trained": {} if name in healed else each(decision.trained),
+        "lost": each(decision.lost),
+        **{key: value for key, value in tails.items() if value},
+        "healed": healed,
+        "next_samples": _ends(deal.slots(name), samples),
+        "samples_dealt": decision.ledger.slots * samples,
+        "group": "kept" if decision.formed else "new",
+    }
+
+
+def report_update(
+    around: Surroundings,
+    step: int,
+    ledger: Ledger,
+    *,
+    done: Deal | None,
+    islands: Sequence[str],
+    lost: Sequence[Tail],
+    **costs: float,
+) -> None:
+    """An exchange of one island with the holder, in asynchronous mode.
+
+    Args:
+        around: the island.
+        step: that it had done.
+        ledger: where it stands now.
+        done: the round whose pseudo-gradient was applied; None where it has joined.
+        islands: that live.
+        lost: slots of islands that have died.
+        costs: further values: staleness, bytes and seconds.
+    """
+    deal, name = ledger.deal, around.name
+    assert deal is not None
+    row: dict[str, Any] = {
+        "round": ledger.round,
+        "islands": list(islands),
+        "trained": {name: _ends(done.slots(name), around.samples)} if done else {},
+        "lost": {_unique(lost, n): _ends(each.slots, around.samples) for n, each in enumerate(lost)},
+        "healed": [] if done else [name],
+        "refused": [],
+        "next_samples": _ends(deal.slots(name), around.samples),
+        **costs,
+    }
+    around.record(step, event="exchange" if done else "joined", **row)
+    for island, (first, last) in row["lost"].items():
+        around.say(f"step {step}: lost: samples {first} to {last} of island {island}, which did not contribute")
+
+
+def over_ranks(around: Surroundings, value: float) -> float:
+    """The sum over the ranks of the island. Collective."""
+    total = torch.tensor(value, dtype=torch.float64, device=around.agreement.device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total)
+
+
+def _unique(lost: Sequence[Tail], n: int) -> str:
+    """The name of the island that has lost slots; numbered where one has died more than once."""
+    before = sum(each.name == lost[n].name for each in lost[:n])
+    return f"{lost[n].name} ({before + 1})" if before else lost[n].name
+
+
+def _ends(slots: range, samples: int) -> list[int]:
+    """The first and the last sample of slots; empty for none."""
+    return [slots.start * samples, slots.stop * samples - 1] if slots else []

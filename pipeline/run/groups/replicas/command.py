@@ -1,0 +1,21 @@
+"""`headrace replicas`: the lighthouse and the replicas of a run on this machine, which may die and come back."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeline.config.replicas_rules import FIELD, check_replicas_section
+from pipeline.run.groups.islands import command
+from pipeline.run.groups.islands.command import Kind
+
+_REPLICAS = Kind(FIELD, "replica", check_replicas_section)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    command.add_arguments(parser, _REPLICAS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the lighthouse and the replicas; returns the exit code of the first replica that failed, or 0."""
+    return command.run(arguments, _REPLICAS)

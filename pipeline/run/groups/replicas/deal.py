@@ -1,0 +1,210 @@
+"""Which replica runs which samples of a step: what a quorum decides. Pure integers; no torch, no network.
+
+The order of samples and the global batch are the run's own (laws 1 and 3). A quorum divides those samples of a step
+that no living replica has run into contiguous ranges. Between two steps that is all of them; in the middle of a step,
+it is what a replica that has died would have run. When nothing is left, gradients are exchanged.
+
+An exchange may succeed on some replicas and fail on others, one of which has just died, say. Every successful exchange
+gives a new *commit*: replicas that have made the same steps with equal commits have the same weights, bit by bit, and
+report the same losses and gradient norms. A replica that missed the last exchange is given its result, and makes the
+same update from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline.config.shares import largest_remainder
+from pipeline.run.groups.islands.ledger import process_group
+
+Ranges = tuple[tuple[int, int], ...]
+"""(first, end) indices of samples in a step, ascending and disjoint."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a replica reports when it asks for a quorum.
+
+    Attributes:
+        name: of the replica.
+        step: steps that it has finished.
+        exchanges: of gradients that have succeeded in the run; more than steps where some were executed again.
+        commit: names the sequence of exchanges that has led to its weights.
+        before: the commit before that one; None where it does not have the result of that exchange.
+        held: samples of the step that it is in whose gradients it has added up.
+        between: it is between two steps.
+        group: the process group that it has, see `Decision.group`; empty after a failure.
+        living: it has been part of a quorum since it was started.
+        waited: it has waited for the other replicas long enough at the start.
+        layout: digest of what decides the bits of an update: its config's curve and policies, its devices, and names,
+            shapes and offsets of its shards on all ranks.
+        state: digest of its last losses and gradient norms, and of the data that it skips.
+    """
+
+    name: str
+    step: int
+    exchanges: int
+    commit: str
+    before: str | None
+    held: Ranges
+    between: bool
+    group: str
+    living: bool
+    waited: bool
+    layout: str
+    state: str = ""
+
+    @property
+    def place(self) -> tuple[int, str, str]:
+        """Equal for replicas with the same weights."""
+        return self.step, self.commit, self.state
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Member:
+        """The inverse of `plain`."""
+        return cls(**{**plain, "held": tuple((first, end) for first, end in plain["held"])})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the replicas of a quorum do; every one of them decides the same.
+
+    Attributes:
+        names: replicas that run the step, sorted: their ranks in the process group.
+        source: the replica whose state others take, or the result of whose exchange.
+        late: replicas that missed the last exchange and take its result; nothing else is done then.
+        healed: replicas that take the state of `source`.
+        ahead: replicas that were just started from a checkpoint of a later step, which `source` would take from them.
+        waiting: replicas that come in the middle of a step, and ask again.
+        behind: living replicas that missed more than one exchange, or have not the weights that their commit names.
+        reset: replicas whose samples another one has run, too: they drop their gradients.
+        parts: replica -> samples of the step that it is to run now; no key where that is none.
+        group: name of the process group.
+        formed: the members have that group already.
+    """
+
+    names: tuple[str, ...]
+    source: str
+    late: tuple[str, ...]
+    healed: tuple[str, ...]
+    ahead: tuple[str, ...]
+    waiting: tuple[str, ...]
+    behind: tuple[str, ...]
+    reset: tuple[str, ...]
+    parts: dict[str, Ranges]
+    group: str
+    formed: bool
+
+
+def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
+    """What a quorum does: a pure function of what its replicas have reported.
+
+    Replicas that live come before those that were just started; then most exchanges count (before the first quorum,
+    most steps), then most replicas, then those that have the result of the last exchange.
+
+    Args:
+        members: of the quorum, in any order; names are unique.
+        samples: global batch size.
+        quorum: number of this quorum; names a process group.
+    """
+    members = sorted(members, key=lambda each: each.name)
+    living = [each for each in members if each.living]
+    sharing = Counter(each.place for each in members)
+
+    def rank(each: Member) -> tuple[int, ...]:
+        done = (each.exchanges,) if living else (each.step, each.exchanges)
+        return *done, sharing[each.place], each.before is not None
+
+    best = max(living or members, key=rank)
+    front = [each for each in living or members if each.place == best.place]
+    late = [each for each in living if (each.commit, each.exchanges) == (best.before, best.exchanges - 1)]
+    others = [each for each in members if each not in front and each not in late]
+    behind = tuple(each.name for each in others if each.living)
+    new = [each for each in others if not each.living]
+    begins = not late and all(each.between and not each.held for each in front)
+    healed = tuple(each.name for each in new if begins and each.step <= best.step)
+    names = tuple(sorted([each.name for each in front] + list(healed)))
+    held, reset = _disjoint(front)
+    parts = {} if late else divide(_missing(held, samples), names)
+    group, formed = process_group(() if healed or late else [each.group for each in front], names, quorum)
+    return Decision(
+        names=names,
+        source=best.name if best.name in names else names[0],
+        late=tuple(each.name for each in late),
+        healed=healed,
+        ahead=tuple(each.name for each in new if begins and each.step > best.step),
+        waiting=() if begins else tuple(each.name for each in new),
+        behind=behind,
+        reset=reset,
+        parts=parts,
+        group=group,
+        formed=formed,
+    )
+
+
+def divide(ranges: Ranges, names: Sequence[str]) -> dict[str, Ranges]:
+    """Divides samples equally over replicas, in contiguous ranges in the order of their names."""
+    counts = largest_remainder([1] * len(names), count_of(ranges), least=0)
+    left, parts = list(ranges), dict[str, Ranges]()
+    for name, count in zip(names, counts, strict=True):
+        own: list[tuple[int, int]] = []
+        while count:
+            first, end = left.pop(0)
+            cut = min(end, first + count)
+            own.append((first, cut))
+            count -= cut - first  # noqa: PLW2901
+            if cut < end:
+                left.insert(0, (cut, end))
+        if own:
+            parts[name] = tuple(own)
+    return parts
+
+
+def count_of(ranges: Ranges) -> int:
+    """Number of samples."""
+    return sum(end - first for first, end in ranges)
+
+
+def joined(ranges: Ranges) -> Ranges:
+    """The same samples, ascending, in as few ranges as possible."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(ranges):
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
+def compatible(members: Sequence[Member]) -> tuple[Member, ...]:
+    """The members that train the curve of the first that lives, or of the first by name, in the same layout."""
+    ordered = sorted(members, key=lambda each: (not each.living, each.name))
+    return tuple(each for each in members if each.layout == ordered[0].layout)
+
+
+def _disjoint(front: Sequence[Member]) -> tuple[Ranges, tuple[str, ...]]:
+    """What is held without any sample twice, and the names of those that would hold one twice.
+
+    A replica that was slow may come back after its samples were given to another one, which has not finished them.
+    """
+    held: list[tuple[int, int]] = []
+    reset: list[str] = []
+    for each in sorted(front, key=lambda each: (-count_of(each.held), each.name)):
+        if any(first < end and begin < last for first, last in each.held for begin, end in held):
+            reset.append(each.name)
+        else:
+            held += each.held
+    return joined(tuple(held)), tuple(reset)
+
+
+def _missing(held: Ranges, samples: int) -> Ranges:
+    begins = [0, *(end for _, end in held)]
+    ends = [*(first for first, _ in held), samples]
+    return tuple((first, end) for first, end in zip(begins, ends, strict=True) if first < end)

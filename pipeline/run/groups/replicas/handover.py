@@ -1,0 +1,68 @@
+"""The state that a late comer takes from a living replica: weights, optimizer, and what steps and data depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.checkpoint.format.shard_table import all_parts
+from pipeline.data.skips import Skips
+from pipeline.engines.base import Engine
+from pipeline.run.anomalies.guarded_step import GuardedStepper
+from pipeline.run.groups.islands.peers import Peers, unpack
+from pipeline.run.groups.replicas import messages
+from pipeline.run.groups.replicas.deal import Member
+
+
+def digest(stepper: GuardedStepper) -> str:
+    """Of the last losses and gradient norms, and of the data that is skipped: differs where replicas have diverged."""
+    text = json.dumps([stepper.state_dict(), stepper.skips.plain()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def send_state(peers: Peers, member: Member, engine: Engine, stepper: GuardedStepper, *, to: Sequence[int]) -> None:
+    """Sends the state of this rank to the same ranks of late comers.
+
+    Args:
+        peers: the process group.
+        member: where this replica stands.
+        engine: has weights and optimizer states.
+        stepper: has the statistics of loss spikes, and the skips.
+        to: ranks in the process group.
+
+    Raises:
+        ExchangeError: one does not answer.
+    """
+    header = {
+        **{key: getattr(member, key) for key in ("step", "exchanges", "commit")},
+        "anomalies": stepper.state_dict(),
+        "skips": stepper.skips.plain(),
+    }
+    with engine.edit_state() as state:
+        messages.send(peers, header, all_parts(state), to=to)
+
+
+def take_state(
+    header: dict[str, Any], packed: Tensor, member: Member, engine: Engine, stepper: GuardedStepper
+) -> Member:
+    """Takes what `send_state` has sent.
+
+    Args:
+        header, packed: as received, see `messages.receive`.
+        member: where this replica stands.
+        engine, stepper: they are changed.
+
+    Returns:
+        Where it stands now. It does not have the result of the last exchange.
+    """
+    with engine.edit_state() as state:
+        unpack(packed, all_parts(state))
+    stepper.load_state_dict(header["anomalies"])
+    stepper.skips = Skips.of(header["skips"])
+    place = {key: header[key] for key in ("step", "exchanges", "commit")}
+    return replace(member, **place, before=None, state=digest(stepper))

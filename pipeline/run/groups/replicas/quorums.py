@@ -1,0 +1,65 @@
+"""How the ranks of one replica ask for quorums together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.checkpoint.store import on_rank_zero
+from pipeline.run.groups.islands.lighthouse import LighthouseMember, Quorum, answer_of
+from pipeline.run.groups.replicas.deal import Member
+from pipeline.runtime.faults.agreement import Agreement
+from pipeline.runtime.faults.stop_signals import Stop, StopSignals
+from pipeline.runtime.faults.watchdog import Watchdog
+
+
+@dataclass
+class Quorums:
+    """Asks the lighthouse, on rank 0, and agrees with the other ranks of the replica. Every method is collective.
+
+    Attributes:
+        agreement: over the ranks of the replica.
+        signals: stop signals of this process.
+        watchdog: of this process.
+        lighthouse: on rank 0; None on the others.
+        stop: the stop that was requested while a quorum was waited for.
+    """
+
+    agreement: Agreement
+    signals: StopSignals
+    watchdog: Watchdog
+    lighthouse: LighthouseMember[Member] | None
+    stop: Stop = field(default=Stop.NO, init=False)
+
+    def ask(self, member: Member, *, until_stop: bool = True) -> Quorum[Member] | None:
+        """The next quorum; None when a stop is requested first.
+
+        Args:
+            member: what this replica reports.
+            until_stop: give up when a stop is requested. A step that was begun is finished first.
+
+        Raises:
+            TrainingError: the lighthouse has failed.
+        """
+        self.enter_phase("waiting for other replicas", member.step)
+        asked = self.lighthouse.ask(member) if self.lighthouse is not None else None
+        while True:
+            self.watchdog.report_progress()
+            quorum = on_rank_zero(lambda: answer_of(asked, group="replica"))
+            if quorum is not None:
+                return quorum
+            self.stop = self.agreement.requested_stop(self.signals) if until_stop else Stop.NO
+            if self.stop:
+                return None
+
+    def agreed(self, failed: bool) -> bool:
+        """Whether it is so on any rank of the replica."""
+        return bool(self.agreement.max_over_ranks(int(failed))[0])
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """Tells the watchdog."""
+        self.watchdog.enter_phase(phase, step)
+
+    def close(self) -> None:
+        """Sends no more heartbeats."""
+        if self.lighthouse is not None:
+            self.lighthouse.close()

@@ -1,0 +1,60 @@
+"""What a replica writes into its journal and prints: which replicas run which samples, from which step on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.run.groups.replicas.deal import Decision, Member, count_of
+
+
+@dataclass
+class ReplicaRecord:
+    """Records quorums that change something.
+
+    Attributes:
+        event: takes a step and the values of an event of the journal; ignored on all ranks but rank 0.
+        say: prints a line on rank 0.
+    """
+
+    event: Callable[..., None]
+    say: Callable[[str], None]
+    _parts: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def began(self, member: Member, decision: Decision) -> None:
+        """A step begins; recorded where it is divided in another way than the step before."""
+        step, parts = member.step + 1, _plain(decision)
+        if parts == self._parts and not decision.healed:
+            return
+        before, self._parts = self._parts, parts
+        joined = [name for name in decision.names if before and name not in before]
+        left = [name for name in before if name not in decision.names]
+        self.event(step, event="quorum", parts=parts, joined=joined, left=left, healed=list(decision.healed))
+        if member.name in decision.healed:
+            others = [name for name in decision.names if name != member.name]
+            self.say(f"step {step}: joined {', '.join(others)} with the state of replica {decision.source}")
+        elif joined or left:
+            change = [f"{', '.join(names)} {verb}" for names, verb in ((joined, "joined"), (left, "left")) if names]
+            self.say(f"step {step}: {'; '.join(change)}: replicas {', '.join(decision.names)} go on")
+
+    def went_on(self, member: Member, decision: Decision) -> None:
+        """In the middle of a step the samples of a replica that has died were divided over the others."""
+        if decision.parts:
+            step, parts = (
+                member.step + 1,
+                {name: [list(each) for each in part] for name, part in decision.parts.items()},
+            )
+            self.event(step, event="redealt", parts=parts, replicas=list(decision.names))
+            count = sum(map(count_of, decision.parts.values()))
+            self.say(f"step {step}: {count} samples of a lost replica are run by {', '.join(decision.parts)}")
+
+    def failed(self, member: Member, why: str) -> None:
+        """An exchange has failed; it is tried again."""
+        step = member.step + 1
+        self.event(step, event="exchange_failed", why=why)
+        self.say(f"step {step}: exchange with the other replicas failed: {why}")
+
+
+def _plain(decision: Decision) -> dict[str, Any]:
+    return {name: [list(each) for each in decision.parts.get(name, ())] for name in decision.names}

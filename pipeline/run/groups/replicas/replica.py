@@ -1,0 +1,384 @@
+"""One replica of the model: takes its part of every step's samples, and sums its gradients with the others'.
+
+Every rank of a replica has one; rank r exchanges with the ranks r of the others. Between two steps there is a quorum,
+which divides the next step. An exchange that fails is followed by another quorum in the middle of the step: it divides
+what nobody has run, until all samples of the step are in the sum. Then all make the same update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.config.replicas_schema import ReplicasSection
+from pipeline.data.loader import MicroBatch, StepBatch, StepLoader
+from pipeline.engines.base import Engine
+from pipeline.run.anomalies.guarded_step import GuardedStepper
+from pipeline.run.groups.islands.lighthouse import Quorum, refuse_other_secret
+from pipeline.run.groups.islands.peers import ExchangeError, Peers
+from pipeline.run.groups.replicas import messages
+from pipeline.run.groups.replicas.deal import Decision, Member, Ranges, compatible, count_of, decide, joined
+from pipeline.run.groups.replicas.handover import digest, send_state, take_state
+from pipeline.run.groups.replicas.quorums import Quorums
+from pipeline.run.groups.replicas.record import ReplicaRecord
+from pipeline.run.groups.replicas.refusals import ahead, left_behind, no_exchange, other_curve
+from pipeline.run.groups.replicas.sums import GradientSums
+from pipeline.runtime.faults.stop_signals import Stop
+
+_AGAIN_S = 0.5
+_ATTEMPTS = 6
+"""Exchanges and formings of a process group that fail one after another before a replica ends."""
+Loader = Callable[[Ranges, tuple[int, int]], StepLoader]
+"""This rank's batches of some samples of the steps from a first to a last one, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a replica has of its rank and its run.
+
+    Attributes:
+        section: the config's `replicas`; with a name.
+        total: steps of the run.
+        samples: global batch of all replicas together.
+        rank: of this process in the replica.
+        engine: executes the steps.
+        stepper: has the statistics of loss spikes, which are part of the state.
+        load: see `Loader`.
+        quorums: asks for them, and agrees with the other ranks of this replica.
+        record: of what happens, for the journal and for people.
+    """
+
+    section: ReplicasSection
+    total: int
+    samples: int
+    rank: int
+    engine: Engine
+    stepper: GuardedStepper
+    load: Loader
+    quorums: Quorums
+    record: ReplicaRecord
+
+
+class ReplicaOfRun:
+    """See the module's docstring. Every method is collective over the ranks of the replica.
+
+    Args:
+        around: its rank and run.
+        peers: the same ranks of the other replicas.
+        member: where it stands, from a checkpoint or at the start.
+    """
+
+    excluded_from_step_time = False
+
+    def __init__(self, around: Surroundings, *, peers: Peers, member: Member) -> None:
+        self._around, self._peers = around, peers
+        self._me = replace(member, state=digest(around.stepper))
+        self._part: Ranges = ()
+        self._whole, self._continues, self._given = True, False, False
+        self._sums = GradientSums()
+        self._failures, self._others = 0, ""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._me.step
+
+    @property
+    def own_share(self) -> float:
+        """Share of the samples of the last step that was run here."""
+        return count_of(self._me.held) / self._around.samples
+
+    def state(self) -> State:
+        """The engine's state, for a checkpoint: an ordinary one."""
+        return self._around.engine.state()
+
+    def details(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint records."""
+        exchanges, commit = self._me.exchanges, self._me.commit
+        if self._given:  # the result of the next step's exchange, which is not in the weights yet
+            exchanges, commit = exchanges - 1, self._me.before or ""
+        return {"replicas": {"exchanges": exchanges, "commit": commit}}
+
+    def start(self) -> Stop:
+        """Joins the replicas that live, or begins with those that are started together. Returns a requested stop.
+
+        Raises:
+            ConfigError: the other replicas have another secret, another curve or another layout, or are at an earlier
+                step than this one's checkpoint.
+        """
+        section, began, name = self._around.section, time.monotonic(), self._me.name
+        while True:
+            quorum = self._around.quorums.ask(self._me)
+            if quorum is None:
+                return self._around.quorums.stop
+            refuse_other_secret(quorum, name=name, field="replicas")
+            members = compatible(quorum.members)
+            if name not in [each.name for each in members]:
+                raise other_curve(self._me, members)
+            living = any(each.living for each in members)
+            if living:  # should they die now, they are given the time to come back
+                began = time.monotonic()
+            ready = living or any(each.waited for each in members) or len(members) >= section.count
+            if not ready:
+                waited = self._around.quorums.agreed(time.monotonic() - began > section.start_s)
+                self._me = replace(self._me, waited=waited)
+                time.sleep(_AGAIN_S)
+            elif self._begin(quorum):
+                return Stop.NO
+
+    def batches(self) -> Iterator[StepBatch]:
+        """This rank's parts of the steps; `exchange` must be called between two of them."""
+        loader: Iterator[StepBatch] | None = None
+        loaded: Ranges = ()
+        while self._me.step < self._around.total:
+            step, part = self._me.step + 1, self._part
+            if loader is None or part != loaded:
+                loader, loaded = iter(self._around.load(part or ((0, 1),), (step, self._around.total))), part
+            batch = next(loader)
+            self._me = replace(self._me, between=False)
+            yield batch if part else replace(batch, micro_batches=[])
+            if self._me.step < step:
+                self._finished(step)
+
+    def due(self, step: int) -> bool:
+        """Whether a quorum follows a step: also the last, so that nobody leaves before all have its result."""
+        return step <= self._around.total
+
+    def exchange(self, step: int) -> Stop:
+        """Between two steps: a quorum divides the next one, and late comers take this replica's state, or another's.
+
+        After the last step late comers do so, too, and have nothing left to do.
+
+        Args:
+            step: that is done.
+
+        Returns:
+            A stop that was requested while it waited.
+        """
+        self._finished(step)
+        while True:
+            quorum = self._around.quorums.ask(self._me)
+            if quorum is None:
+                return self._around.quorums.stop
+            if self._begin(quorum):
+                return Stop.NO
+
+    def sum_gradients(self, step: StepBatch, gradients: Sequence[Tensor], sums: Tensor) -> Sequence[MicroBatch]:
+        """See `engines.base.GradientExchange`.
+
+        Raises:
+            LostError: the others have left this replica behind, or have come to other numbers.
+        """
+        ready = self._continues or self._whole
+        if not self._continues:  # the step's own micro-batches, perhaps for a second time
+            self._me = replace(self._me, held=self._part)
+        self._continues = False
+        while not self._given:
+            if ready and self._me.group and self._exchanged(gradients, sums):
+                break
+            quorum = self._around.quorums.ask(self._me, until_stop=False)
+            assert quorum is not None
+            ready, more = self._go_on(quorum, step.step, gradients, sums)
+            if more:
+                return more
+        self._given = False
+        self._sums.write(gradients, sums)
+        self._around.quorums.enter_phase("training", step.step)
+        return ()
+
+    def settle(self, step: int, stop: Stop) -> Stop:  # noqa: ARG002
+        """Nothing runs beside the steps. Returns the stop that was requested."""
+        return stop
+
+    def leave(self) -> None:
+        """The others do not wait for this replica any more."""
+        self.close()
+
+    def close(self) -> None:
+        """Leaves, and closes the connections; it may be called twice."""
+        self._around.quorums.close()
+        self._peers.close()
+
+    def _finished(self, step: int) -> None:
+        self._me = replace(self._me, step=step, held=(), between=True, state=digest(self._around.stepper))
+
+    def _decide(self, quorum: Quorum[Member]) -> Decision | None:
+        """What this replica does in a quorum; None: it asks again.
+
+        Raises:
+            LostError, ConfigError: see `sum_gradients`, and `start`.
+        """
+        members, name = compatible(quorum.members), self._me.name
+        mine = next((each for each in members if each.name == name), None)
+        if mine is None:
+            return None
+        # all ranks take the same way: `state` is that of rank 0
+        if replace(mine, state=self._me.state) != self._me:
+            self._failed(
+                f"another report of {name} than its own is at the lighthouse: an old one, or of a second process"
+            )
+            return None
+        decision = decide(members, samples=self._around.samples, quorum=quorum.formed)
+        if name in (*decision.behind, *decision.ahead):
+            source = next(each for each in members if each.name == decision.source)
+            raise (left_behind if name in decision.behind else ahead)(self._me, source)
+        if name in decision.waiting:
+            return None
+        if decision.late:
+            self._give_result(decision, quorum)
+            return None
+        return decision
+
+    def _begin(self, quorum: Quorum[Member]) -> bool:
+        """Does what a quorum between two steps decides. Returns whether this replica has its part of the next."""
+        decision = self._decide(quorum)
+        if decision is None:
+            self._part = ()
+            return self._given
+        formed = self._form(decision, quorum, decision.names)
+        name = self._me.name
+        if name in decision.healed and not (formed and self._take_state(decision)):
+            return False
+        if decision.healed and formed and name == decision.source:
+            self._send_state(decision)
+        self._part, self._whole = decision.parts.get(name, ()), True
+        self._me = replace(self._me, living=True)
+        if self._me.step < self._around.total:
+            self._around.record.began(self._me, decision)
+        return True
+
+    def _go_on(
+        self, quorum: Quorum[Member], step: int, gradients: Sequence[Tensor], sums: Tensor
+    ) -> tuple[bool, Sequence[MicroBatch]]:
+        """Does what a quorum in the middle of a step decides.
+
+        Returns:
+            Whether the next exchange has a chance, and micro-batches to run before it.
+        """
+        self._whole = False
+        decision = self._decide(quorum)
+        if decision is None:
+            return False, ()
+        name = self._me.name
+        if name in decision.reset:
+            for each in (*gradients, sums):
+                each.zero_()
+            self._me = replace(self._me, held=())
+        if not self._form(decision, quorum, decision.names):
+            return False, ()
+        self._around.record.went_on(self._me, decision)
+        part = decision.parts.get(name, ())
+        if not part:
+            return True, ()
+        self._me, self._continues = replace(self._me, held=joined(self._me.held + part)), True
+        return True, self._around.load(part, (step, step)).gather(step).micro_batches
+
+    def _exchanged(self, gradients: Sequence[Tensor], sums: Tensor) -> bool:
+        """Whether the gradients are summed, on all ranks of this replica."""
+        failure = None
+        try:
+            self._sums.exchange(gradients, sums, self._peers)
+        except ExchangeError as error:
+            failure = str(error)
+        if self._failed(failure):
+            return False
+        self._sums.keep()
+        commit = hashlib.sha256(f"{self._me.commit} {self._me.group} {self._me.exchanges}".encode()).hexdigest()[:16]
+        self._committed(commit)
+        return True
+
+    def _committed(self, commit: str) -> None:
+        me = self._me
+        self._me = replace(me, exchanges=me.exchanges + 1, commit=commit, before=me.commit)
+        self._failures = 0
+
+    def _failed(self, failure: str | None) -> bool:
+        """Whether something has failed on any rank of this replica; the process group is given up then.
+
+        Raises:
+            LostError: for the `_ATTEMPTS`th time since the last exchange.
+        """
+        if not self._around.quorums.agreed(failure is not None):
+            return False
+        self._me = replace(self._me, group="")
+        self._peers.close()  # peers that still wait for this replica in the group fail at once
+        failure = failure or "on another rank of this replica"
+        self._around.record.failed(self._me, failure)
+        self._failures += 1
+        if self._failures == _ATTEMPTS:
+            raise no_exchange(self._me, failure, attempts=_ATTEMPTS, others=self._others)
+        return True
+
+    def _form(self, decision: Decision, quorum: Quorum[Member], names: Sequence[str]) -> bool:
+        """Whether this replica has the process group of a decision."""
+        if decision.formed:
+            return True
+        failure, others = None, [each for each in names if each != self._me.name]
+        self._others = ", ".join(f"{each} at {quorum.store_of(each)}" for each in others)
+        try:
+            self._peers.form(
+                quorum.store_of(names[0]),
+                quorum=quorum.number,
+                attempt=f"{quorum.formed}/{self._around.rank}",
+                rank=names.index(self._me.name),
+                size=len(names),
+            )
+        except ExchangeError as error:
+            failure = str(error)
+        if self._failed(failure):
+            return False
+        self._me = replace(self._me, group=decision.group)
+        return True
+
+    def _send_state(self, decision: Decision) -> None:
+        to, failure = [decision.names.index(each) for each in decision.healed], None
+        try:
+            send_state(self._peers, self._me, self._around.engine, self._around.stepper, to=to)
+        except ExchangeError as error:  # it tries again at the next step; the exchange of this one will fail
+            failure = str(error)
+        self._failed(failure)
+
+    def _take_state(self, decision: Decision) -> bool:
+        """Whether this replica has the state of another one, on all of its ranks."""
+        header, packed, failure = dict[str, Any](), torch.empty(0), None
+        try:
+            header, packed = messages.receive(self._peers, source=decision.names.index(decision.source))
+        except ExchangeError as error:
+            failure = str(error)
+        if self._failed(failure):  # nothing is changed before all ranks have their part
+            return False
+        self._me = take_state(header, packed, self._me, self._around.engine, self._around.stepper)
+        return True
+
+    def _give_result(self, decision: Decision, quorum: Quorum[Member]) -> None:
+        """Gives the result of the last exchange to replicas that missed it; the others ask again meanwhile."""
+        names, name = (decision.source, *decision.late), self._me.name
+        self._me = replace(self._me, group="")
+        if name not in names or not self._form(decision, quorum, names):
+            return
+        failure, commit = None, ""
+        try:
+            if name == decision.source:
+                to = list(range(1, len(names)))
+                tensors = self._sums.tensors()
+                header: dict[str, Any] = {"commit": self._me.commit, "loss_bytes": tensors[1].nbytes}
+                messages.send(self._peers, header, tensors, to=to)
+            else:
+                header, packed = messages.receive(self._peers, source=0)
+                commit = header["commit"]
+                result, loss_sums = packed.split([packed.numel() - header["loss_bytes"], header["loss_bytes"]])
+                self._sums.take(result.clone().view(torch.float32), loss_sums.clone().view(torch.float64))
+        except ExchangeError as error:
+            failure = str(error)
+        failed = self._failed(failure)
+        self._me = replace(self._me, group="")  # it has other members than the next exchange
+        if not failed and name in decision.late:
+            self._committed(commit)
+            self._given = True

@@ -1,0 +1,85 @@
+"""The sum of the replicas' gradients, the same to the last bit on all of them.
+
+As in `islands.mean`, every replica owns a part of the flat gradient: it gets that part of all gradients (all-to-all),
+adds them up in the order of the replicas' names, and sends the sum to all (all-gather): 2 (m - 1) / m times the bytes
+of a gradient per replica, as a ring all-reduce has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.run.groups.islands.mean import Collectives
+
+BUCKET = 1 << 24
+"""Elements that are exchanged at once: 64 MiB of a message's time-out, and of each of three buffers."""
+
+
+class GradientSums:
+    """The flat gradient of this rank on the CPU, fp32 [N], and the result of the last exchange.
+
+    That one is kept until the next exchange has succeeded: a replica that missed it can still be given it.
+    """
+
+    def __init__(self) -> None:
+        self._own, self._result = torch.empty(0), torch.empty(0)
+        self._own_loss_sums = self._loss_sums = torch.empty(0, dtype=torch.float64)
+
+    def exchange(self, gradients: Sequence[Tensor], sums: Tensor, peers: Collectives) -> None:
+        """Sums over the replicas. All replicas of the group call it; `keep` makes it the result.
+
+        Args:
+            gradients: fp32, of any shapes; not changed.
+            sums: [1 + parts], of the loss; not changed.
+            peers: the same ranks of the replicas.
+
+        Raises:
+            ExchangeError: one of them does not answer.
+        """
+        self._gather(gradients)
+        for bucket in self._own.split(BUCKET):
+            bucket.copy_(_sum(bucket, peers))
+        gathered = peers.all_gather(sums.detach().to("cpu", torch.float64))
+        loss_sums = gathered[0]
+        for each in gathered[1:]:
+            loss_sums += each
+        self._own_loss_sums = loss_sums
+
+    def keep(self) -> None:
+        """Makes the sums of `exchange` the result, when it has succeeded on all ranks of this replica."""
+        self._own, self._result, self._loss_sums = self._result, self._own, self._own_loss_sums
+
+    def write(self, gradients: Sequence[Tensor], sums: Tensor) -> None:
+        """Writes the result into the gradients of this rank and the sums of its losses."""
+        for gradient, values in zip(gradients, self._result.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(values.view(gradient.shape))
+        sums.copy_(self._loss_sums)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The result: fp32 [N], and fp64 [1 + parts]."""
+        return self._result, self._loss_sums
+
+    def take(self, result: Tensor, loss_sums: Tensor) -> None:
+        """Replaces the result by that of another replica."""
+        self._result, self._loss_sums = result, loss_sums
+
+    def _gather(self, gradients: Sequence[Tensor]) -> None:
+        sizes = [gradient.numel() for gradient in gradients]
+        if self._own.numel() != sum(sizes):
+            self._own = torch.empty(sum(sizes))
+        for gradient, values in zip(gradients, self._own.split(sizes), strict=True):
+            values.copy_(gradient.detach().reshape(-1))
+
+
+def _sum(values: Tensor, peers: Collectives) -> Tensor:
+    count, share = values.numel(), -(-values.numel() // peers.size)
+    padded = values.new_zeros(share * peers.size)
+    padded[:count] = values
+    received = peers.all_to_all(padded).view(peers.size, share)
+    total = received[0].clone()
+    for each in received[1:]:
+        total += each
+    return torch.cat(peers.all_gather(total))[:count]

@@ -1,0 +1,192 @@
+"""`parallel.stage_speeds` "measured": the speed of every pipeline rank, before a model is divided into stages.
+
+Every rank repeats the matrix products of a decoder layer at the run's micro-batch, forward and backward. The slowest
+device of a pipeline rank counts, since its data- and tensor-parallel peers wait for it. All ranks compute the same
+numbers from the same gathered times, rounded, so that noise does not move layers from one start to the next.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.rules.stage_devices import GB, StageDevices
+from pipeline.config.topology import Topology
+from pipeline.engines.common import model_dtype
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.rank_model import widths_of
+from pipeline.engines.parallel.stages import layer_list
+from pipeline.run.prepare import PreparedRun
+from pipeline.runtime.launch import Rendezvous
+from pipeline.runtime.launch.missing_ranks import deadline
+
+WINDOWS, WINDOW_S = 4, 0.5
+"""Each rank computes in so many windows of so many seconds. The mean of the passes in a window, since a device that is
+throttled for part of the time is slow; of the windows the fastest, since what else runs on a host only adds time."""
+STEP = 0.05
+"""Speeds are rounded to multiples of it, relative to the fastest."""
+MARGIN = 0.9
+"""Share of a GPU's free memory that tensors may take: the formulas count neither fragmentation nor workspaces."""
+_PASS_FLOPS = {"cuda": 1e13, "cpu": 2e10}
+"""Bound on the work of a pass, which takes some ms on a GPU and tenths of a second on a CPU."""
+
+
+@dataclass(frozen=True)
+class MeasuredStages:
+    """What was measured of the pipeline ranks, and the division of the layers that follows.
+
+    Attributes:
+        devices: speeds relative to the fastest, and memory.
+        seconds: of a pass on the slowest device of every pipeline rank.
+        layers: (first, end) of the decoder layers of every stage.
+    """
+
+    devices: StageDevices
+    seconds: tuple[float, ...]
+    layers: tuple[tuple[int, int], ...]
+
+    def row(self) -> dict[str, Any]:
+        """Values of an event in the journal, and of the run's manifest."""
+        memory = self.devices.memory
+        return {
+            "speeds": list(self.devices.speeds),
+            "seconds": list(self.seconds),
+            "memory_gb": None if memory is None else [each / GB for each in memory],
+            "layers": [list(each) for each in self.layers],
+        }
+
+    def applied(self, prepared: PreparedRun) -> PreparedRun:
+        """A run with these stages."""
+        return replace(prepared, run=replace(prepared.run, measured_devices=self.devices))
+
+    def line(self) -> str:
+        """For people."""
+        speeds = ", ".join(f"{each:.2f}" for each in self.devices.speeds)
+        counts = ", ".join(str(end - first) for first, end in self.layers)
+        text = f"pipeline stages by measured speed: ranks {speeds} of the fastest; decoder layers per stage {counts}"
+        if self.devices.memory is None:
+            return text
+        return text + "; memory " + ", ".join(f"{each / GB:.1f}" for each in self.devices.memory) + " GB"
+
+
+def measure_stages(
+    run: ResolvedRun, model: nn.Module, rendezvous: Rendezvous, device: torch.device
+) -> MeasuredStages | None:
+    """Measures this rank, and hears of the others. Collective; None where the config asks for no measurement.
+
+    Args:
+        run: the resolved config.
+        model: the full model, on meta.
+        rendezvous: of all ranks.
+        device: of this rank.
+
+    Raises:
+        ConfigError: no division of the layers fits the memory of the devices.
+        UnreachableError: a rank did not take part.
+    """
+    if run.config.parallel.stage_speeds != "measured":
+        return None
+    with deadline(rendezvous, "while the speeds of pipeline stages were measured"):
+        dist.barrier()  # ranks that share a host are measured together, as they compute
+        own = torch.tensor([_pass_seconds(run, model, device), _free_memory(device)], dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, own)
+    seconds = slowest_of_pipeline_ranks(run.topology, [float(each[0]) for each in found])
+    free = [-each for each in slowest_of_pipeline_ranks(run.topology, [-float(each[1]) for each in found])]
+    memory = run.stage_devices.memory
+    if memory is None and device.type == "cuda" and widths_of(model.config) is not None:
+        memory = tuple(MARGIN * each for each in free)
+    devices = StageDevices(relative_speeds(seconds), memory)
+    stages = pipeline_stages(replace(run, measured_devices=devices), model)
+    return MeasuredStages(devices, tuple(seconds), tuple(stage.layers for stage in stages))
+
+
+def relative_speeds(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Speeds of devices that take so many seconds for equal work: of the fastest 1, in steps of `STEP`, never 0."""
+    fastest = min(seconds)
+    return tuple(round(max(1, round(fastest / each / STEP)) * STEP, 2) for each in seconds)
+
+
+def slowest_of_pipeline_ranks(topology: Topology, values: Sequence[float]) -> list[float]:
+    """By pipeline rank the largest value of its data-, context- and tensor-parallel ranks."""
+    by_rank: list[list[float]] = [[] for _ in range(topology.pp)]
+    for rank, each in enumerate(values):
+        by_rank[topology.coordinates(rank)["pp"]].append(each)
+    return [max(each) for each in by_rank]
+
+
+def _pass_seconds(run: ResolvedRun, model: nn.Module, device: torch.device) -> float:
+    """Seconds of the products of a decoder layer on this rank, see `WINDOWS`."""
+    shapes = _matrices(run, model)
+    flops_per_row = 6 * sum(rows * columns for rows, columns in shapes)
+    tokens = run.batch.micro * run.batch.sequence_length // run.topology.cp
+    tokens = max(1, min(tokens, int(_PASS_FLOPS[device.type] / flops_per_row)))
+    products = [_Product(shape, tokens, dtype=model_dtype(run.config), device=device) for shape in shapes]
+    _timed_pass(products, device)  # the first one allocates, and chooses kernels
+    return min(_mean_seconds(products, device) for _ in range(WINDOWS))
+
+
+def _mean_seconds(products: Sequence[_Product], device: torch.device) -> float:
+    """Mean seconds of the passes of a window, one at least."""
+    passes, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < WINDOW_S or passes == 0:
+        _timed_pass(products, device)
+        passes += 1
+    return elapsed / passes
+
+
+def _timed_pass(products: Sequence[_Product], device: torch.device) -> None:
+    for product in products:
+        product.run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Product:
+    """A linear layer's product and its two gradients, of ones: their values do not matter.
+
+    Args:
+        shape: (out, in) of the weight.
+        tokens: rows of the input.
+        dtype: of the run's passes.
+        device: of this rank.
+    """
+
+    def __init__(self, shape: tuple[int, int], tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        outputs, inputs = shape
+        self._weight = torch.ones(outputs, inputs, dtype=dtype, device=device)
+        self._input = torch.ones(tokens, inputs, dtype=dtype, device=device)
+        self._gradient = torch.ones(tokens, outputs, dtype=dtype, device=device)
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, gradient of the input, gradient of the weight."""
+        return self._input @ self._weight.T, self._gradient @ self._weight, self._gradient.T @ self._input
+
+
+def _matrices(run: ResolvedRun, model: nn.Module) -> list[tuple[int, int]]:
+    """(out, in) of the matrices of the first decoder layer on a rank; experts count as those of one token."""
+    tp, config = run.topology.tp, model.config
+    shapes: list[tuple[int, int]] = []
+    for parameter in layer_list(model)[1][0].parameters():
+        if parameter.dim() < 2:  # norms and biases
+            continue
+        *experts, outputs, inputs = parameter.shape
+        times = getattr(config, "num_experts_per_tok", 1) if experts else 1
+        shapes.append((max(1, math.ceil(outputs / tp)) * times, inputs))
+    return shapes
+
+
+def _free_memory(device: torch.device) -> float:
+    """Bytes that tensors of this process may still take on a GPU; 0 on a CPU, whose ranks share one memory."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.empty_cache()
+    return float(torch.cuda.mem_get_info(device)[0])

@@ -1,0 +1,79 @@
+"""Decisions that all ranks take alike (stop, commit a checkpoint, ...): flags in a step's all-reduce, and maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeline.runtime.faults.stop_signals import Stop, StopSignals
+from pipeline.runtime.launch.host_copy import HostCopy, to_device
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """What a rank says with the numbers of a step; of all ranks: whether any says so.
+
+    Attributes:
+        stop: the stop that was requested.
+        busy: this rank's part of a checkpoint is still being written.
+        checkpoint_due: it is time for a checkpoint.
+        memory_grew: the peak of memory is above the one that all know of.
+        slow: steps take so long that no device needs to work ahead.
+    """
+
+    stop: Stop
+    busy: bool = False
+    checkpoint_due: bool = False
+    memory_grew: bool = False
+    slow: bool = False
+
+    def values(self) -> list[float]:
+        """As numbers whose sums over the ranks `agreed` takes: one for each reason to stop, one for each flag."""
+        stops = [float(self.stop == reason) for reason in Stop if reason]
+        flags = (self.busy, self.checkpoint_due, self.memory_grew, self.slow)
+        return [*stops, *map(float, flags)]
+
+    @classmethod
+    def agreed(cls, sums: Sequence[float]) -> StepFlags:
+        """The flags of all ranks; of several reasons to stop the highest."""
+        *stops, busy, due, grew, slow = (each > 0 for each in sums)
+        reasons = [reason for reason, given in zip((r for r in Stop if r), stops, strict=True) if given]
+        return cls(max(reasons, default=Stop.NO), busy, due, grew, slow)
+
+
+class Agreement:
+    """Computes maxima over all ranks.
+
+    Args:
+        device: of this rank; the all-reduce uses the backend of the gradients, which is the fastest one.
+
+    Attributes:
+        device: the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def max_over_ranks(self, *values: int) -> list[int]:
+        """The maximum of each value over all ranks. Collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return list(values)
+        reduced = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        maxima: list[int] = reduced.tolist()
+        return maxima
+
+    def begin_max(self, *values: int) -> HostCopy:
+        """Begins to find the maximum of each value over all ranks; `read` waits for it. Collective."""
+        reduced = torch.tensor(values, dtype=torch.int64)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            reduced = to_device(reduced, self.device)
+            dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        return HostCopy(reduced)
+
+    def requested_stop(self, signals: StopSignals) -> Stop:
+        """The strongest stop signal that any rank has received. Collective."""
+        return Stop(self.max_over_ranks(signals.requested)[0])

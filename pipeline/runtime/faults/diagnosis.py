@@ -1,0 +1,154 @@
+"""Diagnosis of a failed run from the heartbeats: which ranks died, hang or failed. No clock, no sockets, no files.
+
+All ranks run the same program, so they pass through the same (step, phase) transitions in the same order: the number
+of transitions of a rank tells whether it is ahead of the others or behind them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.runtime.faults.stack_dumps import in_debugger, is_waiting
+
+SETTLE_S = 2.0
+"""Seconds to wait for the root cause, after an error that looks like the consequence of another rank's failure."""
+
+Kind = Literal["died", "silent", "stuck", "failed", "lost"]
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What the heartbeat server knows of a rank.
+
+    Attributes:
+        rank: global rank.
+        host: host name.
+        pid: process id.
+        machine: identity of the kernel and the pid namespace of the process; equal where `pid` means the same process.
+        start_ticks: start time of the process in kernel clock ticks; tells it from a later process with the same pid.
+        main_thread: identity of its main thread.
+        last_heartbeat: time of the last heartbeat, in seconds of the server's clock.
+        last_progress: time of the last heartbeat that reported progress.
+        transitions: number of (step, phase) transitions so far.
+        ticks: progress reports within the current phase.
+        step: the current step, or the last one.
+        phase: start-up, training, ...
+        stack: of its main thread, innermost call first.
+        collective: the oldest collective it has begun that has not ended, of a rank that makes no progress; or empty.
+        gil_held: the last heartbeat was a `faulthandler` dump: some call holds the interpreter lock (GIL).
+        finished: it has signed off.
+        disconnected: its connection is closed.
+        error: first line of its own error.
+        secondary: that error looks like a consequence of another rank's failure.
+        error_time: when the error was reported.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    last_heartbeat: float
+    last_progress: float
+    machine: str = ""
+    start_ticks: int = 0
+    main_thread: int = 0
+    transitions: int = 0
+    ticks: int = 0
+    step: int = 0
+    phase: str = "start-up"
+    stack: tuple[str, ...] = ()
+    collective: str = ""
+    gil_held: bool = False
+    finished: bool = False
+    disconnected: bool = False
+    error: str | None = None
+    secondary: bool = False
+    error_time: float = 0.0
+
+    @property
+    def monitored(self) -> bool:
+        """Whether heartbeats are expected of it."""
+        return not self.finished and not self.disconnected
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ended the run.
+
+    Attributes:
+        kind: died (its connection closed without signing off), silent (no heartbeats), stuck (hang), failed (with an
+            error of its own), or lost (a broken link to another rank, while no rank has died, failed or gone silent).
+        ranks: the ranks at fault, in ascending order.
+        seconds: since their last heartbeat; for "stuck", since the last progress of any rank.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+def diagnose(
+    statuses: Sequence[RankStatus], now: float, *, silent_s: float, stuck_s: float, interval_s: float = 1.0
+) -> Diagnosis | None:
+    """Diagnoses the run from the status of all ranks; None while nothing is wrong.
+
+    Args:
+        statuses: of the ranks that have registered.
+        now: on the clock of their times.
+        silent_s: heartbeat timeout: seconds without a heartbeat after which a rank counts as stopped.
+        stuck_s: hang timeout: seconds without progress of any rank after which the run counts as stuck.
+        interval_s: seconds between heartbeats.
+    """
+    monitored = [status for status in statuses if status.monitored]
+    failed = sorted((s for s in statuses if s.error is not None), key=lambda s: s.error_time)
+    causes = [s for s in failed if not s.secondary]
+    dead = [s for s in statuses if s.disconnected and not s.finished and s.error is None]
+    unlinked = [s for s in failed if s.disconnected or now - s.error_time > SETTLE_S]
+    # nccl ends ranks half a minute after another's host has lost its power: a rank that is overdue by then is the
+    # cause. A call that holds the interpreter lock delays heartbeats by up to half the timeout
+    limit_s = silent_s / 2 + 2 * interval_s
+    overdue = [s for s in monitored if now - s.last_heartbeat > limit_s] if dead or unlinked else []
+    return (
+        _diagnosis("failed", causes[:1], now)
+        or _diagnosis("silent", overdue, now)
+        or _diagnosis("died", dead, now)
+        or _diagnosis("lost", unlinked, now)
+        or _diagnosis("silent", [s for s in monitored if now - s.last_heartbeat > silent_s], now)
+        or _hang(monitored, now, stuck_s)
+    )
+
+
+def _diagnosis(kind: Kind, at_fault: Sequence[RankStatus], now: float) -> Diagnosis | None:
+    if not at_fault:
+        return None
+    ranks = tuple(sorted(status.rank for status in at_fault))
+    return Diagnosis(kind, ranks, now - min(status.last_heartbeat for status in at_fault))
+
+
+def _hang(monitored: Sequence[RankStatus], now: float, stuck_s: float) -> Diagnosis | None:
+    if not monitored or any(in_debugger(status.stack) for status in monitored):
+        return None
+    idle_s = now - max(status.last_progress for status in monitored)
+    if idle_s <= stuck_s:
+        return None
+    return Diagnosis("stuck", tuple(sorted(status.rank for status in _ranks_behind(monitored))), idle_s)
+
+
+def _ranks_behind(monitored: Sequence[RankStatus]) -> Sequence[RankStatus]:
+    """Ranks with the fewest transitions; if all are equal, those not waiting; if still all, a minority by stack.
+
+    A rank waits for others when its stack says so, or when a collective it has begun has not ended: it may wait inside
+    our own code, for a number that is computed on a GPU.
+    """
+    fewest = min(status.transitions for status in monitored)
+    behind = [status for status in monitored if status.transitions == fewest]
+    if len(behind) < len(monitored):
+        return behind
+    behind = [status for status in monitored if not (status.collective or is_waiting(status.stack))] or behind
+    if len(behind) < len(monitored):
+        return behind
+    by_call = Counter(status.stack[:1] for status in behind)
+    rarest, count = min(by_call.items(), key=lambda item: item[1])
+    return [status for status in behind if status.stack[:1] == rarest] if count * 2 < len(behind) else behind

@@ -1,0 +1,281 @@
+"""Heartbeat server: a small process beside rank 0 that collects all ranks' heartbeats and diagnoses dead or hung ranks.
+
+It is a process and not a thread of rank 0: so it sees rank 0 die or stop like any other rank, and a call of rank 0 that
+holds the interpreter lock does not delay it. It needs no torch, and exits when the last rank has disconnected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.base.cli import ERROR_FILE
+from headrace.base.processes import STOPPED, TRACED, machine, state_of
+from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
+from pipeline.runtime.faults.end_processes import kill_ranks, ranks_to_kill
+from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.runtime.faults.report import append_fault_once, describe_fault, fault_row, print_report, with_timeout
+from pipeline.runtime.faults.stack_dumps import parse_faulthandler_dump
+
+REGISTRATION_S = 120.0
+"""Seconds until ranks without any heartbeat are reported, and until a server that no rank has reached exits."""
+_EXIT_S = 5.0
+"""Seconds in which ranks exit after a diagnosis; those left on this machine are then killed."""
+_LOST = {"died", "silent", "stuck", "lost"}
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Configuration of the heartbeat server, from rank 0.
+
+    Attributes:
+        token: a connection has to present it to count as a rank of this start of this run.
+        world_size: number of ranks.
+        run_dir: the run's directory.
+        silent_s: heartbeat timeout, in seconds.
+        stuck_s: hang timeout, in seconds without progress.
+        interval_s: seconds between heartbeats.
+    """
+
+    token: str
+    world_size: int
+    run_dir: str
+    silent_s: float
+    stuck_s: float
+    interval_s: float
+
+
+@dataclass
+class _Connection:
+    """State of a connection; `status` is None until the rank has registered."""
+
+    decoder: MessageDecoder = field(default_factory=MessageDecoder)
+    status: RankStatus | None = None
+    dump: list[str] = field(default_factory=list)
+
+
+class HeartbeatServer:
+    """Receives the heartbeats of all ranks until they have disconnected.
+
+    Args:
+        listener: accepts their connections.
+        config: from rank 0.
+    """
+
+    def __init__(self, listener: socket.socket, config: ServerConfig) -> None:
+        self._config, self._connections = config, dict[socket.socket, _Connection]()
+        self._disconnected: list[RankStatus] = []
+        self._listener, self._selector = listener, selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._diagnose_now = False
+
+    def run(self) -> None:
+        """Returns when all ranks have disconnected, or none has ever registered."""
+        start = last_check = next_heartbeat = time.monotonic()
+        warned = self._config.world_size == 1
+        while self._has_ranks or not (self._disconnected or last_check - start > REGISTRATION_S):
+            self._receive(max(0.0, next_heartbeat - time.monotonic()))
+            now = time.monotonic()
+            if now - last_check > 5 * self._config.interval_s:  # this process itself was stopped, not the ranks
+                self._reset_timers(now)
+            last_check = now
+            if not (self._diagnose_now or now >= next_heartbeat):
+                continue
+            if diagnosis := self._diagnose(now):
+                self._end_run(diagnosis)
+                return
+            if now >= next_heartbeat:
+                next_heartbeat = now + self._config.interval_s
+                self._broadcast(encode({"heartbeat": 1}))
+            if not warned and now - start > REGISTRATION_S:
+                warned = self._warn_of_missing_ranks()
+
+    @property
+    def _has_ranks(self) -> bool:
+        """Whether a registered rank is connected; other connections do not keep this process alive."""
+        return any(connection.status for connection in self._connections.values())
+
+    @property
+    def statuses(self) -> dict[int, RankStatus]:
+        """Rank -> its status."""
+        connected = (connection.status for connection in self._connections.values() if connection.status)
+        return {status.rank: status for status in (*self._disconnected, *connected)}
+
+    def _diagnose(self, now: float) -> Diagnosis | None:
+        self._diagnose_now = False
+        config, statuses = self._config, list(self.statuses.values())
+        limits = {"silent_s": config.silent_s, "stuck_s": config.stuck_s, "interval_s": config.interval_s}
+        diagnosis = diagnose(statuses, now, **limits)
+        if diagnosis and diagnosis.kind in ("silent", "stuck") and is_paused([s for s in statuses if s.monitored]):
+            self._reset_timers(now)
+            return None
+        return diagnosis
+
+    def _receive(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                self._read(key.fileobj)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed again already, or no file descriptors left
+            client, _ = self._listener.accept()
+            client.setblocking(False)
+            self._selector.register(client, selectors.EVENT_READ)
+            self._connections[client] = _Connection()
+
+    def _read(self, client: socket.socket) -> None:
+        connection = self._connections[client]
+        try:
+            data = client.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:  # reset: the kernel closed it for a process that had unread data
+            data = b""
+        now = time.monotonic()
+        for message in connection.decoder.feed(data):
+            if not self._handle(client, connection, message, now):
+                data = b""
+        if not data:
+            self._disconnect(client, now)
+
+    def _handle(
+        self, client: socket.socket, connection: _Connection, message: dict[str, Any] | str, now: float
+    ) -> bool:
+        """Handles one message; False when the client is not a rank of this run and is to be disconnected."""
+        if connection.status is None:
+            if isinstance(message, str) or message.pop("token", None) != self._config.token:
+                return False
+            connection.status = RankStatus(**message, last_heartbeat=now, last_progress=now)
+            with suppress(OSError):  # closed again already: noticed on receiving
+                client.send(encode({"registered": self._config.token}))
+        elif isinstance(message, str):
+            status = connection.status
+            connection.dump = [message] if message.startswith("Timeout") else [*connection.dump, message]
+            stack = parse_faulthandler_dump(connection.dump, thread=status.main_thread) or status.stack
+            connection.status = replace(status, last_heartbeat=now, stack=stack, gil_held=True)
+        else:
+            connection.status = _updated(connection.status, message, now)
+            self._diagnose_now |= "error" in message
+        return True
+
+    def _disconnect(self, client: socket.socket, now: float) -> None:
+        connection = self._connections.pop(client)
+        self._selector.unregister(client)
+        client.close()
+        if (status := connection.status) is not None:
+            self._disconnected.append(replace(status, disconnected=True, error_time=status.error_time or now))
+            self._diagnose_now = True
+
+    def _reset_timers(self, now: float) -> None:
+        """Restarts the heartbeat and hang timeouts of all ranks."""
+        for connection in self._connections.values():
+            if status := connection.status:
+                connection.status = replace(status, last_heartbeat=now, last_progress=now)
+
+    def _broadcast(self, message: bytes) -> None:
+        for client, connection in self._connections.items():
+            with suppress(OSError):  # stopped or gone: noticed at the next diagnosis
+                if connection.status is not None:
+                    client.send(message)
+
+    def _warn_of_missing_ranks(self) -> bool:
+        missing = [rank for rank in range(self._config.world_size) if rank not in self.statuses]
+        if missing:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            port = self._listener.getsockname()[1]
+            text = (
+                f"warning: the watchdog has no heartbeat from ranks {shown}: can they reach port {port} of this host?"
+            )
+            print(text, file=sys.stderr, flush=True)
+        return True
+
+    def _end_run(self, diagnosis: Diagnosis) -> None:
+        """Reports the diagnosis on stderr, to the ranks and in the run directory; waits until the ranks have exited."""
+        statuses, world_size = self.statuses, self._config.world_size
+        report = describe_fault(diagnosis, statuses, world_size=world_size)
+        if diagnosis.kind in _LOST:
+            with_timeout(2.0, lambda: print_report(report), default=None)
+        kill = ranks_to_kill(diagnosis, statuses)
+        self._broadcast(encode({"diagnosis": {"kind": diagnosis.kind, "ranks": diagnosis.ranks, "kill": kill}}))
+        kill_ranks(kill)
+        row = fault_row(diagnosis, statuses, world_size=world_size)
+        append_fault_once(Path(self._config.run_dir), row, token=self._config.token)
+        remaining = self._wait_for_exits()
+        if diagnosis.kind in _LOST:
+            kill_ranks([(s.machine, s.pid, s.start_ticks) for s in remaining])
+        elif ERROR_FILE not in os.environ and not all(_has_own_error(status) for status in self.statuses.values()):
+            # otherwise each rank has printed it itself; a launcher that collects error files prints the failed rank's
+            with_timeout(2.0, lambda: print_report(report), default=None)
+
+    def _wait_for_exits(self) -> list[RankStatus]:
+        """Waits until the ranks have disconnected; returns those that have not in time."""
+        deadline = time.monotonic() + _EXIT_S + SETTLE_S
+        while self._has_ranks and time.monotonic() < deadline:
+            self._receive(0.1)
+        return [connection.status for connection in self._connections.values() if connection.status]
+
+
+def is_paused(monitored: Sequence[RankStatus]) -> bool:
+    """Whether the run is paused on purpose: one of its ranks by a debugger, or all of them by a signal (SIGSTOP).
+
+    Known only of ranks on this machine.
+    """
+
+    def process_state(status: RankStatus) -> str:
+        state, start_ticks = state_of(status.pid)
+        return state if (status.machine, status.start_ticks) == (machine(), start_ticks) else ""
+
+    states = [process_state(status) for status in monitored]
+    return TRACED in states or set(states) == {STOPPED}
+
+
+def _has_own_error(status: RankStatus) -> bool:
+    """Whether a rank has failed with an error that is not a consequence of another rank's failure."""
+    return status.error is not None and not status.secondary
+
+
+def _updated(status: RankStatus, message: dict[str, Any], now: float) -> RankStatus:
+    """The status after a heartbeat: fields that the message lacks stay as they were."""
+    changed: dict[str, Any] = {
+        key: message[key] for key in ("step", "phase", "finished", "error", "secondary", "collective") if key in message
+    }
+    transitions, ticks = message.get("transitions", status.transitions), message.get("ticks", status.ticks)
+    stack = tuple(message["stack"]) if "stack" in message else status.stack
+    progress = (transitions, ticks) != (status.transitions, status.ticks)
+    changed |= {"transitions": transitions, "ticks": ticks, "stack": stack, "gil_held": False}
+    changed |= {"last_heartbeat": now, "last_progress": now if progress else status.last_progress}
+    if status.error is None and "error" in message:
+        changed["error_time"] = now
+    return replace(status, **changed)
+
+
+def main() -> None:
+    """Runs the server: its configuration and the listening socket's file descriptor come as JSON on stdin."""
+    config = json.load(sys.stdin)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks; the server exits with the last of them
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    listener = socket.socket(fileno=config.pop("listener"))
+    listener.setblocking(False)
+    HeartbeatServer(listener, ServerConfig(**config)).run()
+    os._exit(0)  # without joining a thread that is blocked on a dead file system
+
+
+if __name__ == "__main__":
+    main()

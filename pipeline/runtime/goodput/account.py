@@ -1,0 +1,243 @@
+"""Goodput: what the wall clock of a run's directory was spent on, over all its attempts.
+
+    goodput = seconds of the steps that the final history has, less what they waited for / seconds since the first start
+
+"Goodput" is meant as in Google's ML Productivity Goodput (2024), over the run's own hardware; ByteRobust
+(arXiv:2509.16293) calls the same quotient ETTR, the effective training time ratio. The categories are disjoint, and
+their sum is the wall clock: what is not measured is in `other`. Where each is read: docs/how-to/goodput.md.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from pipeline.runtime.goodput.attempts import Attempt, read_attempts
+from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
+from pipeline.runtime.metrics.time_sums import TimeSums
+from pipeline.runtime.metrics.times import seconds_of
+
+STOPPED = frozenset({0, EXIT_REQUEUE, EXIT_INTERRUPTED})
+"""Exit codes of attempts that end at the end of a step, which is saved."""
+_HANGS = frozenset({"silent", "stuck"})
+"""Faults before which nothing was computed: until they are found, the run is down."""
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """Seconds of a run, or of one of its attempts, by what they were spent on.
+
+    Attributes:
+        productive: of steps that the final history has, without what is listed below.
+        lost: of steps that were trained and thrown away: by a restart those after the checkpoint, by a rollback those
+            that it undoes; and of the step that an attempt did not finish.
+        startup: from the start of a process to its first step (imports, connecting, loading), compiling, and from the
+            last step before a rollback to the first one after it.
+        down: from the submission to the first start, and between the end of an attempt, or its last sign of life, and
+            the next start: detection, queue, launch. A hang until the watchdog ends it.
+        data_wait: of steps that count, rank 0 waiting for its batch.
+        checkpoint: training waiting for checkpoints.
+        evaluation: of held-out evaluations.
+        stragglers: of steps that count, ranks waiting for slower ones; estimated by the straggler reports.
+        exchange: of exchanges between islands.
+        other: all else: the step under way, profiles, reports, the end of an attempt.
+    """
+
+    productive: float = 0.0
+    lost: float = 0.0
+    startup: float = 0.0
+    down: float = 0.0
+    data_wait: float = 0.0
+    checkpoint: float = 0.0
+    evaluation: float = 0.0
+    stragglers: float = 0.0
+    exchange: float = 0.0
+    other: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        """All of it."""
+        return float(sum(asdict(self).values()))
+
+    @property
+    def goodput(self) -> float:
+        """From 0 to 1."""
+        return self.productive / self.wall if self.wall > 0 else 0.0
+
+    def __add__(self, other: TimeSpent) -> TimeSpent:
+        """The sum of two, category by category."""
+        return TimeSpent(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True)
+class AttemptTime:
+    """The time of one attempt, with what it had to wait for before it.
+
+    Attributes:
+        number: from 1.
+        begin: the end of the attempt before, or the begin of the run; seconds since the epoch.
+        end: its own, or the last sign of life; of one that trains, now.
+        spent: its sum is the time from `begin` to `end`.
+    """
+
+    number: int
+    begin: float
+    end: float
+    spent: TimeSpent
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What the wall clock of a run was spent on.
+
+    Attributes:
+        attempts: oldest first; each begins where the one before has ended.
+    """
+
+    attempts: tuple[AttemptTime, ...]
+
+    @property
+    def spent(self) -> TimeSpent:
+        """Of all attempts."""
+        return sum((each.spent for each in self.attempts), TimeSpent())
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the run's submission, or where that is not recorded its first start, to its end or now."""
+        return self.attempts[-1].end - self.attempts[0].begin
+
+    @property
+    def share(self) -> float:
+        """Goodput, from 0 to 1."""
+        return self.spent.goodput
+
+    def row(self) -> dict[str, Any]:
+        """Fields of an event `goodput`, and of `headrace status --json`: seconds but for `share` and `attempts`."""
+        return {"share": self.share, "wall": self.wall, **asdict(self.spent), "attempts": len(self.attempts)}
+
+
+def read_goodput(run_dir: Path, *, training: bool | None) -> Goodput | None:
+    """The goodput of a run until now; None before its first step.
+
+    Args:
+        run_dir: the run's directory.
+        training: whether a process trains there now; None where that is not known.
+    """
+    metrics = MetricsReader(run_dir).read()
+    last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}
+    attempts, _ = read_attempts(run_dir, training=training, **last)
+    return goodput_of(metrics, attempts, now=time.time(), submitted=submission_time(run_dir))
+
+
+def submission_time(run_dir: Path) -> float | None:
+    """When `headrace submit` first submitted the run; None where it did not, or with jobs that the run waits for."""
+    times = (_submitted(path) for path in run_dir.glob("submissions/*/submission.json"))
+    return min((time for time in times if time is not None), default=None)
+
+
+def _submitted(path: Path) -> float | None:
+    with suppress(OSError, ValueError, AttributeError):
+        found = json.loads(path.read_bytes())
+        return seconds_of(found.get("submitted")) if len(found.get("jobs", {})) == 1 else None
+    return None
+
+
+def goodput_of(
+    metrics: Metrics, attempts: Sequence[Attempt], *, now: float, submitted: float | None = None
+) -> Goodput | None:
+    """The goodput of a run; None before its first step.
+
+    Args:
+        metrics: of the run.
+        attempts: all of them; of a run without a journal of attempts none, and its rows are taken for one attempt.
+        now: seconds since the epoch.
+        submitted: when its first job was submitted, if that is known.
+    """
+    parts = [part for part in metrics.sums.parts if part.since is not None]
+    if not any(part.steps for part in parts) and not any(attempt.lost for attempt in attempts):
+        return None
+    if not attempts:
+        return _without_attempts(metrics, parts)
+    begin = min(attempts[0].launched, attempts[0].started if submitted is None else submitted)
+    found: list[AttemptTime] = []
+    for attempt, after in zip(attempts, [*attempts[1:], None], strict=True):
+        begin = found[-1].end if found else begin
+        end = max(begin, attempt.ended if attempt.ended is not None else now)
+        until = None if after is None else after.started
+        own = [part for part in parts if _is_of(attempt, part, until)]
+        found.append(AttemptTime(attempt.number, begin, end, _spent(attempt, own, begin=begin, end=end)))
+    return Goodput(tuple(found))
+
+
+def _without_attempts(metrics: Metrics, parts: Sequence[TimeSums]) -> Goodput | None:
+    if metrics.first_time is None or metrics.last_time is None:
+        return None
+    wall = metrics.last_time - metrics.first_time
+    spent = _complete(_of_steps(parts), wall)
+    if not spent.wall:
+        return None
+    return Goodput((AttemptTime(1, metrics.last_time - spent.wall, metrics.last_time, spent),))
+
+
+def _is_of(attempt: Attempt, part: TimeSums, until: float | None) -> bool:
+    assert part.since is not None
+    return attempt.started <= part.since and (until is None or part.since < until)
+
+
+def _spent(attempt: Attempt, parts: Sequence[TimeSums], *, begin: float, end: float) -> TimeSpent:
+    launched = min(max(begin, attempt.launched), end)
+    trained = min(end if attempt.trained is None else max(launched, attempt.trained), end)
+    unfinished = _unfinished(attempt, parts, end) if attempt.trained is not None else 0.0
+    hung = attempt.fault in _HANGS
+    around = TimeSpent(
+        startup=trained - launched + attempt.reloading_s + sum(each.compile_s for each in attempt.lost),
+        down=launched - begin + (unfinished if hung else 0.0),
+        lost=sum(each.seconds - each.compile_s for each in attempt.lost) + (0.0 if hung else unfinished),
+        evaluation=sum(each.evaluation_s for each in attempt.lost),
+        checkpoint=sum(each.checkpoint_s for each in attempt.lost),
+        exchange=sum(each.exchange_s for each in attempt.lost),
+    )
+    return _complete(_of_steps(parts) + around, end - begin)
+
+
+def _of_steps(parts: Sequence[TimeSums]) -> TimeSpent:
+    """What the rows of the final history add up to."""
+    found = TimeSpent()
+    for part in parts:
+        waited = part.data_wait_s + part.compile_s + part.straggler_s
+        found += TimeSpent(
+            productive=max(0.0, part.step_s - waited),
+            startup=part.compile_s,
+            data_wait=part.data_wait_s,
+            stragglers=part.straggler_s,
+            evaluation=part.evaluation_s,
+            checkpoint=part.checkpoint_s,
+            exchange=part.exchange_s,
+        )
+    return found
+
+
+def _unfinished(attempt: Attempt, parts: Sequence[TimeSums], end: float) -> float:
+    """Seconds from an attempt's last row to its end, where it has not ended between two steps: nothing came of them."""
+    if attempt.ended is None or attempt.code in STOPPED:
+        return 0.0
+    rows = [part.until for part in parts if part.until is not None] + [each.until for each in attempt.lost]
+    return max(0.0, end - max([attempt.trained or end, *rows]))
+
+
+def _complete(known: TimeSpent, wall: float) -> TimeSpent:
+    """Adds `other`, so that the sum is the wall clock. What clocks differ by is taken from the largest categories."""
+    rest = wall - known.wall
+    if rest >= 0:
+        return known + TimeSpent(other=rest)
+    seconds = asdict(known)
+    for name in sorted(seconds, key=lambda each: -seconds[each]):
+        taken = min(seconds[name], -rest)
+        seconds[name], rest = seconds[name] - taken, rest + taken
+    return TimeSpent(**seconds)

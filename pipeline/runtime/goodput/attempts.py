@@ -1,0 +1,164 @@
+"""The attempts of a run with the cause of each end, from `attempts.jsonl`, `faults.jsonl` and the agents' plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
+from pipeline.runtime.faults.report import read_faults
+from pipeline.runtime.goodput.lost_steps import LostSteps, lost_steps
+from pipeline.runtime.metrics.attempts_journal import read_events
+from pipeline.runtime.metrics.times import seconds_of
+
+_VERBS = {
+    "died": "was killed or crashed",
+    "silent": "stopped answering",
+    "lost": "lost its connection to another rank",
+    "stuck": "hangs",
+    "failed": "failed",
+}
+_UNKNOWN = "killed without a word: SIGKILL of all ranks (scancel, out of memory), or the loss of rank 0's host"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run. Times are seconds since the epoch.
+
+    Attributes:
+        number: from 1.
+        launched: when its process began, as far as that is recorded; else as `started`.
+        started: when its directory was locked.
+        trained: when its first step began; None where it did not get there.
+        step: after which it trained on.
+        reached: the last step in its rows of metrics; None where it is not known yet.
+        ended: when it ended, or its last sign of life; None while it runs.
+        code: its exit code; None of one that was killed.
+        fault: what the watchdog found: "died", "stuck", ...; empty where it found nothing.
+        reason: why it ended; empty while it runs.
+        world_size: number of ranks.
+        nodes: host -> ranks.
+        job: number of its Slurm job.
+        requeue: how often Slurm had restarted that job by then.
+        read: bytes of the checkpoint that it has read at its start, by source (`pipeline.run.attempts`).
+        loading_s: seconds in which it loaded that.
+        reloading_s: seconds from the last step before a rollback to the first one after it.
+        lost: its steps that a resume or a rollback has removed.
+    """
+
+    number: int
+    launched: float
+    started: float
+    trained: float | None
+    step: int
+    reached: int | None
+    ended: float | None
+    code: int | None
+    reason: str
+    fault: str
+    world_size: int
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    job: str | None = None
+    requeue: str | None = None
+    read: Mapping[str, int] = field(default_factory=dict)
+    loading_s: float = 0.0
+    reloading_s: float = 0.0
+    lost: tuple[LostSteps, ...] = ()
+
+
+def read_attempts(
+    run_dir: Path, *, training: bool | None, last_step: int, last_time: float | None
+) -> tuple[list[Attempt], int]:
+    """The attempts of a run, oldest first, and the number of damaged lines in their journal.
+
+    Args:
+        run_dir: the run's directory.
+        training: whether a process trains there now; None where that is not known.
+        last_step: in the metrics.
+        last_time: of the last row of metrics.
+    """
+    events, damaged = read_events(run_dir)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        groups.setdefault(str(event.get("attempt")), []).append(event)
+    begun = [group for group in groups.values() if group[0]["event"] == "start"]
+    faults, lost = read_faults(run_dir), lost_steps(events)
+    found = []
+    for number, (group, after) in enumerate(zip(begun, [*begun[1:], None], strict=False), start=1):
+        end = {"step": last_step, "time": last_time} if after is None else after[0].get("before", {})
+        until = None if after is None else seconds_of(after[0]["time"])
+        runs = after is None and training is not False
+        own = _faults_between(faults, group, until)
+        found.append(_attempt(number, group, end, own, [each for each in lost if each.of(group, until)], runs=runs))
+    return found, damaged
+
+
+def fault_line(row: Mapping[str, Any]) -> str:
+    """A fault in one line: "rank 1 on n2 was killed or crashed at step 17, in training"."""
+    ranks = row.get("ranks") or [{}]
+    first, kind = ranks[0], str(row.get("fault"))
+    who = f"rank {first.get('rank', '?')} on {first.get('host', '?')}"
+    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+    where = f" at step {first['step']}, in {first.get('phase', '?')}" if "step" in first else ""
+    error = f": {first['error']}" if first.get("error") else ""
+    return f"{who}{more} {_VERBS.get(kind, kind)}{where}{error}"
+
+
+def _attempt(
+    number: int,
+    group: list[dict[str, Any]],
+    last: Mapping[str, Any],
+    faults: list[dict[str, Any]],
+    lost: list[LostSteps],
+    *,
+    runs: bool,
+) -> Attempt:
+    of: dict[str, dict[str, Any]] = {}
+    for event in group:
+        of.setdefault(event["event"], event)  # a rollback trains more than once
+    start, training, end = of["start"], of.get("training", {}), of.get("end")
+    started = seconds_of(start["time"]) or 0.0
+    code, reason = (end["code"], end["reason"]) if end else (None, "")
+    if faults and code in (None, EXIT_LOST, EXIT_FOLLOWED):  # the cause, not what followed of it
+        reason, code = fault_line(faults[-1]), code or EXIT_LOST
+    last_sign = max(started, *(seconds_of(row.get("time")) or 0.0 for row in [last, *group, *faults]))
+    ended = seconds_of(end["time"]) if end else None if runs and not faults else last_sign
+    step = int(training.get("step", 0))
+    reached = last.get("step") if training else None
+    return Attempt(
+        number=number,
+        launched=min(started, seconds_of(start.get("process_start")) or started),
+        started=started,
+        trained=seconds_of(training.get("time")) if training else None,
+        step=step,
+        reached=None if reached is None else max(int(reached), step),
+        ended=ended,
+        code=code,
+        reason=reason or ("" if ended is None else _UNKNOWN),
+        fault=str(faults[-1].get("fault", "")) if faults else "",
+        world_size=int(start.get("world_size", 1)),
+        nodes=of.get("nodes", {}).get("nodes", {}),
+        job=start.get("job"),
+        requeue=start.get("requeue"),
+        read=of.get("loaded", {}).get("read", {}),
+        loading_s=of.get("loaded", {}).get("seconds", 0.0),
+        reloading_s=_reloading(group, lost),
+        lost=tuple(lost),
+    )
+
+
+def _reloading(group: Sequence[dict[str, Any]], lost: Sequence[LostSteps]) -> float:
+    """Seconds between the last step that a rollback has removed and the next one, over all rollbacks of an attempt."""
+    again = [seconds_of(row["time"]) or 0.0 for row in group if row["event"] == "training"][1:]
+    before = ([each.until for each in lost if each.until <= time] for time in again)
+    return sum(time - max(until) for time, until in zip(again, before, strict=True) if until)
+
+
+def _faults_between(
+    faults: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]], until: float | None
+) -> list[dict[str, Any]]:
+    since = seconds_of(group[0]["time"]) or 0.0
+    times = ((row, seconds_of(row.get("time"))) for row in faults)
+    return [row for row, time in times if time is not None and since <= time and (until is None or time < until)]

@@ -1,0 +1,187 @@
+"""Simulates a run under failures, event by event: failures, restarts, spares, repairs. No clock, no cluster.
+
+Events are failures and repaired nodes. Between two of them training is a known function of time, so that a month of
+thousands of nodes takes about a millisecond. A failure in a restart begins the restart anew. A lost node is replaced by
+a spare; without one the run goes on with fewer nodes, at that share of its speed, until nodes are repaired: then it
+restarts with them after its next checkpoint, without detection.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import mean, stdev
+
+from pipeline.runtime.goodput.failures.model import DAY, FailureModel
+
+_Z = 1.96
+"""Of a two-sided 95 % interval of a mean of many runs."""
+
+
+@dataclass
+class TimeSpent:
+    """Where the time of one simulated run went, in seconds with all nodes in use.
+
+    Attributes:
+        useful: of steps that count.
+        repeated: of steps that were lost with a failure.
+        saving: in which training waited for checkpoints.
+        restarting: from failures, and for nodes that came back, to the next step.
+        missing: of nodes that were not there.
+    """
+
+    useful: float = 0.0
+    repeated: float = 0.0
+    saving: float = 0.0
+    restarting: float = 0.0
+    missing: float = 0.0
+
+    def shares(self) -> dict[str, float]:
+        """Each part as a share of their sum."""
+        parts = asdict(self)
+        total = sum(parts.values())
+        return {name: seconds / total for name, seconds in parts.items()}
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Runs of the same model under other failures.
+
+    Attributes:
+        times: where the time of each run went.
+        failures: how many each had.
+    """
+
+    times: tuple[TimeSpent, ...]
+    failures: tuple[int, ...]
+
+    @property
+    def goodputs(self) -> list[float]:
+        """Useful share of each run's time, sorted."""
+        return sorted(time.shares()["useful"] for time in self.times)
+
+    @property
+    def mean(self) -> float:
+        """Mean goodput."""
+        return mean(self.goodputs)
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95 % confidence interval of the mean."""
+        return _Z * stdev(self.goodputs) / math.sqrt(len(self.times))
+
+    def percentile(self, share: float) -> float:
+        """The goodput that a share of the runs stays below."""
+        return self.goodputs[min(len(self.times) - 1, int(share * len(self.times)))]
+
+    def time_shares(self) -> dict[str, float]:
+        """Where the time of all runs together went."""
+        rows = [asdict(time) for time in self.times]
+        return TimeSpent(**{name: sum(row[name] for row in rows) for name in rows[0]}).shares()
+
+
+def simulate(model: FailureModel, *, seeds: Sequence[int]) -> Simulated:
+    """Simulates one run per seed.
+
+    Args:
+        model: the inputs.
+        seeds: two or more.
+    """
+    runs = [_Run(model, random.Random(seed)) for seed in seeds]
+    return Simulated(tuple(run.run() for run in runs), tuple(run.failures for run in runs))
+
+
+@dataclass
+class _Run:
+    """The state of one run: the time, its nodes, and those in repair (a heap of the times when they are back)."""
+
+    model: FailureModel
+    random: random.Random
+    now: float = 0.0
+    nodes: int = field(init=False)
+    spares: int = field(init=False)
+    repairs: list[float] = field(default_factory=list)
+    spent: TimeSpent = field(default_factory=TimeSpent)
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.nodes, self.spares = self.model.nodes, self.model.spares
+
+    def run(self) -> TimeSpent:
+        """Trains, fails and restarts until the days are over."""
+        horizon = self.model.days * DAY
+        while self.now < horizon:
+            if self._train(horizon):
+                self._restart(horizon, self.model.restart_s)
+            elif self.now < horizon:  # nodes are back
+                self._restart(horizon, self.model.restart_s - self.model.detect_s)
+        return self.spent
+
+    def _train(self, horizon: float) -> bool:
+        """Trains until a failure (True), until nodes have come back and a checkpoint is written, or to the end."""
+        model, speed = self.model, self.nodes / self.model.nodes
+        cycle = model.interval_s + model.save_blocking_s
+        failure, end = self._until_failure(), horizon - self.now
+        if self.nodes < model.nodes and self.repairs:  # the end of the save that follows the next repair
+            back = max(0.0, self.repairs[0] - self.now)
+            end = min(end, max(1, math.ceil(back / cycle)) * cycle + model.save_s)
+        span, failed = min(failure, end), failure < end
+        whole, rest = divmod(span, cycle)
+        trained = whole * model.interval_s + min(rest, model.interval_s)
+        kept = trained
+        if failed:  # what the newest checkpoint has that counts
+            kept = max(0.0, math.floor((span - model.save_s) / cycle)) * model.interval_s
+        self.spent.useful += kept * speed
+        self.spent.repeated += (trained - kept) * speed
+        self.spent.saving += (span - trained) * speed
+        self._pass(span, missing=1 - speed)
+        if failed:
+            self._fail()
+        return failed
+
+    def _restart(self, horizon: float, seconds: float) -> None:
+        """Restarts; every failure meanwhile begins it anew, with its detection."""
+        while self.now < horizon:
+            self._return_nodes()
+            failure = self._until_failure()
+            span = min(seconds, failure, horizon - self.now)
+            self.spent.restarting += span * self.nodes / self.model.nodes
+            self._pass(span, missing=1 - self.nodes / self.model.nodes)
+            if failure >= seconds:
+                return
+            self._fail()
+            seconds = self.model.restart_s
+
+    def _until_failure(self) -> float:
+        """Seconds to the next failure of a node in use: by memorylessness drawn anew after every event."""
+        if not self.nodes:
+            return math.inf
+        return self.random.expovariate(1.0) * self.model.node_mtbf_s / self.nodes
+
+    def _fail(self) -> None:
+        """A node fails: it is out and replaced by a spare, or the run goes on without it; or it is only restarted."""
+        self.failures += 1
+        if self.random.random() >= self.model.node_loss_share:
+            return
+        heapq.heappush(self.repairs, self.now + self.model.repair_s)
+        self._return_nodes()
+        if self.spares:
+            self.spares -= 1
+        else:
+            self.nodes -= 1
+
+    def _return_nodes(self) -> None:
+        """Repaired nodes take part again, or become spares."""
+        while self.repairs and self.repairs[0] <= self.now:
+            heapq.heappop(self.repairs)
+            if self.nodes < self.model.nodes:
+                self.nodes += 1
+            else:
+                self.spares += 1
+
+    def _pass(self, seconds: float, *, missing: float) -> None:
+        self.now += seconds
+        self.spent.missing += seconds * missing

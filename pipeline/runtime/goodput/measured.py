@@ -1,0 +1,110 @@
+"""What runs measured, as inputs of the simulation of failures: so that its prediction can be compared with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from headrace.base.errors import DataError
+from pipeline.runtime.goodput.account import STOPPED, Goodput, TimeSpent, goodput_of, submission_time
+from pipeline.runtime.goodput.attempts import Attempt, read_attempts
+from pipeline.runtime.goodput.failures.model import DAY
+from pipeline.runtime.goodput.metrics import MetricsReader
+from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
+from pipeline.runtime.metrics.journal import read_rows
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run as its journals have it; up to its last sign of life, so that a run that trains counts as far as it is.
+
+    Attributes:
+        path: its directory.
+        goodput: what its time was spent on.
+        attempts: oldest first.
+        saves: of each checkpoint the seconds in the background, after what training waited for.
+    """
+
+    path: Path
+    goodput: Goodput
+    attempts: tuple[Attempt, ...]
+    saves: tuple[float, ...]
+
+    @property
+    def crashes(self) -> int:
+        """Attempts that ended by anything but their last step, a signal to stop, or an error before training began."""
+        return sum(
+            each.ended is not None and each.code not in STOPPED and each.trained is not None for each in self.attempts
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From its first start to its end, or the last sign of life: in which it may have crashed."""
+        return self.goodput.wall - self.goodput.attempts[0].spent.down
+
+    @property
+    def nodes(self) -> int:
+        """The most that an attempt had."""
+        return max(max(1, len(each.nodes)) for each in self.attempts)
+
+    @property
+    def after_the_start(self) -> TimeSpent:
+        """Without submission and first start, evaluations and `other`, none of which the simulation has."""
+        first, *later = self.goodput.attempts
+        began = TimeSpent(down=-first.spent.down, startup=-first.spent.startup)
+        found = sum((each.spent for each in later), first.spent) + began
+        return found + TimeSpent(evaluation=-found.evaluation, other=-found.other)
+
+
+def read_measured(path: Path) -> MeasuredRun:
+    """Reads a run's directory.
+
+    Raises:
+        DataError: it has no journal of attempts, or no step.
+    """
+    metrics = MetricsReader(path).read()
+    last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}
+    attempts, _ = read_attempts(path, training=False, **last)
+    now = max((each.ended or each.started for each in attempts), default=0.0)
+    goodput = goodput_of(metrics, attempts, now=now, submitted=submission_time(path)) if attempts else None
+    if goodput is None:
+        why = f"{path} has no step yet" if attempts else f"{path} has no {ATTEMPTS}"
+        raise DataError(f"{why}\n  try: the directory that run.dir named in the config, after the run's first step")
+    rows = (row for row in read_rows(path, kind="event") if row.get("event") == "checkpoint")
+    saves = tuple(max(0.0, row["seconds"] - row["waited_seconds"]) for row in rows)
+    return MeasuredRun(path, goodput, tuple(attempts), saves)
+
+
+def kept_share(runs: Sequence[MeasuredRun]) -> float:
+    """Time of steps that count, over it and what restarts and checkpoints took: what the simulation predicts."""
+    spent = sum((run.after_the_start for run in runs), TimeSpent())
+    return _kept(spent) / spent.wall if spent.wall > 0 else 0.0
+
+
+def inputs_of(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+    """Fields of `FailureModel` that runs of one setup have measured; those that none has are left out."""
+    spent = sum((run.after_the_start for run in runs), TimeSpent())
+    wall, nodes = sum(run.seconds for run in runs), max(run.nodes for run in runs)
+    crashes, saves = sum(run.crashes for run in runs), [save for run in runs for save in run.saves]
+    found: dict[str, Any] = {"nodes": nodes, "detect_s": 0.0, "first_step_s": 0.0, "node_loss_share": 0.0}
+    found["days"] = max(run.seconds for run in runs) / DAY
+    if crashes:
+        found["node_mtbf_s"] = wall * nodes / crashes
+    restarts = [pair for run in runs for pair in zip(run.goodput.attempts[1:], run.attempts[1:], strict=True)]
+    if restarts:
+        found["requeue_s"] = fmean(time.spent.down for time, _ in restarts)
+        found["load_s"] = fmean(attempt.loading_s for _, attempt in restarts)
+        found["start_s"] = max(0.0, fmean(time.spent.startup for time, _ in restarts) - found["load_s"])
+    if saves:
+        trained = _kept(spent) + spent.lost
+        found["interval_s"] = trained / len(saves)
+        found["save_blocking_s"] = spent.checkpoint / len(saves)
+        found["save_s"] = min(fmean(saves), found["interval_s"])
+    return found
+
+
+def _kept(spent: TimeSpent) -> float:
+    return spent.productive + spent.data_wait + spent.stragglers + spent.exchange

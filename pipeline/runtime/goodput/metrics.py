@@ -1,0 +1,111 @@
+"""Reads a run's `metrics.jsonl` for its status and goodput: only what was appended since the last look."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.runtime.metrics.journal import NAME
+from pipeline.runtime.metrics.time_sums import SumsByAttempt
+from pipeline.runtime.metrics.times import seconds_of
+
+_NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike", "exchange_failed"})
+"""Events that somebody should look at."""
+_RECENT = 200
+"""Steps that the speed of a run is measured over."""
+
+
+@dataclass
+class Metrics:
+    """What the rows of a run add up to. Rows of steps that a resume repeats have been truncated: each counts once.
+
+    Attributes:
+        step: the newest row of a step; {"step": 0} before the first.
+        evaluation: the newest row of an evaluation; empty before the first.
+        recent: (step, time) of the newest steps, seconds since the epoch.
+        sums: seconds by what they were spent on, one sum for each attempt that has rows.
+        checkpoints: step of a checkpoint -> when it was written.
+        shares: the newest event of measured shares; empty where they are fixed.
+        events: notable ones, oldest first.
+        exchange: the newest exchange with other islands; None in an ordinary run.
+        first_time, last_time: of the first and the last row; None without rows.
+        damaged: lines that were skipped.
+    """
+
+    step: dict[str, Any] = field(default_factory=lambda: {"step": 0})
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    sums: SumsByAttempt = field(default_factory=SumsByAttempt)
+    checkpoints: dict[int, float] = field(default_factory=dict)
+    shares: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    exchange: dict[str, Any] | None = None
+    first_time: float | None = None
+    last_time: float | None = None
+    damaged: int = 0
+
+
+class MetricsReader:
+    """Reads a growing `metrics.jsonl`; begins anew when a resume has replaced the file.
+
+    Args:
+        run_dir: the run's directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._offset, self._inode, self.metrics = run_dir / NAME, 0, -1, Metrics()
+
+    def read(self) -> Metrics:
+        """The sums over all rows so far; a partial last line is left for the next look."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return self.metrics
+        with file:
+            found = self._path.stat()
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._inode, self._offset, self.metrics = found.st_ino, 0, Metrics()
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                _add(self.metrics, line)
+        return self.metrics
+
+
+def _add(metrics: Metrics, line: bytes) -> None:
+    try:
+        row = json.loads(line)
+        kind, step = row["kind"], int(row["step"])
+    except (ValueError, TypeError, KeyError):
+        metrics.damaged += 1
+        return
+    metrics.sums.add(row)
+    time = seconds_of(row.get("time"))
+    if time is not None:
+        metrics.first_time = time if metrics.first_time is None else metrics.first_time
+        metrics.last_time = time
+    if kind == "step":
+        metrics.step = row
+        if time is not None:
+            metrics.recent.append((step, time))
+    elif kind == "eval":
+        metrics.evaluation = row
+    elif kind == "event":
+        _add_event(metrics, row, step, time)
+
+
+def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | None) -> None:
+    event = row.get("event")
+    if event == "checkpoint" and time is not None:
+        metrics.checkpoints[step] = time
+    if event == "exchange":
+        metrics.exchange = row
+    if event == "shares":
+        metrics.shares = row
+    if event in _NOTABLE or row.get("lost"):
+        metrics.events.append(row)

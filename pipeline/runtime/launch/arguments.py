@@ -1,0 +1,138 @@
+"""The command line of the entry points that a launcher may start. No torch: a refusal comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.base.cli import add_config_arguments, leave
+from headrace.base.directory import read_manifest
+from headrace.base.errors import ConfigError, DataError
+from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.run import Config
+from pipeline.runtime.launch import detect, place_of_pod, supervise, supervise_pod
+from pipeline.runtime.metrics.journal import NAME as JOURNAL
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """Parses the command line of an entry point."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of an entry point that trains."""
+    add_config_arguments(parser)
+    text = "start N processes on this machine, one per GPU (as torchrun --standalone --nproc-per-node N does)"
+    parser.add_argument("--nproc", type=int, metavar="N", help=text)
+    # the deepspeed launcher appends it; the place of a process is read from the environment instead
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def resolve_run(
+    arguments: argparse.Namespace, *, change: Callable[[Config], Config] = lambda config: config
+) -> ResolvedRun:
+    """Resolves the config for the number of processes that were started.
+
+    With `--nproc N`, and in a pod of Kubeflow's Trainer, this process only starts those that train, and exits with
+    their exit code.
+
+    Args:
+        arguments: as `add_arguments` declares them.
+        change: makes the config of the run from that of the command line.
+
+    Raises:
+        ConfigError: the config cannot run.
+    """
+    # torch's C++ warnings print a page of stack for what is told in a sentence here; to be set before it is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    loaded, launch = read_config(arguments.config, arguments.overrides), detect()
+    config = change(loaded.config)
+    begun = has_begun(config)
+    if arguments.nproc is None:
+        _start_pod(lambda world_size: _check_no_spare(resolve(config, world_size=world_size, begun=begun), world_size))
+        run = resolve(config, world_size=launch.world_size, begun=begun)
+        if launch.rank == 0:
+            _print_notes(loaded)
+        return run
+    _check_nproc(arguments.nproc, launch.launcher)
+    run = resolve(config, world_size=arguments.nproc, begun=begun)
+    processes = run.topology.world_size
+    if run.spare:
+        print(f"the layout takes {processes} of {arguments.nproc} processes: so many are started", file=sys.stderr)
+    if processes > 1:
+        _supervise(processes)
+    _print_notes(loaded)
+    return run
+
+
+def start_processes(arguments: argparse.Namespace) -> None:
+    """With `--nproc N`, or in a pod, starts processes with the same command line, and exits with their exit code."""
+    if arguments.nproc is None:
+        return _start_pod(lambda _world_size: None)
+    _check_nproc(arguments.nproc, detect().launcher)
+    if arguments.nproc > 1:
+        _supervise(arguments.nproc)
+    return None
+
+
+def _check_no_spare(run: ResolvedRun, processes: int) -> None:
+    """Raises ConfigError for spare processes: a pod of them would end as if the run had finished."""
+    if run.spare:
+        why = f"the pods have {processes} processes, and the layout takes {run.topology.world_size}"
+        remedy = "another number of pods or of processes in each, or another layout in the section parallel"
+        raise ConfigError("PET_NNODES, PET_NPROC_PER_NODE", why=why, remedy=remedy)
+
+
+def _start_pod(check: Callable[[int], object]) -> None:
+    """In a pod of Kubeflow's Trainer: checks the config for the ranks of all pods, starts this one's, and exits."""
+    place = place_of_pod()
+    if place is not None:
+        check(place.world_size)
+        leave(supervise_pod([sys.executable, *sys.orig_argv[1:]], place))
+
+
+def _supervise(processes: int) -> None:
+    command = [sys.executable, *_without_nproc(sys.orig_argv[1:])]
+    leave(supervise(command, processes=processes))
+
+
+def _print_notes(loaded: LoadedConfig) -> None:
+    for label, texts in loaded.notes:
+        print(f"{label}: {', '.join(texts)}", flush=True)
+
+
+def has_begun(config: Config) -> bool:
+    """Whether the run has trained in its directory before: it goes on with the processes there are now.
+
+    With another batch it would be another run, and its numbers have to divide as those of any run that is begun.
+    """
+    run_dir = Path(config.run.dir)
+    if not (run_dir / JOURNAL).exists() and not (run_dir / "checkpoints").is_dir():
+        return False
+    try:
+        before = read_manifest(run_dir, kind="run").config
+    except DataError:  # it was killed before its first checkpoint; what else may be wrong is told where it is opened
+        return True
+    return before.get("train_batch_size") == config.train_batch_size
+
+
+def _check_nproc(processes: int, launcher: str) -> None:
+    if processes < 1:
+        raise ConfigError("--nproc", processes, why="it is a number of processes", remedy="use 1 or more")
+    if launcher != "python":
+        why = f"the processes are started by {launcher} already"
+        raise ConfigError("--nproc", processes, why=why, remedy="use one of the two")
+
+
+def _without_nproc(words: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before != "--nproc" and word != "--nproc" and not word.startswith("--nproc="):
+            kept.append(word)
+    return kept

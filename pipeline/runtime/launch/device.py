@@ -1,0 +1,34 @@
+"""What a process does before it uses its GPU: the allocator's settings, and the cores beside the GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pipeline.config.sections.run import LaunchSection
+from pipeline.runtime.launch.gpu_environment import allocator_defaults
+from pipeline.runtime.launch.numa import bind_beside, pci_address
+
+
+def set_up_allocator(*, gpu: bool) -> list[str]:
+    """Sets the allocator's environment variables, before the GPU is used; returns a line for people if it did."""
+    chosen = allocator_defaults(os.environ) if gpu else {}
+    os.environ.update(chosen)
+    return [f"{name}={value} (set {name} yourself to change it)" for name, value in chosen.items()]
+
+
+def bind_to_gpu(index: int | None, config: LaunchSection) -> list[str]:
+    """Binds this process to the cores beside its GPU, unless `launch.numa_bind` is false; a line for people if it did.
+
+    Args:
+        index: of the GPU among those this process sees; None on the CPU.
+        config: the section `launch`.
+    """
+    if index is None or not config.numa_bind:
+        return []
+    import torch  # noqa: PLC0415  so that `detect` needs no torch
+
+    gpu: Any = torch.cuda.get_device_properties(index)
+    address = pci_address(domain=gpu.pci_domain_id, bus=gpu.pci_bus_id, device=gpu.pci_device_id)
+    bound = bind_beside(address)
+    return [f"rank 0 is {bound}; likewise each rank"] if bound else []

@@ -1,0 +1,157 @@
+"""Barriers and deadlines of the start-up that name missing ranks; from the first step on the watchdog does this.
+
+torch's waits for a process that was stopped (SIGSTOP) never time out. So each stage has a deadline, and ranks set flags
+in the rendezvous store: joined, passed a check, given up. A rank that waits for a rank that waits for a third one is
+not at fault: at fault are the ranks that have not even given up when the others have. All ranks begin a stage together,
+so that they give up together.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from headrace.base.cli import guarded, leave
+from headrace.base.errors import ConfigError, HeadraceError, LostError
+from headrace.base.processes import STOPPED, environment_of, siblings, state_of
+from pipeline.runtime.launch.environment import detect
+from pipeline.runtime.launch.rendezvous import Rendezvous, store_call
+
+SETTLE_S = 3.0
+"""Seconds in which all ranks that give up together have set their flag."""
+
+
+class UnreachableError(LostError):
+    """A rank does not answer. The process group cannot be closed any more, since its threads wait for that rank."""
+
+
+def barrier(rendezvous: Rendezvous, when: str, *, timeout_s: float | None = None) -> None:
+    """Waits in the store until all ranks have reached this barrier.
+
+    Args:
+        rendezvous: of all ranks.
+        when: words that complete "did not answer ...", the same on all ranks, and used by this barrier only.
+        timeout_s: that of the rendezvous when None.
+
+    Raises:
+        UnreachableError: names the ranks that have not.
+    """
+    seconds = rendezvous.timeout_s if timeout_s is None else timeout_s
+
+    def wait() -> bool:
+        rendezvous.store.set(f"{when}/{rendezvous.rank}", "1")
+        if rendezvous.store.add(when, 1) == rendezvous.world_size:
+            rendezvous.store.set(f"all {when}", "1")
+        rendezvous.store.wait([f"all {when}"], timedelta(seconds=seconds))
+        return True
+
+    if not store_call(wait, default=False, timeout_s=seconds + 1.0):
+        missing = give_up(rendezvous, when, rendezvous.ranks)
+        raise unreachable(rendezvous, missing, when, "the others wait for it", seconds=seconds)
+
+
+@contextmanager
+def deadline(
+    rendezvous: Rendezvous, when: str, *, passed_flag: str | None = None, extra_s: float = 0.0
+) -> Iterator[None]:
+    """Ends this process if the block takes longer than the rendezvous' timeout; raises on a broken connection.
+
+    Args:
+        rendezvous: of all ranks, which enter the block at about the same time.
+        when: words that complete "did not answer ...".
+        passed_flag: the flag of ranks that have left the block; `when` itself when None.
+        extra_s: added to the timeout, where a call inside has the same timeout and a better error message.
+
+    Raises:
+        UnreachableError: another rank has ended, which has perhaps given up a moment earlier.
+    """
+    limit_s, start = rendezvous.timeout_s + extra_s, time.monotonic()
+    flag = passed_flag or when
+
+    def error(reason: str = "the others wait for it") -> UnreachableError:
+        missing = give_up(rendezvous, flag, rendezvous.ranks)
+        return unreachable(rendezvous, missing, when, reason, seconds=time.monotonic() - start)
+
+    with exit_after(limit_s, error):
+        try:
+            yield
+        except RuntimeError as broken:
+            raise error(str(broken).splitlines()[0]) from None
+        rendezvous.set_flag(f"{flag}/{rendezvous.rank}")
+
+
+@contextmanager
+def exit_after(seconds: float, error: Callable[[], HeadraceError]) -> Iterator[None]:
+    """Ends this process with an error when it is still in the block after so many seconds."""
+
+    def fail() -> None:
+        raise error()
+
+    timer = threading.Timer(seconds, lambda: leave(guarded(fail)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # once it has begun to end this process, nothing else is to happen here
+
+
+def give_up(rendezvous: Rendezvous, passed_flag: str, ranks: Iterable[int]) -> list[int]:
+    """Sets this rank's give-up flag; returns `missing_ranks` once all waiting ranks have given up, too."""
+    candidates = list(ranks)
+    if not rendezvous.set_flag(f"gave-up/{rendezvous.rank}"):
+        return [0]
+    until = time.monotonic() + SETTLE_S
+    while (missing := missing_ranks(rendezvous, passed_flag, candidates)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return missing
+
+
+def missing_ranks(rendezvous: Rendezvous, passed_flag: str, ranks: Iterable[int]) -> list[int]:
+    """The ranks that have neither set the flag `passed_flag` nor given up by now."""
+    not_passed = rendezvous.ranks_without(passed_flag, ranks)
+    return rendezvous.ranks_without("gave-up", not_passed) if not_passed else []
+
+
+def unreachable(
+    rendezvous: Rendezvous, missing: list[int], when: str, reason: str, *, seconds: float
+) -> UnreachableError:
+    """The error that names the missing ranks; kills those among them that are stopped on this host.
+
+    Args:
+        rendezvous: of all ranks.
+        missing: from `give_up`; when empty the network is at fault.
+        when: words that complete "did not answer ...".
+        reason: why this rank gave up.
+        seconds: that it has waited.
+    """
+    if missing:
+        text = f"{rendezvous.describe(missing)} did not answer {when} within {seconds:.1f} s\n  why: {reason}\n"
+        text += "  try: check that host and the rank's own error; start without it, or raise launch.timeout"
+    else:
+        text = f"all ranks have joined, but did not reach each other {when}: {reason}\n"
+        text += "  try: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that the hosts share"
+    if rendezvous.rank == 0:
+        time.sleep(SETTLE_S + 1.0)  # the others are still reading flags from the store in this process
+    kill_stopped(missing)
+    return UnreachableError(text)
+
+
+def kill_stopped(ranks: Collection[int]) -> None:
+    """Kills those of the ranks that this process's launcher has started on this host and that are stopped.
+
+    They cannot exit by themselves, and torchrun and deepspeed would wait 30 s for that.
+    """
+    own = detect()
+    for pid in siblings():
+        with suppress(OSError, ConfigError):
+            other = detect(environment_of(pid), parent=os.getppid())
+            same_job = (other.launcher, other.master) == (own.launcher, own.master)
+            if same_job and other.rank in ranks and state_of(pid)[0] == STOPPED:
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,105 @@
+"""Work of rank 0 alone, for whose result the other ranks wait outside of collectives, which would time out.
+
+Rank 0 counts a heartbeat up in the rendezvous store while it works; the others look at it, so that a rank 0 that has
+died or hangs is noticed, and one that takes hours is not. An error of rank 0 is raised on all ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+from headrace.base.errors import HeadraceError, LostError, TrainingError
+from pipeline.runtime.launch.rendezvous import Rendezvous, store_call
+
+T = TypeVar("T")
+BEAT_S, SILENCE_S, LOOK_S = 2.0, 120.0, 0.2
+"""Seconds between heartbeats, until their absence counts as the end of rank 0, and between two looks at the store."""
+_GONE = -1  # instead of a number of heartbeats: the store does not answer
+_SEEN_S = 10.0
+"""How long rank 0 waits for the others to have read its result or error."""
+
+
+def on_rank_zero(work: Callable[[], T], rendezvous: Rendezvous, *, what: str, silence_s: float = SILENCE_S) -> T:
+    """The result of `work`, which rank 0 runs, on all ranks. Every rank calls it.
+
+    Args:
+        work: its result can be pickled.
+        rendezvous: of all ranks.
+        what: names the work in messages, e.g. "measuring latencies"; used once per rendezvous.
+        silence_s: seconds without a heartbeat after which rank 0 counts as lost.
+
+    Raises:
+        HeadraceError: of rank 0's work, on all ranks.
+        TrainingError: rank 0's work raised another error; rank 0 raises that error itself.
+        LostError: rank 0 has died, or does not answer.
+    """
+    if rendezvous.rank == 0:
+        return _work(work, rendezvous, what)
+    result, error = _awaited(rendezvous, what, silence_s)
+    rendezvous.set_flag(f"{what}/seen/{rendezvous.rank}")
+    if error is not None:
+        raise error
+    return cast("T", result)
+
+
+def _work(work: Callable[[], T], rendezvous: Rendezvous, what: str) -> T:
+    try:
+        with _heartbeat(rendezvous, what):
+            result = work()
+    except BaseException as error:
+        told: Exception = TrainingError(f"rank 0 failed while {what}: {error!r}\n  try: see its own message")
+        if isinstance(error, HeadraceError):
+            told = error
+        _publish(rendezvous, what, (None, told))
+        raise
+    _publish(rendezvous, what, (result, None))
+    return result
+
+
+def _publish(rendezvous: Rendezvous, what: str, outcome: tuple[object, Exception | None]) -> None:
+    """Waits until the others have read it: the store may end with this process."""
+    rendezvous.store.set(f"{what}/result", pickle.dumps(outcome).hex())
+    deadline = time.monotonic() + _SEEN_S
+    while rendezvous.ranks_without(f"{what}/seen", rendezvous.ranks[1:]) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+
+
+@contextmanager
+def _heartbeat(rendezvous: Rendezvous, what: str) -> Iterator[None]:
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT_S):
+            store_call(lambda: rendezvous.store.add(f"{what}/beat", 1), default=0)
+
+    thread = threading.Thread(target=beat, name="rank-zero-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _awaited(rendezvous: Rendezvous, what: str, silence_s: float) -> tuple[object, Exception | None]:
+    last, heard = -1, time.monotonic()
+    while True:
+        if store_call(lambda: rendezvous.store.check([f"{what}/result"]), default=False):
+            found: tuple[object, Exception | None] = pickle.loads(
+                bytes.fromhex(rendezvous.store.get(f"{what}/result").decode())
+            )
+            return found
+        beat = store_call(lambda: rendezvous.store.add(f"{what}/beat", 0), default=_GONE)
+        now = time.monotonic()
+        last, heard = (beat, now) if beat not in (last, _GONE) else (last, heard)
+        if now - heard > silence_s:
+            raise LostError(
+                f"{rendezvous.describe([0])} did not answer for {silence_s:g} s while {what}\n"
+                f"  try: see its own message, then start again"
+            )
+        time.sleep(BEAT_S if beat == _GONE else LOOK_S)

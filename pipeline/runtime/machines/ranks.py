@@ -1,0 +1,64 @@
+"""A machine as a run's ranks find it: all devices of a node busy, or several ranks on a core."""
+
+from __future__ import annotations
+
+from pipeline.runtime.machines.machine import HostSection, LinkSection, Machine, MeasuredSection, Range
+
+
+def with_ranks(machine: Machine, ranks_per_node: int) -> Machine:
+    """The machine with the rates that each of so many ranks on a node gets.
+
+    The rates of a device among busy ones are `efficiency.all_busy` of those alone, in proportion to how many others
+    compute. On a CPU more ranks than cores share the cores, memory and what their links carry; on GPUs they are on more
+    nodes.
+
+    Args:
+        machine: as shipped or calibrated: rates of a device alone.
+        ranks_per_node: of the run, on each host.
+    """
+    devices = machine.devices_per_node
+    others = (min(ranks_per_node, devices) - 1) / max(1, devices - 1)
+    share = 1.0 if machine.gpu else min(1.0, devices / ranks_per_node)
+    busy = machine.efficiency.all_busy
+    products, memory = (1 - (1 - each) * others for each in (busy.products, busy.memory))
+    if products == memory == share == 1:
+        return machine
+    efficiency, links = machine.efficiency, machine.links
+    update = {
+        "products": {dtype: _times(each, products) for dtype, each in efficiency.products.items()},
+        "memory": _times(efficiency.memory, memory * share),
+    }
+    return machine.model_copy(
+        update={
+            "devices_per_node": max(devices, ranks_per_node) if share < 1 else devices,
+            "memory": machine.memory.model_copy(update={"bytes": machine.memory.bytes * share}),
+            "peak_flops": {dtype: peak * share for dtype, peak in machine.peak_flops.items()},
+            "efficiency": efficiency.model_copy(update=update),
+            "links": links.model_copy(
+                update={
+                    "within": _link(links.within, share),
+                    "between": _link(links.between, share),
+                    "operations": {kind: _link(each, share) for kind, each in links.operations.items()},
+                }
+            ),
+            "host": HostSection(forward_s=machine.host.forward_s / share, backward_s=machine.host.backward_s / share),
+            "measured": machine.measured and _measured(machine.measured, products * share),
+        }
+    )
+
+
+def _measured(own: MeasuredSection, share: float) -> MeasuredSection:
+    """What rates of a run are read of."""
+    products = (each.model_copy(update={"flops_per_s": _times(each.flops_per_s, share)}) for each in own.products)
+    return own.model_copy(
+        update={"products": tuple(products), "attention_flops_per_s": _times(own.attention_flops_per_s, share)}
+    )
+
+
+def _times(values: Range, factor: float) -> Range:
+    return values[0] * factor, values[1] * factor, values[2] * factor
+
+
+def _link(section: LinkSection, share: float) -> LinkSection:
+    """Fewer bytes per second, and longer until a rank has its turn."""
+    return LinkSection(bytes_per_s=section.bytes_per_s * share, latency_s=section.latency_s / share)

@@ -1,0 +1,122 @@
+"""Metrics journal `metrics.jsonl`: one JSON object per line, appended during the run. Always written, needs no service.
+
+Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `event` (resumed, finished, ...);
+the `step` they belong to; and the `time` they were written, UTC in ISO 8601 with milliseconds.
+A process that dies may leave rows of steps that are repeated after the resume, and a partial line. Opening the journal
+at step k removes both, so that the file is that of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import TrainingError
+from pipeline.runtime.metrics.time_sums import SumsByAttempt, TimeSums
+from pipeline.runtime.metrics.times import iso_time
+
+NAME = "metrics.jsonl"
+_SHOWN = 8
+"""Number of damaged lines that a warning lists."""
+
+
+class Journal:
+    """Appends rows to a run's metrics.jsonl. On a full disk rows stay in memory until there is room.
+
+    Args:
+        run_dir: the run's directory.
+        from_step: rows of later steps are removed first; 0 for a new run.
+        on_removed: called before rows of steps are removed, with their sums, one for each attempt that wrote them.
+
+    Raises:
+        TrainingError: the file cannot be written.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, from_step: int, on_removed: Callable[[Sequence[TimeSums]], None] = lambda _removed: None
+    ) -> None:
+        self._path, self._unwritten, self._warned = run_dir / NAME, b"", False
+        try:
+            _truncate(self._path, from_step, on_removed)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written: {error}\n  try: free space there, then start again"
+            ) from None
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Appends a row and writes it to the operating system at once, so that it survives a crash of the process."""
+        row = {"kind": kind, "step": step, "time": iso_time(time.time()), **values}
+        self._unwritten += json.dumps(row).encode() + b"\n"
+        self._write_out()
+
+    def close(self) -> None:
+        """Flushes to disk."""
+        self._write_out()
+        with suppress(OSError), self._file:
+            os.fsync(self._file.fileno())
+
+    def _write_out(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._warned:
+                print(
+                    f"warning: {self._path} cannot be written ({error}): rows are kept in memory",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._warned = bool(self._unwritten)
+
+
+def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning."""
+    path = Path(run_dir) / NAME
+    rows = [_row(line) for line in _whole_lines(path)]
+    if damaged := [str(number) for number, row in enumerate(rows, start=1) if row is None]:
+        shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")
+        print(f"warning: {path} is damaged in line {shown}, which is skipped", file=sys.stderr, flush=True)
+    return [row for row in rows if row is not None and kind in (None, row["kind"])]
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _truncate(path: Path, from_step: int, on_removed: Callable[[Sequence[TimeSums]], None]) -> None:
+    """Removes the rows of later steps. A damaged line is kept: it must not keep a run from resuming."""
+    if not path.exists():
+        return
+    kept, removed = list[bytes](), SumsByAttempt()
+    for line in _whole_lines(path):
+        row = _row(line)
+        if row is None or row["step"] <= from_step:
+            kept.append(line)
+        else:
+            removed.add(row)
+    on_removed([part for part in removed.parts if part.steps])
+    partial = path.with_name(f".{NAME}.partial")
+    with partial.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None if the line is damaged."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "kind" in row and isinstance(row.get("step"), int) else None

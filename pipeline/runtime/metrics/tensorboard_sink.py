@@ -1,0 +1,90 @@
+"""TensorBoard sink: metrics as event files, when the config enables them. `tensorboard --logdir DIR` shows them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.config.sections.run import Config
+
+_STARTS = ("started", "resumed", "rollback")
+"""Events after which steps begin; steps after them that were logged before are of an abandoned course of the run."""
+
+
+def check_tensorboard(config: Config) -> None:
+    """Refuses a config that enables TensorBoard where the package is missing.
+
+    Raises:
+        ConfigError: names the pip command.
+    """
+    if config.tensorboard.enabled and find_spec("tensorboard") is None:
+        remedy = "pip install tensorboard (or headrace[tensorboard]), or set tensorboard.enabled to false"
+        raise ConfigError("tensorboard.enabled", True, why="the package tensorboard is not installed", remedy=remedy)
+
+
+def log_dir(config: Config) -> Path:
+    """Directory of the event files: output_path/job_name, as DeepSpeed; by default within the run's directory."""
+    section, run_dir = config.tensorboard, Path(config.run.dir)
+    return Path(section.output_path or run_dir / "tensorboard") / (section.job_name or run_dir.name)
+
+
+class TensorBoardSink:
+    """Writes rows as scalars: those of steps under their own names, others as `eval/loss`; events are left out.
+
+    A resumed run, or one after a rollback, continues in the same directory: TensorBoard then hides what was logged for
+    later steps before. A failure to write is a warning, once: training continues, and metrics.jsonl has all rows.
+
+    Args:
+        config: its `tensorboard` section is enabled.
+
+    Raises:
+        ConfigError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        check_tensorboard(config)
+        self._log_dir = log_dir(config)
+        self._writer: Any = None
+        self._warned = False
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Logs the numbers of a row at its step; hands them to the operating system at once."""
+        if kind == "event":
+            if values.get("event") in _STARTS:
+                self._try(lambda: self._open(step))
+            return
+        prefix = "" if kind == "step" else f"{kind}/"
+        numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
+        self._try(lambda: self._log(numbers, step))
+
+    def close(self) -> None:
+        """Closes the event file."""
+        if self._writer is not None:
+            self._try(self._writer.close)
+
+    def _open(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  takes a second, only if enabled
+
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = SummaryWriter(str(self._log_dir), purge_step=step + 1)
+
+    def _log(self, numbers: dict[str, float], step: int) -> None:
+        if self._writer is None:
+            self._open(step - 1)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # a full disk, or an error that its writer thread had before
+            if not self._warned:
+                text = f"TensorBoard event files in {self._log_dir} cannot be written ({error!r})"
+                print(f"warning: {text}: rows are in metrics.jsonl only", file=sys.stderr, flush=True)
+            self._warned = True

@@ -1,0 +1,80 @@
+"""Weights & Biases sink, when the config enables it. Without a login it records offline, in the run's directory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.sections.run import Config
+
+STEP = "train_step"
+"""The x axis of all W&B charts. W&B's own step only grows: rows of an earlier step, after a rollback or of a checkpoint
+written in the background, would be dropped."""
+
+
+class WandbSink:
+    """Logs rows to W&B under the run's name; a resumed run continues the same W&B run.
+
+    A later failure is a warning, once: training continues without W&B.
+
+    Args:
+        config: its `wandb` section is enabled.
+        run_dir: directory of offline records; its name is the run's name.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        import wandb  # noqa: PLC0415  takes seconds and starts threads, only if enabled
+
+        section = config.wandb
+        settings: dict[str, Any] = {
+            "project": section.project or "headrace",
+            "entity": section.team,
+            "group": section.group,
+            "name": run_dir.name,
+            "id": _own_id(run_dir),
+            "resume": "allow",
+            "dir": str(run_dir),
+            "config": config.model_dump(mode="json"),
+        }
+        # WANDB_MODE is wandb's own setting and takes precedence
+        mode: Any = None if "WANDB_MODE" in os.environ else "online" if wandb.login(prompt=False) else "offline"
+        self._run: Any
+        try:
+            self._run = wandb.init(**settings, mode=mode)
+        except wandb.errors.Error as error:
+            print(f"warning: W&B cannot be reached ({error}); recording offline, in {run_dir}", file=sys.stderr)
+            self._run = wandb.init(**settings, mode="offline")
+        self._warned = False
+        self._try(lambda: self._run.define_metric(STEP))
+        self._try(lambda: self._run.define_metric("*", step_metric=STEP))
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Logs the numbers of a row with its step; names of rows other than steps are prefixed with their kind."""
+        prefix = "" if kind == "step" else f"{kind}/"
+        numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
+        self._try(lambda: self._run.log({STEP: step, **numbers}))
+
+    def close(self) -> None:
+        """Finishes the W&B run."""
+        self._try(self._run.finish)
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # wandb's own errors, and those of the connection to its process
+            if not self._warned:
+                text = f"W&B cannot be reached ({error!r}): rows are in metrics.jsonl only"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+            self._warned = True
+
+
+def _own_id(run_dir: Path) -> str:
+    """A random id, stored in the run's directory: runs of the same name stay apart, and a resumed run keeps its id."""
+    path = run_dir / ".wandb-id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()

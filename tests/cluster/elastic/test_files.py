@@ -1,0 +1,82 @@
+"""The agents' files: a node is alive while its count changes, whatever an earlier job has left there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.cluster.elastic.files import NodeState, Plan, StateFiles
+
+NODES = ("a", "b")
+
+
+def files_of(directory: Path, node: str, *, dead_s: float = 0.3) -> StateFiles:
+    return StateFiles(directory, node=node, nodes=NODES, dead_s=dead_s)
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    plan = Plan(3, 2, ("b", "a"), "10.0.0.2", 12345, "start", None, True, 1, 40, {"a": 1}, {"c": "error: x"})
+    state = NodeState("b", 1, plan, 2, True, {1: -9, 0: 0}, "rank 1 was ended", True)
+    writer, reader = files_of(tmp_path, "b"), files_of(tmp_path, "a")
+    writer.write(state)
+    assert reader.read("b") is None  # it may be an earlier job's
+    writer.write(replace(state, count=2))
+    assert reader.read("b") == replace(state, count=2)
+    assert list(reader.read("b").codes) == [1, 0]  # type: ignore[union-attr]
+
+
+def test_a_node_is_dead_when_its_count_stands_still_and_alive_when_it_moves_again(tmp_path: Path) -> None:
+    writer, reader = files_of(tmp_path, "a"), files_of(tmp_path, "b")
+    for count in (1, 2):
+        writer.write(NodeState("a", count))
+        found = reader.read("a")
+    assert found is not None
+    time.sleep(0.4)
+    assert reader.read("a") is None
+    assert reader.leader() is None  # b leads
+    writer.write(NodeState("a", 3))
+    assert reader.read("a") is not None
+    assert reader.leader() is not None
+
+
+def test_a_node_leads_only_when_those_before_it_have_had_time_to_come(tmp_path: Path) -> None:
+    reader = files_of(tmp_path, "b")
+    files_of(tmp_path, "a").write(NodeState("a", 7, Plan(9, 4, ("a",), outcome=0)))  # of a job that has ended
+    waiting = reader.leader()
+    assert waiting is not None
+    assert waiting.plan.version == 0
+    time.sleep(0.4)
+    assert reader.leader() is None
+    assert files_of(tmp_path, "a").leader() is None  # the first node waits for nobody
+
+
+def test_a_damaged_file_is_that_of_no_one(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"node": "a", "cou')
+    assert files_of(tmp_path, "b").read("a") is None
+
+
+def test_a_node_that_begins_to_lead_does_not_take_those_that_it_never_looked_at_for_dead(tmp_path: Path) -> None:
+    """The second of three nodes reads the first one's file alone while that one leads."""
+    nodes = ("a", "b", "c")
+    reader = StateFiles(tmp_path, node="b", nodes=nodes, dead_s=0.4)
+    writers = {node: StateFiles(tmp_path, node=node, nodes=nodes) for node in ("a", "c")}
+    for count in (1, 2):
+        for node, writer in writers.items():
+            writer.write(NodeState(node, count))
+        assert reader.leader() is not None
+    time.sleep(0.5)
+    assert reader.leader() is None  # a is dead
+    assert reader.read("c") is None
+    assert reader.unknown("c")
+    writers["c"].write(NodeState("c", 3))
+    assert reader.read("c") is not None
+    assert not reader.unknown("c")
+    assert not reader.unknown("a")
+
+
+def test_guests_are_known_to_those_that_look_for_them(tmp_path: Path) -> None:
+    files_of(tmp_path, "a")
+    guest = StateFiles(tmp_path, node="g", nodes=(*NODES, "g"))
+    guest.announce("10.0.0.7")
+    assert files_of(tmp_path, "a").announced() == {"g": "10.0.0.7"}

@@ -1,0 +1,63 @@
+"""Prunings in this process: the part of `prune` that gathers, cuts and writes, without evaluations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base.section import parse
+from pipeline.compress.pruning.config import PruneConfig
+from pipeline.compress.pruning.cutting import write_folder
+from pipeline.compress.pruning.gathering import find_importance
+from pipeline.compress.pruning.masks import mask_weights
+from pipeline.compress.pruning.rules import PruningPlan, prepare
+from pipeline.compress.pruning.selection import Kept, select
+from pipeline.models.tokenizer_files import copy_tokenizer
+from pipeline.runtime.launch.environment import SINGLE_PROCESS
+from tests.evaluation.heldout.small import SEQUENCE
+
+
+def raw_config(folder: Path, model: Path, tokens: Path, **fields: Any) -> dict[str, Any]:
+    """A config whose output is folder/pruned."""
+    config = {"model": str(model), "output": str(folder / "pruned"), "multiple_of": 8, **fields}
+    config.setdefault("calibration", {"samples": 16})
+    config.setdefault("data", {"path": str(tokens), "sequence_length": SEQUENCE, "batch_size": 8})
+    return config
+
+
+def write_config(folder: Path, model: Path, tokens: Path, **fields: Any) -> Path:
+    """The same as a file."""
+    path = folder / "prune.json"
+    path.write_text(json.dumps(raw_config(folder, model, tokens, **fields)))
+    return path
+
+
+def plan_of(folder: Path, model: Path, tokens: Path, **fields: Any) -> PruningPlan:
+    """A checked config."""
+    return prepare(parse(PruneConfig, raw_config(folder, model, tokens, **fields)))
+
+
+def pruned(folder: Path, model: Path, tokens: Path, **fields: Any) -> tuple[PruningPlan, Kept]:
+    """Writes folder/pruned in this process."""
+    plan = plan_of(folder, model, tokens, **fields)
+    assert plan.shape is not None
+    how, sums = plan.config.importance, find_importance(plan, SINGLE_PROCESS).sums
+    kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
+    plan.output.mkdir()
+    write_folder(plan, plan.shape, kept, sums, plan.output, change=mask_weights(plan, kept, sums))
+    copy_tokenizer(plan.source.path, plan.output)
+    return plan, kept
+
+
+def indices(part: slice, size: int) -> list[int]:
+    """The indices that a slice of dead units leaves."""
+    return [n for n in range(size) if n not in range(*part.indices(size))]
+
+
+def as_rows(tensor: torch.Tensor) -> list[int]:
+    """A tensor of indices as a list."""
+    found: list[int] = tensor.tolist()
+    return found

@@ -1,0 +1,170 @@
+"""`headrace prune`: measured in fresh processes, with its lineage, whole or absent, and pruned again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from headrace.base.directory import read_manifest, staging_path, verify
+from headrace.base.section import parse
+from pipeline.compress.pruning.axes import GROUPS
+from pipeline.compress.pruning.config import PruneConfig
+from pipeline.compress.pruning.latency import measure_ratio
+from pipeline.compress.pruning.rules import prepare
+from pipeline.compress.pruning.stored_sums import work_directory
+from pipeline.models.folder.model_folder import ModelFolder
+from tests import warm
+from tests.compress.pruning.prunings import plan_of, pruned, raw_config, write_config
+from tests.conftest import ROOT
+from tests.evaluation.heldout.small import make_model
+
+ENTRY = ROOT / "pipeline/prune.py"
+
+
+@pytest.fixture(scope="module")
+def model(tokens: Path) -> Path:
+    """Two layers, trained for a second: hidden 64, FFN 96, two key/value heads."""
+    return make_model(tokens.parent / "model", tokens)
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("made")
+    leftover = staging_path(folder / "pruned") / "tokenizer.leftover"  # as a run leaves it that was killed here
+    leftover.parent.mkdir()
+    leftover.touch()
+    parameters = ModelFolder.open(model).parameters * 6 // 10
+    config = write_config(folder, model, tokens, target={"parameters": parameters}, consumers=["transformers"])
+    done = warm.run(ENTRY, "--config", config)
+    assert done.returncode == 0, done.stderr
+    return folder / "pruned", done.stdout
+
+
+def test_the_folder_is_a_finished_model_with_its_parents_and_numbers(
+    made: tuple[Path, str], model: Path, tokens: Path
+) -> None:
+    path, stdout = made
+    manifest = read_manifest(path, kind="model")
+    assert all(good for _, good in verify(path, manifest))
+    assert manifest.parents["model"] == {"path": str(model), "fingerprint": ModelFolder.open(model).fingerprint()}
+    assert manifest.parents["data"]["fingerprint"] == read_manifest(tokens, kind="tokens").fingerprint
+    found, source = ModelFolder.open(path), ModelFolder.open(model)
+    assert 0.5 < found.parameters / source.parameters <= 0.6
+    assert manifest.details["parameters"] == found.parameters
+    assert manifest.details["before"]["loss_nats"] < manifest.details["after"]["loss_nats"] < 6.5
+    scored = manifest.details["consumers"]["transformers"]
+    assert scored["mean_kl"] > 0.05  # it is far from the original, and that is no refusal
+    assert scored["mean_kl_to_transformers"] == 0
+    assert f"{manifest.details['after']['perplexity']:.3f}" in stdout
+    text = "The mill at race 7"
+    same = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == same
+
+
+def test_nothing_is_left_beside_it(made: tuple[Path, str]) -> None:
+    assert sorted(p.name for p in made[0].parent.iterdir()) == ["prune.json", "pruned"]
+    assert not (made[0] / "tokenizer.leftover").exists()
+
+
+def test_verify_takes_a_pruned_folder_and_records_how_far_it_is(made: tuple[Path, str]) -> None:
+    options = ("--consumers", "transformers", "--positions", 300, "--json")
+    done = warm.run("-m", "pipeline", "compress", "verify", made[0], *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["consumers"]["transformers"]["mean_kl"] > 0.05
+
+
+def test_a_pruned_model_is_pruned_again(made: tuple[Path, str], tokens: Path, tmp_path: Path) -> None:
+    before = ModelFolder.open(made[0])
+    plan, _ = pruned(tmp_path, made[0], tokens, target={"parameters": before.parameters * 3 // 4}, dtype="bfloat16")
+    after = ModelFolder.open(plan.output)
+    assert after.parameters <= before.parameters * 3 // 4
+    assert after.dtype == "bfloat16"
+    assert after.config["rms_norm_eps"] > before.config["rms_norm_eps"]
+
+
+def test_bytes_are_those_of_the_written_dtype(model: Path, tokens: Path, tmp_path: Path) -> None:
+    source = ModelFolder.open(model)
+    plan, _ = pruned(tmp_path, model, tokens, target={"bytes": source.parameters}, dtype="bfloat16")  # half, in bf16
+    stored = sum(tensor.bytes for tensor in ModelFolder.open(plan.output).tensors.values())
+    assert 0.7 * source.parameters < stored <= source.parameters
+
+
+def test_a_shape_is_measured_as_the_model_that_would_be_written(model: Path, tokens: Path, tmp_path: Path) -> None:
+    plan = prepare(parse(PruneConfig, raw_config(tmp_path, model, tokens, target={"latency": 0.5})))
+    assert plan.shape is None
+    assert plan.choices is not None
+    smallest = plan.choices.smallest
+    assert smallest[GROUPS] == 1
+    assert measure_ratio(plan, smallest) > 0  # builds and runs it; how long it takes is the machine's affair
+
+
+@pytest.mark.integration
+def test_a_killed_run_leaves_nothing_under_the_final_name_and_the_next_does_not_gather_again(
+    model: Path, tokens: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}}, consumers=["transformers"])
+    plan = plan_of(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}})
+    command = [sys.executable, str(ENTRY), "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    written, deadline = staging_path(plan.output) / "model.safetensors", time.monotonic() + 240
+    while not written.exists():
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not plan.output.exists()
+    assert (work_directory(plan) / "importance.safetensors").is_file()
+    _without_gathering(config)
+    assert plan.output.exists()
+    assert not work_directory(plan).exists()
+
+
+def _without_gathering(config: Path) -> None:
+    """Runs the config where gathering would fail."""
+    code = (
+        "import sys; import pipeline.compress.pruning.gathering as run\n"
+        "def fail(*given): raise AssertionError('gathered again')\n"
+        "run.gather_here = fail\n"
+        "from pipeline.prune import main; sys.exit(main())"
+    )
+    done = warm.run("-c", code, "--config", config)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.integration
+def test_under_torchrun_and_deepspeed_one_folder_is_written_whatever_the_layout(
+    model: Path, tokens: Path, tmp_path: Path
+) -> None:
+    found: list[dict[str, Any]] = []
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    starters: dict[str, tuple[list[str], dict[str, Any]]] = {
+        "one": ([sys.executable], {}),
+        "torchrun": (torchrun, {"pp": 2}),
+        "deepspeed": (deepspeed, {"zero_stage": 3, "engine": "deepspeed"}),
+    }
+    for name, (starter, layout) in starters.items():
+        (tmp_path / name).mkdir()
+        fields = {"target": {"shape": {"hidden_size": 32}}, "consumers": [], "importance": layout}
+        config = write_config(tmp_path / name, model, tokens, **fields)
+        command = [*starter, str(ENTRY), "--config", str(config)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | {"DS_ACCELERATOR": "cpu"}
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("num_key_value_heads") == 1
+        found.append(read_manifest(tmp_path / name / "pruned", kind="model").details["pruning"]["kept"])
+    assert found[0] == found[1] == found[2]
+    assert torch.tensor(found[0]["hidden_channels"]).numel() == 32

@@ -1,0 +1,137 @@
+"""Refusals of quantize: before torch is imported, with nothing written, and with a remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from headrace.base.errors import ConfigError, DataError, HeadraceError
+from headrace.base.section import parse
+from pipeline.compress.quantization.config import QuantizeConfig
+from pipeline.compress.quantization.rules import prepare
+from pipeline.evaluation.heldout.measure import measure
+from tests import warm
+from tests.compress.quantization.test_quantize import ENTRY, write_config
+from tests.evaluation.heldout.small import SEQUENCE, TEXTS, VOCAB, make_tokens, run_python
+
+
+def refusal(folder: Path, model: Path, tokens: Path, **fields: Any) -> str:
+    """The message of the error that `prepare` raises."""
+    raw = json.loads(write_config(folder, model, tokens, **fields).read_text())
+    with pytest.raises(HeadraceError) as caught:
+        prepare(parse(QuantizeConfig, raw))
+    return str(caught.value)
+
+
+def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model, tokens, scheme="W4A16", group_size=64)
+    done = run_python("-X", "importtime", ENTRY, "--config", config)
+    assert done.returncode == 2
+    *imports, field, why, remedy = done.stderr.splitlines()
+    assert field == "error: group_size = 64"
+    assert "96 inputs, which 64 does not divide" in why
+    assert "32, which divides" in remedy
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in imports if line.startswith("import time")}
+    assert "pydantic" in imported  # the list is what we think it is
+    assert not imported & {"torch", "transformers", "compressed_tensors"}
+    assert [p.name for p in tmp_path.iterdir()] == ["quantize.json"]
+
+
+def test_a_misspelled_key_is_refused_with_the_right_one(model: Path, tokens: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model, tokens)
+    done = warm.run(ENTRY, "--config", config, "--set", "group_sise=32")
+    assert done.returncode == 2
+    assert "did you mean 'group_size'?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"scheme": "int3"}, "scheme = 'int3'"),
+        ({"scheme": "W4A16", "group_size": 0}, "group_size = 0"),
+        ({"scheme": "W4A16", "group_size": 48}, "try: use 32, which divides"),
+        ({"scheme": "W4A16", "group_size": 20}, "try: use 16 or 32"),
+        ({"scheme": "W8A16", "group_size": 1000}, "try: use 32"),
+        ({"skip": []}, "the head of"),
+        ({"skip": ["lm_head", "model.layers.0.mlp.up_prj"]}, "did you mean 'model.layers.0.mlp.up_proj'?"),
+        ({"skip": ["re:("]}, "not a regular expression"),
+        ({"skip": ["re:.*"]}, "no linear layer"),
+    ],
+)
+def test_an_invalid_config_is_refused(
+    model: Path, tokens: Path, tmp_path: Path, fields: dict[str, Any], expected: str
+) -> None:
+    assert expected in refusal(tmp_path, model, tokens, **fields)
+
+
+def test_an_existing_output_is_not_changed(model: Path, tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    assert "it already exists" in refusal(tmp_path, model, tokens)
+
+
+def test_a_missing_path_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
+    assert "no such directory" in refusal(tmp_path, tmp_path / "none", tokens)
+    assert "no such directory" in refusal(tmp_path, model, tmp_path / "none")
+
+
+def test_truncated_weights_are_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(model, tmp_path / "copied"))
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    done = warm.run(ENTRY, "--config", write_config(tmp_path, copied, tokens))
+    assert done.returncode == 2
+    assert "truncated or overwritten" in done.stderr
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    other = make_tokens(tmp_path / "other", [text.upper() for text in TEXTS])
+    assert "data.path" in refusal(tmp_path, model, other)
+
+
+def test_a_quantized_model_is_not_quantized_again(model: Path, tokens: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(model, tmp_path / "copied"))
+    config = json.loads((copied / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (copied / "config.json").write_text(json.dumps(config))
+    assert "already quantized, by gptq" in refusal(tmp_path, copied, tokens)
+
+
+def test_layers_that_are_not_linear_modules_are_refused_with_nothing_left(tokens: Path, tmp_path: Path) -> None:
+    shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": SEQUENCE, "vocab_size": VOCAB}
+    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "gpt2")
+    done = warm.run(ENTRY, "--config", write_config(tmp_path, tmp_path / "gpt2", tokens, scheme="W4A16"))
+    assert done.returncode == 2
+    assert "is Conv1D, and only torch.nn.Linear can be quantized" in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpt2", "quantize.json"]
+
+
+def test_a_result_without_a_finite_perplexity_is_not_accepted(model: Path, tokens: Path, tmp_path: Path) -> None:
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    broken.save_pretrained(tmp_path / "broken")
+    data = parse(QuantizeConfig, json.loads(write_config(tmp_path, model, tokens).read_text())).data
+    with pytest.raises(DataError, match="perplexity is nan"):
+        measure(tmp_path / "broken", data)
+
+
+def test_a_null_group_is_a_row_for_int8_and_32_for_int4() -> None:
+    fields: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}
+    assert parse(QuantizeConfig, {**fields, "scheme": "W8A16"}).group is None
+    assert parse(QuantizeConfig, {**fields, "scheme": "W4A16"}).group == 32
+    assert parse(QuantizeConfig, {**fields, "scheme": "W8A16", "group_size": 16}).group == 16
+
+
+def test_a_string_is_not_a_number() -> None:
+    with pytest.raises(ConfigError, match="group_size"):
+        parse(
+            QuantizeConfig, {"model": "m", "output": "o", "data": {"path": "d"}, "scheme": "W4A16", "group_size": "32"}
+        )

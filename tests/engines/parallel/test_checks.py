@@ -1,0 +1,150 @@
+"""Layouts that an architecture does not support are refused before the run starts, with the field and a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.build.meta import build_meta
+from tests.engines.parallel.layouts import T, resolved
+from tests.models.architectures import CONFIGS, config_of, meta_of
+
+PP2: dict[str, Any] = {"parallel": {"pp": 2}}
+TP2: dict[str, Any] = {"parallel": {"tp": 2}}
+CP2: dict[str, Any] = {"parallel": {"cp": 2}}
+CHUNK: dict[str, Any] = {"loss": {"chunk": 8}}
+MASKED: dict[str, Any] = {"data": {"sources": [{"path": "n"}], "sequence_length": T, "mask_documents": True}}
+RECOMPUTE: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
+_SCALED = {"logits_scaling": 8.0, "embedding_multiplier": 12.0}
+
+
+def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn.Module:
+    """A tiny model on meta, of an architecture that no other test uses."""
+    config = CONFIG_MAPPING[kind](**{"vocab_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, **SMALL, **fields})
+    return build_meta(config, dtype=torch.float32, attn_implementation=attention)
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "message"),
+    [
+        (("gpt2", {}), TP2, r"no base_model_tp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.tp 1\)"),
+        (("gpt2", {}), PP2, r"no base_model_pp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.pp 1\)"),
+        (("deepseek_v3", {}), TP2, r"shared_experts.* is shared by all tokens.*parallel.tp 1"),
+        (("phi3", {}), TP2, r"'(rowwise_split_input|colwise_gather_output)', which is not supported.*parallel.tp 1"),
+        (
+            ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}),
+            TP2,
+            r"does not divide.*use 1",
+        ),
+        (("llama", {"intermediate_size": 49}), TP2, r"does not divide model.layers.0.mlp.gate_proj \(49\).*use 1"),
+        (("llama", {"vocab_size": 97}), TP2, r"does not divide.*vocab_size \(97\).*use 1"),
+        (("llama", {"num_hidden_layers": 1}), PP2, r"1 decoder layers.*use parallel.pp 1"),
+        (("granite", _SCALED), CHUNK, r"loss.chunk = 8.*other logits.*without loss.chunk"),
+        (("granite", _SCALED), PP2, r"parallel.pp = 2.*other logits"),
+        (("cohere", {}), TP2, r"parallel.tp = 2.*other logits"),
+        (("llama4_text", {"pad_token_id": 0}), {}, r"model.attn_implementation = 'sdpa'.*other logits.*eager"),
+        (
+            ("llama", {"attention_dropout": 0.1}),
+            {},
+            r"model.config.attention_dropout = 0.1.*set \"attention_dropout\": 0.0",
+        ),
+        (("mixtral", {"output_router_logits": True}), {}, r"depends on the layout.*moe.balance to aux_loss"),
+    ],
+)
+def test_an_unsupported_layout_is_refused(
+    model: tuple[str, dict[str, Any]], sections: dict[str, Any], message: str
+) -> None:
+    kind, fields = model
+    made = meta_of(kind, **fields) if kind in CONFIGS else built(kind, **fields)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        check_layout(resolved(world_size=2, **sections), made)
+
+
+def test_document_masks_and_context_parallelism_are_refused_for_layers_that_mix_positions_without_attention() -> None:
+    fields = {"num_key_value_heads": 2, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]}
+    for sections, field in ((MASKED, "data.mask_documents"), (CP2, "parallel.cp")):
+        with pytest.raises(ConfigError, match=f"{field}.*\n.*mix positions by other means than attention"):
+            check_layout(resolved(world_size=2, **sections), built("minimax", **fields))
+
+
+def test_ring_attention_takes_windows_and_documents() -> None:
+    ring = {"parallel": {"cp": 2, "cp_method": "ring"}}
+    check_layout(resolved(world_size=2, **ring, **MASKED), meta_of("mistral"))
+
+
+def test_soft_capped_attention_needs_eager() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)model.attn_implementation.*use eager"):
+        check_layout(resolved(world_size=2), built("gemma2"))
+    eager = {"model": {"config": {"model_type": "gemma2", "vocab_size": 64}, "attn_implementation": "eager"}}
+    check_layout(resolved(world_size=2, **eager), built("gemma2", attention="eager"))
+    with pytest.raises(ConfigError, match=r"(?s)loss.chunk = 8.*other logits"):  # it caps its logits too
+        check_layout(resolved(world_size=2, **eager, **CHUNK), built("gemma2", attention="eager"))
+
+
+BIDIRECTIONAL = r"(?s)sees the tokens to its right.*set model.config.is_decoder to true"
+
+
+def test_whether_a_model_is_causal_is_tried_not_read_from_is_decoder() -> None:
+    neox = built("gpt_neox")
+    assert neox.config.is_decoder is False  # type: ignore[union-attr]  # transformers' default, for a decoder
+    check_layout(resolved(world_size=2), neox)
+    for attention in (ATTENTION_NAME, "eager"):
+        model = {"config": {"model_type": "bert"}, "attn_implementation": "sdpa" if attention != "eager" else "eager"}
+        with pytest.raises(ConfigError, match=BIDIRECTIONAL):
+            check_layout(resolved(world_size=2, model=model), built("bert", attention=attention, **_NO_DROPOUT))
+        check_layout(resolved(world_size=2, model=model), built("bert", attention, is_decoder=True, **_NO_DROPOUT))
+
+
+def test_end_of_text_that_is_padding_too_may_not_hide_other_tokens() -> None:
+    model = {"config": {"model_type": "xlm"}, "attn_implementation": "eager"}
+    fields = {"causal": True, "emb_dim": 64, "n_heads": 4, "n_layers": 2, "dropout": 0.0, "attention_dropout": 0.0}
+    for padding, refusal in ((0, "sees the tokens to its right"), (63, None)):
+        config = CONFIG_MAPPING["xlm"](**fields, vocab_size=64, pad_token_id=padding, eos_token_id=0)
+        xlm = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+        with pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext():
+            check_layout(resolved(world_size=2, model=model), xlm)
+
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def test_models_without_attention_heads_are_refused_as_pipelines() -> None:
+    rwkv = CONFIG_MAPPING["rwkv"](vocab_size=64, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+    mamba = CONFIG_MAPPING["mamba2"](
+        vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, n_groups=1, num_hidden_layers=2
+    )
+    for config in (rwkv, mamba):
+        model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+        with pytest.raises(ConfigError, match=r"parallel.pp.*\n.*base_model_pp_plan"):
+            check_layout(resolved(world_size=2, **PP2), model)
+
+
+def test_the_remedy_eager_names_what_eager_does_not_have() -> None:
+    with pytest.raises(ConfigError, match=r"use eager \(without data\.mask_documents"):
+        check_layout(resolved(world_size=2, **MASKED), built("gemma2"))  # transformers has no sdpa for it
+    with pytest.raises(ConfigError, match=r"use model\.attn_implementation eager and data\.mask_documents false"):
+        check_layout(resolved(world_size=2, **MASKED), built("llama4_text"))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma3_text"])
+def test_supported_combinations_are_accepted_quickly(name: str) -> None:
+    began = time.perf_counter()
+    every = {"parallel": {"pp": 2, "tp": 2, "cp": 2}, **CHUNK, **MASKED, **RECOMPUTE}
+    check_layout(resolved(world_size=8, **every), meta_of(name))
+    assert time.perf_counter() - began < 10  # under a second on an idle machine
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe"])
+def test_architectures_without_tensor_parallelism_may_still_be_sharded(name: str) -> None:
+    check_layout(resolved(world_size=2, **CHUNK, **MASKED, **RECOMPUTE), meta_of(name))
+    assert config_of(name).model_type == name

@@ -1,0 +1,164 @@
+"""Context parallelism (Ulysses, ring attention) gives the loss and every gradient of the full sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.engines.parallel.kernels import (
+    attention_backward,
+    attention_forward,
+    math_backward,
+    math_forward,
+    merged_backward,
+)
+from pipeline.engines.parallel.ring import RingAttention
+from pipeline.models.attention import repeat_heads
+from pipeline.models.masks import CAUSAL, FULL, AttentionMask
+from tests.engines.parallel.ranks import Ranks, group_of
+from tests.engines.parallel.test_tensor import compare
+
+# the first document of sample 0 ends inside the first shard, another crosses a shard boundary, one is a single token
+BORDERS = ((3, 7, 8, 19, 24), (13,))
+
+
+@pytest.mark.parametrize("borders", [None, BORDERS], ids=["one-document", "documents"])
+@pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "mistral", "gemma3_text", "gpt2"])
+def test_ulysses_on_four_ranks_equals_the_full_sequence(ranks: Ranks, name: str, borders: Any) -> None:
+    # two key/value heads, or one, for four ranks
+    compare(ranks, name, {"parallel": {"cp": 4}}, borders)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_ulysses_on_two_ranks_equals_the_full_sequence(ranks: Ranks, name: str) -> None:
+    compare(ranks, name, {"parallel": {"cp": 2}})
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_ulysses_with_tensor_parallelism_equals_the_full_model(ranks: Ranks, name: str) -> None:
+    compare(ranks, name, {"parallel": {"cp": 2, "tp": 2}, "loss": {"chunk": 5}}, BORDERS)
+
+
+@pytest.mark.parametrize("borders", [None, BORDERS], ids=["one-document", "documents"])
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma3_text"])
+def test_ring_attention_equals_the_full_sequence(ranks: Ranks, name: str, cp: int, borders: Any) -> None:
+    # mistral and gemma3_text have sliding windows
+    compare(ranks, name, {"parallel": {"cp": cp, "cp_method": "ring"}}, borders)
+
+
+def test_ring_attention_with_tensor_parallelism_equals_the_full_model(ranks: Ranks) -> None:
+    compare(ranks, "gemma3_text", {"parallel": {"cp": 2, "cp_method": "ring", "tp": 2}, "loss": {"chunk": 5}}, BORDERS)
+
+
+def test_ring_attention_supports_more_ranks_than_heads(ranks: Ranks) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": "ring"}}, None, **heads)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_context_parallelism_works_with_activation_checkpointing(ranks: Ranks, method: str, mode: str) -> None:
+    compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": method}, "memory": {"activation_checkpointing": mode}})
+
+
+def pairs_of_a_rank(rank: int, cp: int, length: int) -> int:
+    """Pairs of a query and a key that a rank's kernels compute in `RingAttention.attend`; a causal block's in part."""
+    pairs = 0
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal pairs
+            if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+                queries, keys, causal = args[0].shape[2], args[1].shape[2], len(args) > 4 and args[4]
+                pairs += queries * (queries + 1) // 2 if causal else queries * keys
+            return func(*args, **(kwargs or {}))
+
+    group = group_of(rank, cp)
+    assert group is not None
+    ring = RingAttention(group)
+    tensors = (torch.randn(1, 2, length // cp, 8) for _ in range(3))
+    options: dict[str, Any] = {"length": length, "dtype": torch.float32, "device": torch.device("cpu")}
+    with Counted():
+        ring.attend(*tensors, scale=0.4, mask=ring.make_mask(None, None, **options))
+    return pairs
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_every_rank_of_ring_attention_computes_equally_many_pairs(ranks: Ranks, cp: int) -> None:
+    length = 64
+    part = length // cp
+    assert ranks.run(pairs_of_a_rank, cp, length) == [part * (part + 1) // 2 + (cp - 1) * part * part // 2] * 4
+    # of contiguous parts the last rank would compute its own causal block and all earlier ones
+    contiguous = part * (part + 1) // 2 + (cp - 1) * part * part
+    assert contiguous / ranks.run(pairs_of_a_rank, cp, length)[0] == pytest.approx((2 * cp - 1) / cp, rel=0.02)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=["causal", "full"])
+def test_the_math_implementation_equals_the_flash_kernels(mask: AttentionMask) -> None:
+    query, key, value, grad = drawn(heads=(3, 3, 3, 3))
+    options: dict[str, Any] = {"scale": 0.4, "causal": mask.causal}
+    outputs = attention_forward(query, key, value, scale=0.4, mask=mask)
+    for kernel, formula in zip(outputs, math_forward(query, key, value, **options), strict=True):
+        assert torch.allclose(kernel, formula, atol=1e-5)
+    for kernel, formula in zip(
+        attention_backward(grad, query, key, value, *outputs, scale=0.4, mask=mask),
+        math_backward(grad, query, key, value, *outputs, **options),
+        strict=True,
+    ):
+        assert torch.allclose(kernel, formula, atol=1e-5)
+
+
+def drawn(heads: tuple[int, ...], *, length: int = 7) -> list[Tensor]:
+    """Tensors [2, heads, length, 8]."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, each, length, 8, generator=generator) for each in heads]
+
+
+def lower_triangle_of_two_documents(length: int) -> AttentionMask:
+    """Queries of the first document attend to no key but their own; the mask of a block, with rows without keys."""
+    allowed = torch.ones(1, 1, length, length).tril(-1).bool()
+    allowed[..., 4:, :4] = False
+    return AttentionMask(additive=torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf))
+
+
+def test_a_query_without_keys_in_a_block_has_no_weight_in_it() -> None:
+    query, key, value = drawn(heads=(4, 2, 2))
+    out, log_sum = attention_forward(query, key, value, scale=0.4, mask=lower_triangle_of_two_documents(7))
+    assert (log_sum[:, :, [0, 4]] == -torch.inf).all()
+    assert (out[:, :, [0, 4]] == 0).all()
+    assert log_sum[:, :, [1, 2, 3, 5, 6]].isfinite().all()
+
+
+def test_the_backward_pass_by_recomputation_equals_that_of_the_kernel() -> None:
+    """FlexAttention has no backward pass on a CPU: the formula is tried with plain mathematics."""
+    mask = lower_triangle_of_two_documents(7)
+    assert mask.additive is not None
+    additive = mask.additive
+    query, key, value, grad, merged = drawn(heads=(4, 2, 2, 4, 4))
+    _, log_sum = attention_forward(query, key, value, scale=0.4, mask=mask)
+    log_sum = torch.logaddexp(log_sum, torch.randn(log_sum.shape, generator=torch.Generator().manual_seed(1)))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ repeat_heads(k, 2).transpose(-1, -2) * 0.4 + additive
+        empty = (additive == -torch.inf).all(-1, keepdim=True)
+        sums = scores.masked_fill(empty, 0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+        return (scores - sums.masked_fill(empty, 0)).exp() @ repeat_heads(v, 2), sums.squeeze(-1)
+
+    expected = attention_backward(grad, query, key, value, merged, log_sum, scale=0.4, mask=mask)
+    found = merged_backward(grad, query, key, value, merged, log_sum, forward=forward)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_the_gpu_kernels_accept_their_arguments() -> None:
+    # on meta: the operators' own checks of shapes and arguments, without a GPU
+    query, key, value, grad = (torch.empty(2, h, 7, 8, dtype=torch.bfloat16, device="meta") for h in (4, 2, 2, 4))
+    out, log_sum = attention_forward(query, key, value, scale=0.4, mask=CAUSAL)
+    assert (out.shape, log_sum.shape, log_sum.dtype) == (query.shape, (2, 4, 7), torch.float32)
+    parts = attention_backward(grad, query, key, value, out, log_sum, scale=0.4, mask=FULL)
+    assert [part.shape for part in parts] == [query.shape, key.shape, value.shape]

@@ -1,0 +1,33 @@
+"""A dataset, a trained model, and the same as a GGUF file in 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.gguf import libllama
+from pipeline.models.gguf.plan import plan_file
+from pipeline.models.gguf.write import write
+from tests.evaluation.heldout.small import make_model, make_tokens
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="session")
+def model(tokens: Path) -> Path:
+    return make_model(tokens.parent / "model", tokens, steps=20, heads=2)
+
+
+@pytest.fixture(scope="session")
+def gguf(model: Path) -> Path:
+    if not libllama.installed():
+        pytest.skip("needs llama.cpp's library (pip install xllamacpp)")
+    folder = model.parent / "gguf"
+    folder.mkdir()
+    write(plan_file(ModelFolder.open(model), "Q8_0"), folder)
+    return folder

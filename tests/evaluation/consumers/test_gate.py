@@ -1,0 +1,251 @@
+"""Nothing gets its name that a consumer finds far from the original; whatever is broken is told by its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
+from headrace.base.errors import ConfigError, DataError
+from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation.consumers import process
+from pipeline.evaluation.consumers.bounds import Bound, bound_of, bound_within
+from pipeline.evaluation.consumers.command_compress import bound_of_folder
+from pipeline.evaluation.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
+from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescription, describe
+from pipeline.evaluation.consumers.gate import Sample, run_gate
+from pipeline.evaluation.consumers.request import ScoreRequest
+from pipeline.evaluation.consumers.texts import AWKWARD
+from pipeline.models.gguf import libllama
+from tests import warm
+from tests.compress.quantization.test_quantize import ENTRY, write_config
+from tests.evaluation.heldout.small import SEQUENCE, TEXTS, VOCAB, make_tokenizer
+
+
+@dataclass(frozen=True)
+class Made:
+    path: Path
+    manifest: Manifest
+    stdout: str
+
+
+def quantize(folder: Path, model: Path, tokens: Path, scheme: str, **fields: Any) -> Made:
+    done = warm.run(ENTRY, "--config", write_config(folder, model, tokens, scheme=scheme, **fields))
+    assert done.returncode == 0, done.stderr
+    return Made(folder / "small", read_manifest(folder / "small", kind="model"), done.stdout)
+
+
+def verify(folder: Path, *options: object) -> Any:
+    return warm.run("-m", "pipeline", "compress", "verify", folder, *options)
+
+
+@pytest.fixture(scope="module")
+def gguf(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    if not libllama.installed():
+        pytest.skip("needs llama.cpp's library (pip install xllamacpp)")
+    return quantize(tmp_path_factory.mktemp("gguf"), model, tokens, "Q4_K_M")
+
+
+@pytest.fixture(scope="module")
+def int8(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return quantize(tmp_path_factory.mktemp("int8"), model, tokens, "W8A8", consumers=["transformers"])
+
+
+@pytest.fixture(scope="module")
+def sample(model: Path, tokens: Path) -> Sample:
+    dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
+    return Sample.of(dataset, model, vocabulary=VOCAB)
+
+
+def test_the_manifest_has_the_figures_of_llama_cpp_and_names_who_was_not_run(gguf: Made) -> None:
+    consumers = gguf.manifest.details["consumers"]
+    figures = consumers["llama.cpp"]
+    assert 0 < figures["mean_kl"] < 0.05
+    assert figures["mean_kl"] < figures["max_kl"]
+    assert figures["top1_agreement"] > 0.9
+    assert figures["perplexity"] == pytest.approx(figures["original_perplexity"], rel=0.05)
+    assert figures["texts"] == figures["texts_with_equal_ids"] > len(AWKWARD)
+    assert set(consumers) == set(CONSUMERS)
+    assert "GGUF" in consumers["transformers"]["not_run"]
+    assert gguf.manifest.details["weight_bytes"] == (gguf.path / "model.gguf").stat().st_size
+    assert "llama.cpp" in gguf.stdout
+
+
+@pytest.mark.integration
+def test_activations_that_are_quantized_while_serving_are_scored_so(
+    int8: Made, sample: Sample, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Weights in int8 alone would be nearer: what is scored is what is served."""
+    figures = int8.manifest.details["consumers"]["transformers"]
+    assert 1e-6 < figures["mean_kl"] < 0.02
+    tensors = load_file(int8.path / "model.safetensors")
+    assert {str(t.dtype) for n, t in tensors.items() if n.endswith("_proj.weight")} == {"torch.int8"}
+    scores = CONSUMERS["transformers"].score(ScoreRequest(int8.path, sample.windows, (), VOCAB))
+    from pipeline.models.folder.loading import load_model  # noqa: PLC0415
+
+    loaded = load_model(int8.path)
+    loaded(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert "it/s" not in capfd.readouterr().err  # compressed-tensors' bars, at loading and at the first forward pass
+    assert any(hasattr(module, "quantization_scheme") for module in loaded.modules())
+    assert scores.log_probabilities.shape == (len(sample.windows), SEQUENCE, VOCAB)
+    assert np.exp(scores.log_probabilities.astype(np.float64)).sum(-1) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.integration
+def test_verify_gives_the_figures_of_the_manifest_again(gguf: Made) -> None:
+    done = verify(gguf.path, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["scheme"] == "Q4_K_M"
+    again, before = found["consumers"]["llama.cpp"], gguf.manifest.details["consumers"]["llama.cpp"]
+    assert again["mean_kl"] == pytest.approx(before["mean_kl"], rel=1e-3)
+    assert again["positions"] == before["positions"]
+
+
+def test_verify_uses_the_bound_of_the_manifest_and_deletes_nothing(gguf: Made, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
+    known = gguf.manifest
+    config = {**known.config, "max_mean_kl": 1e-9}
+    how: dict[str, Any] = {"parents": known.parents, "details": known.details, "files": known.files}
+    write_manifest(copied, kind="model", config=config, **how)
+    done = verify(copied)
+    assert done.returncode == 1
+    assert f"{copied} was not accepted:" in " ".join(done.stderr.split())
+    assert "1e-09 is allowed" in done.stderr
+    assert "deleted" not in done.stderr
+    assert (copied / "model.gguf").is_file()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("config", "expected"), [({"scheme": "W8A8"}, "W8A8"), ({"scheme": "mixed"}, "mixed"), ({}, "FP8")]
+)
+def test_a_folder_is_judged_again_by_the_scheme_of_its_quantization(
+    tmp_path: Path, config: dict[str, Any], expected: str
+) -> None:
+    """With a head of its own a W8A8 is stored as mixed, and a mixed one may have become W8A8 everywhere."""
+    assert bound_of_folder(tmp_path, scheme="FP8") == bound_of("FP8")
+    write_manifest(tmp_path, kind="model", config=config, parents={}, details={}, files={})
+    assert bound_of_folder(tmp_path, scheme="FP8") == bound_of(expected)
+
+
+def test_a_bound_of_any_size_can_be_given() -> None:
+    assert bound_within("W8A8", None) == bound_of("W8A8")
+    assert bound_within("W8A8", 0.1).perplexity_ratio == pytest.approx(np.exp(0.1) + 0.02)
+    assert bound_within("W8A8", 1e6) == Bound(1e6, np.inf)
+
+
+def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Sample, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
+    file = copied / "model.gguf"
+    raw = bytearray(file.read_bytes())
+    raw[-30000:-10000] = bytes(20000)
+    file.write_bytes(raw)
+    plan = plan_consumers(copied)
+    assert [each.name for each in plan.run] == ["llama.cpp"]
+    with pytest.raises(DataError, match=r"llama.cpp: mean KL to the original is") as caught:
+        run_gate(model, copied, bound=bound_of("Q4_K_M"), sample=sample, vocabulary=VOCAB, consumers=plan)
+    assert "which layers lose most is not known" in str(caught.value)
+
+
+@pytest.mark.integration
+def test_a_tokenizer_with_other_ids_is_refused_by_the_text(
+    int8: Made, model: Path, sample: Sample, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
+    (copied / MANIFEST).unlink()  # whose sizes would tell
+    make_tokenizer(copied, [text.upper() for text in TEXTS])
+    plan = plan_consumers(copied, ("transformers",))
+    with pytest.raises(DataError, match="its tokenizer gives other ids for"):
+        run_gate(model, copied, bound=bound_of("W8A8"), sample=sample, vocabulary=VOCAB, consumers=plan)
+
+
+@pytest.mark.integration
+def test_a_model_whose_weights_are_wrong_in_one_layer_names_that_layer(
+    int8: Made, model: Path, sample: Sample, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"].flip(0)
+    save_file(tensors, file, metadata={"format": "pt"})
+    plan = plan_consumers(copied, ("transformers",))
+    with pytest.raises(DataError, match=r"largest first: model\.layers\.1 "):
+        run_gate(model, copied, bound=bound_of("W8A8"), sample=sample, vocabulary=VOCAB, consumers=plan)
+
+
+@pytest.mark.integration
+def test_a_result_outside_the_bound_is_deleted_with_its_layers_named(model: Path, tokens: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model, tokens, scheme="W4A16", max_mean_kl=1e-9, consumers=["transformers"])
+    done = warm.run(ENTRY, "--config", config)
+    assert done.returncode == 2
+    assert "was not accepted, and was deleted" in done.stderr
+    assert "transformers: mean KL to the original" in done.stderr
+    assert "model.layers." in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["quantize.json"]
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(VLLM_PYTHON not in os.environ, reason=f"needs vLLM, whose environment's Python {VLLM_PYTHON} names")
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8"])
+def test_vllm_serves_what_was_written(scheme: str, model: Path, tokens: Path, tmp_path: Path) -> None:
+    made = quantize(tmp_path, model, tokens, scheme, dtype="bfloat16", consumers=["transformers", "vllm"])
+    figures = made.manifest.details["consumers"]
+    assert figures["vllm"]["mean_kl"] == pytest.approx(figures["transformers"]["mean_kl"], rel=0.5, abs=1e-4)
+    assert figures["vllm"]["texts_with_equal_ids"] == figures["vllm"]["texts"]
+
+
+def test_a_consumer_that_cannot_take_a_scheme_is_refused_before_the_work(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="reads GGUF files"):
+        plan_consumers(ModelDescription(FOLDER, "W8A8", 64), ("llama.cpp",))
+    with pytest.raises(ConfigError, match="use W8A8"):
+        plan_consumers(ModelDescription(FOLDER, "W8A16", 64), ("vllm",))
+    with pytest.raises(ConfigError, match="heads have 48 features"):
+        plan_consumers(ModelDescription(FOLDER, "W8A8", 48), ("vllm",))
+    monkeypatch.setenv(VLLM_PYTHON, "/nowhere/python")
+    with pytest.raises(ConfigError, match="does not exist"):
+        plan_consumers(ModelDescription(FOLDER, "W8A8", 64), ("vllm",))
+    with pytest.raises(ConfigError, match="no such consumer"):
+        plan_consumers(ModelDescription(GGUF, "Q8_0", None), ("ollama",))
+    assert describe(model) == ModelDescription(FOLDER, "float32", 32)
+
+
+@pytest.mark.skipif(not libllama.installed(), reason="needs llama.cpp's library (pip install xllamacpp)")
+def test_a_consumer_that_ends_says_the_end_of_its_output(sample: Sample, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(DataError, match="cannot score") as caught:
+        CONSUMERS["llama.cpp"].score(ScoreRequest(tmp_path, sample.windows, (), VOCAB))
+    assert "cannot load" in str(caught.value)
+
+
+def test_consumers_lists_those_that_are_here() -> None:
+    done = warm.run("-m", "pipeline", "compress", "consumers")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in CONSUMERS)
+
+
+def test_verify_needs_an_original_where_no_manifest_names_it(model: Path, tokens: Path) -> None:
+    done = verify(model, "--data", tokens)
+    assert done.returncode == 2
+    assert "--original" in done.stderr
+
+
+def test_a_consumer_that_hangs_is_ended_and_named(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text("import time\nprint('progress 1 2', flush=True)\ntime.sleep(1000)\n")
+    monkeypatch.setattr(process, "SILENCE_S", 0.5)
+    consumer = replace(CONSUMERS["transformers"], worker=str(worker))
+    request = ScoreRequest(model, np.zeros((1, 4), np.int64), (), 8)
+    with pytest.raises(DataError, match=r"(?s)transformers cannot score.*killed after 0.5 s without progress"):
+        consumer.score(request)

@@ -1,0 +1,100 @@
+"""The held-out loss is the mean over target tokens, whatever the batching, in the three units."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.base.errors import DataError
+from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.data.loader import IGNORE, heldout_batches
+from pipeline.evaluation.heldout.heldout_loss import evaluate
+from tests.evaluation.heldout.small import SEQUENCE, make_masked
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model)
+
+
+@pytest.fixture(scope="module")
+def heldout(tokens: Path) -> TokenDataset:
+    return TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
+
+
+def plain_loss(model: torch.nn.Module, dataset: TokenDataset) -> float:
+    """Token by token, one window at a time, in float64: slow and plain."""
+    total, count = 0.0, 0
+    for window in range(dataset.windows):
+        row, loss_mask = dataset.read([window])[0], dataset.loss_mask([window])[0]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row[:-1].tolist()])).logits[0].double()
+        for position, target in enumerate(row[1:]):
+            if not loss_mask[position + 1]:
+                continue
+            scores = logits[position]
+            total += math.log(torch.exp(scores).sum().item()) - scores[int(target)].item()
+            count += 1
+    return total / count
+
+
+def test_the_loss_equals_a_plain_computation(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
+    found = evaluate(loaded, heldout, batch_size=8, device="cpu")
+    expected = plain_loss(loaded, heldout)
+    assert found.loss_nats == pytest.approx(expected, rel=1e-5)  # float32 logits against float64
+    assert found.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
+    assert found.bits_per_byte == pytest.approx(expected / math.log(2) * heldout.tokens / heldout.bytes, rel=1e-5)
+    assert found.tokens == heldout.windows * SEQUENCE
+    assert found.tokens_per_second > 0
+
+
+def test_only_targets_of_the_loss_mask_are_evaluated_as_in_training(loaded: torch.nn.Module, masked: Path) -> None:
+    dataset = TokenDataset.open(masked, split="heldout", sequence_length=SEQUENCE)
+    found, in_training = evaluate(loaded, dataset, batch_size=5, device="cpu"), 0
+    for batch in heldout_batches(dataset, batch_size=4, dp=1, dp_rank=0):
+        in_training += int((batch.labels != IGNORE).sum())
+    assert found.tokens == in_training
+    assert in_training == pytest.approx(dataset.windows * SEQUENCE / 3, rel=0.01)  # the mask has every third token
+    assert found.loss_nats == pytest.approx(plain_loss(loaded, dataset), rel=1e-5)
+    assert found.bits_per_byte is None, "the mean of a third of the tokens says nothing of all bytes"
+
+
+def test_windows_without_targets_are_refused(loaded: torch.nn.Module, tokens: Path, tmp_path: Path) -> None:
+    nothing = make_masked(tmp_path / "nothing", tokens, lambda ids, _: np.zeros(ids.size))
+    dataset = TokenDataset.open(nothing, split="heldout", sequence_length=SEQUENCE)
+    with pytest.raises(DataError, match=r"heldout: its loss mask leaves no target in the 2 windows of 32 tokens"):
+        evaluate(loaded, dataset, batch_size=8, device="cpu", max_windows=2)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 1000])
+def test_the_batch_size_does_not_change_the_loss(
+    loaded: torch.nn.Module, heldout: TokenDataset, batch_size: int
+) -> None:
+    assert heldout.windows % 5, "the last batch is to be a short one"
+    one = evaluate(loaded, heldout, batch_size=3, device="cpu").loss_nats
+    assert evaluate(loaded, heldout, batch_size=batch_size, device="cpu").loss_nats == pytest.approx(one, rel=1e-6)
+
+
+def test_a_model_in_training_mode_is_evaluated_without_dropout_and_stays_in_that_mode(
+    loaded: torch.nn.Module, heldout: TokenDataset
+) -> None:
+    loaded.train()
+    evaluate(loaded, heldout, batch_size=8, device="cpu", max_windows=2)
+    assert loaded.training
+
+
+def test_progress_counts_to_the_end(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
+    seen: list[tuple[int, int]] = []
+    evaluate(loaded, heldout, batch_size=4, device="cpu", max_windows=10, progress=lambda *step: seen.append(step))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+
+
+def test_fewer_windows_are_evenly_spaced() -> None:
+    assert choose_windows(10, 4).tolist() == [0, 2, 5, 7]
+    assert choose_windows(10, None).tolist() == list(range(10))
+    assert np.array_equal(choose_windows(3, 10), [0, 1, 2])

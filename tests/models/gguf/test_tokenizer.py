@@ -1,0 +1,116 @@
+"""Tokenizers of data prep in GGUF files: llama.cpp gives the ids of tokenizers, or they are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headrace.base.errors import ConfigError
+from pipeline.evaluation.consumers.texts import AWKWARD
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.gguf.plan import plan_file
+from pipeline.models.gguf.tokenizer import read_tokenizer
+from pipeline.models.gguf.write import FILE, write
+from pipeline.models.split_names import split_name
+from tests.conftest import make_tokens, text_folders
+from tests.evaluation.heldout.small import VOCAB, make_tokenizer
+
+# an error in C ends the process, so llama.cpp is asked in one of its own
+ASK = """
+import json, sys
+from pathlib import Path
+from pipeline.models.gguf.libllama import Model
+model = Model(Path(sys.argv[1]))
+texts = json.loads(Path(sys.argv[2]).read_text())
+print(json.dumps([model.tokenize(text, add_special=False, parse_special=False) for text in texts]))
+"""
+
+
+def folder_with(tokenizer: Path, folder: Path) -> ModelFolder:
+    """A model of one small layer with a tokenizer."""
+    size = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size()
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=64, **shape)).save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return ModelFolder.open(folder)
+
+
+def ids_of_llama_cpp(source: ModelFolder, work: Path, texts: list[str]) -> list[list[int]]:
+    write(plan_file(source, "F32"), work)
+    (work / "texts.json").write_text(json.dumps(texts))
+    command = [sys.executable, "-c", ASK, str(work / FILE), str(work / "texts.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def texts() -> list[str]:
+    files = [path.read_text(encoding="utf-8") for folder in text_folders() for path in sorted(folder.rglob("*.py"))]
+    return [*AWKWARD, *(text for text in files if text)]
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("llama_cpp")
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece-bpe"])
+def test_llama_cpp_gives_the_ids_of_a_tokenizer_that_data_prep_trains(kind: str, tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, text_folders(), tokenizer={"train": kind, "vocab_size": 700})
+    source = folder_with(tokens / "tokenizer", tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(tokens / "tokenizer/tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts()]
+    assert ids_of_llama_cpp(source, tmp_path, texts()) == expected
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_llama_cpp_gives_the_ids_of_gpt2s_split(tmp_path: Path) -> None:
+    fast = make_tokenizer(tmp_path / "tokenizer")
+    source = folder_with(tmp_path / "tokenizer", tmp_path / "model")
+    given = texts()[:40]
+    expected = [fast(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in given]
+    assert ids_of_llama_cpp(source, tmp_path, given) == expected
+
+
+def test_unigram_is_refused(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, text_folders(), tokenizer={"train": "sentencepiece-unigram", "vocab_size": 700})
+    with pytest.raises(ConfigError, match="unigram"):
+        read_tokenizer(tokens / "tokenizer", vocabulary=700)
+
+
+def test_a_split_without_a_name_in_llama_cpp_is_refused(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert split_name(raw) == "gpt-2"
+    raw["pre_tokenizer"] = {"type": "Whitespace"}
+    with pytest.raises(ConfigError, match="pre-tokenizer is none"):
+        split_name(raw)
+    raw["normalizer"] = {"type": "NFC"}
+    with pytest.raises(ConfigError, match="normalizes text"):
+        split_name(raw)
+
+
+def test_tokens_that_the_model_has_no_row_for_are_refused(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=f"the model has a vocabulary of {VOCAB - 1}"):
+        read_tokenizer(tmp_path, vocabulary=VOCAB - 1)
+
+
+def test_a_tokenizer_that_puts_bos_in_front_says_so(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
+
+    fast: PreTrainedTokenizerFast = make_tokenizer(tmp_path)
+    assert not read_tokenizer(tmp_path, vocabulary=VOCAB).adds_bos
+    end = fast.eos_token
+    template = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, fast.eos_token_id)])
+    fast.backend_tokenizer.post_processor = template
+    fast.bos_token = end
+    fast.save_pretrained(tmp_path)
+    found = read_tokenizer(tmp_path, vocabulary=VOCAB)
+    assert found.adds_bos
+    assert found.ids["bos"] == fast.eos_token_id

@@ -1,0 +1,149 @@
+"""GGUF files of every architecture give llama.cpp the predictions that transformers has of the folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.base.errors import ConfigError, DataError
+from pipeline.evaluation.consumers.compare import kl_divergence
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.gguf import architectures
+from pipeline.models.gguf.plan import GgufPlan, plan_file
+from pipeline.models.gguf.write import FILE, check, write
+from tests.evaluation.heldout.small import VOCAB, make_tokenizer
+from tests.models.architectures import config_of, scale_up
+
+T = 24
+NAMES = ("llama", "llama_tied", "llama_one_kv_head", "qwen3", "mistral", "gemma", "gpt2", "mixtral", "qwen3_moe")
+FIELDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gpt2": {"bos_token_id": 0, "eos_token_id": 0},
+}
+SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+SCALED |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+SCORE = """
+import sys
+from pathlib import Path
+import numpy as np
+from pipeline.models.gguf.libllama import Model
+ids = np.load(sys.argv[1])
+for file in sys.argv[2:]:
+    np.save(file + ".npy", Model(Path(file)).logits(ids.tolist()))
+"""
+
+
+def make_folder(folder: Path, name: str, **fields: Any) -> ModelFolder:
+    """A model of three layers with random weights, far from uniform, and a tokenizer."""
+    torch.manual_seed(0)
+    positions = {} if name == "gpt2" else {"max_position_embeddings": 128}
+    given = {"vocab_size": VOCAB, **positions, **FIELDS.get(name, {}), **fields}
+    model = AutoModelForCausalLM.from_config(config_of(name, **given)).eval()
+    scale_up(model, spread=6.0)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return ModelFolder.open(folder)
+
+
+def written(source: ModelFolder, kind: str, folder: Path) -> GgufPlan:
+    folder.mkdir(parents=True)
+    plan = plan_file(source, kind)
+    write(plan, folder)
+    check(plan, folder)
+    return plan
+
+
+def divergences(source: ModelFolder, files: list[Path], work: Path) -> list[float]:
+    """Mean KL divergence of each file's predictions, by llama.cpp, from transformers' of the folder."""
+    ids = np.random.default_rng(1).integers(0, VOCAB, T)
+    np.save(work / "ids.npy", ids)
+    subprocess.run([sys.executable, "-c", SCORE, work / "ids.npy", *files], check=True)
+    model = AutoModelForCausalLM.from_pretrained(source.path).eval()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].double().log_softmax(-1).numpy()
+    logits = [torch.from_numpy(np.load(f"{file}.npy")) for file in files]
+    return [float(kl_divergence(expected, each.double().log_softmax(-1).numpy()).mean()) for each in logits]
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("llama_cpp")
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_cpp_predicts_what_transformers_does(name: str, tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "model", name)
+    for kind in ("F32", "Q8_0", "Q4_K_M"):
+        written(source, kind, tmp_path / kind)
+    exact, eight, four = divergences(source, [tmp_path / kind / FILE for kind in ("F32", "Q8_0", "Q4_K_M")], tmp_path)
+    assert exact < 1e-6  # llama.cpp keeps keys and values in fp16; a wrong permutation gives 1e-2 and more
+    assert exact < eight < 2e-3
+    assert eight < four < 0.1
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_scaled_rotary_positions_and_a_wrong_permutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3's scaling is exact; a file with queries and keys in the wrong order is far off, so the test can tell."""
+    source = make_folder(tmp_path / "model", "llama", rope_parameters=SCALED)
+    written(source, "F32", tmp_path / "right")
+    wrong = replace(architectures.ARCHITECTURES["llama"], permuted=False)
+    monkeypatch.setitem(architectures.ARCHITECTURES, "llama", wrong)
+    written(source, "F32", tmp_path / "wrong")
+    right, broken = divergences(source, [tmp_path / "right" / FILE, tmp_path / "wrong" / FILE], tmp_path)
+    assert right < 1e-6
+    assert broken > 1e-2
+
+
+def test_a_file_without_llama_cpp(tmp_path: Path) -> None:
+    """Q8_0 is written and read back by the package gguf alone, every tensor of it compared."""
+    source = make_folder(tmp_path / "model", "llama_tied")
+    plan = written(source, "Q8_0", tmp_path / "out")
+    quantized = {tensor.name for tensor in plan.quantized}
+    assert "token_embd.weight" in quantized
+    assert "output_norm.weight" not in quantized
+    size = (tmp_path / "out" / FILE).stat().st_size
+    assert sum(tensor.stored_bytes for tensor in plan.tensors) < size < 2 * source.parameters
+
+
+def test_a_damaged_file_is_found_when_it_is_read_back(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "model", "llama")
+    plan = written(source, "Q8_0", tmp_path / "out")
+    file = tmp_path / "out" / FILE
+    raw = bytearray(file.read_bytes())
+    raw[-2000:-1000] = bytes(1000)  # tensors are at the end
+    file.write_bytes(raw)
+    with pytest.raises(DataError, match="differs from the original"):
+        check(plan, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "why"),
+    [
+        ("phi", {}, "GGUF files of this architecture are not written"),
+        ("llama_biases", {}, "biases were not tried"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "some of its layers have no experts"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "scaled by yarn"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    name: str, fields: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    source = make_folder(tmp_path / "model", name, **fields)
+    with pytest.raises(ConfigError, match=why):
+        plan_file(source, "Q8_0")
+
+
+def test_windows_longer_than_a_sliding_window_that_llama_cpp_ignores_are_refused(tmp_path: Path) -> None:
+    plan = plan_file(make_folder(tmp_path / "model", "mistral", sliding_window=7), "Q8_0")
+    plan.check_context(7)
+    plan_file(make_folder(tmp_path / "gpt2", "gpt2"), "Q8_0").check_context(64)
+    with pytest.raises(ConfigError, match="for 7 tokens at most"):
+        plan.check_context(8)

@@ -1,0 +1,90 @@
+"""One config of every kind executes a training step on the fake device, and does what the committed table says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from pipeline.plan.fake_gpu import guard
+from pipeline.plan.fake_gpu.case import Case
+from tests.conftest import ROOT
+from tests.plan.fake_gpu.cells import differences, gating_cases, measured, run_cases
+
+pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=guard.missing() or "")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """All kinds, in one process."""
+    cases = gating_cases()
+    return dict(zip(cases, run_cases(list(cases.values()), timeout_s=300), strict=True))
+
+
+@pytest.mark.parametrize("name", gating_cases())
+def test_a_step_at_real_width_and_world_does_what_the_table_says(results: dict[str, dict[str, Any]], name: str) -> None:
+    result = results[name]
+    assert "report" in result, result["traceback"]
+    wrong = differences(result["report"], measured()[name])
+    assert not wrong, "\n".join([*wrong, f"if it is meant: python -m tests.plan.fake_gpu.document '{name}'"])
+    assert not measured()[name]["unpinned"]
+    assert not measured()[name]["host_reads"]  # the host never waits before it has begun the next step
+    assert sum(measured()[name]["deferred_reads"].values()) == 1
+
+
+def test_a_device_mix_up_a_host_read_and_an_unpinned_copy_are_seen() -> None:
+    command = [sys.executable, "-m", "tests.plan.fake_gpu.mistakes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "same device" in report["mix_up"]
+    assert report["host_reads"] == 3
+    assert report["unpinned"] == 1
+    assert report["all_reduce"] == [1, 4096]
+    assert report["peak"] == 3 * 2**20
+
+
+@pytest.mark.integration
+def test_a_zero_stage_3_step_of_deepspeed_runs_with_its_own_collectives() -> None:
+    (result,) = run_cases([Case("ds_configs/zero3.json", 2, vocabulary=4096)], timeout_s=120)
+    assert "report" in result, result["traceback"]
+    kinds = {row[0] for row in result["report"]["collectives"]}
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= kinds
+
+
+@pytest.mark.integration
+def test_layouts_of_deepspeed_are_executed_one_after_another_with_process_groups_of_their_own() -> None:
+    # in one process, the second one found DeepSpeed's groups of the first: "is not registered"
+    stages = [
+        Case("ds_configs/zero1.json", 2, vocabulary=4096, overrides=(f"zero_optimization.stage={n}",))
+        for n in (0, 1, 2)
+    ]
+    results = run_cases(stages, timeout_s=300)
+    assert [result.get("error") for result in results] == [None] * 3
+    peaks = [result["report"]["peak"] for result in results]
+    assert len(set(peaks)) == 3  # each its own step
+
+
+def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
+    command = [sys.executable, "-m", "tests.plan.fake_gpu.killed_step", "1", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    killed, after = (json.loads(line) for line in done.stdout.splitlines())
+    assert "SIGKILL" in killed["error"]
+    assert after["report"] == {"peak": 1}
+
+
+def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
+    command = [sys.executable, "-m", "tests.plan.fake_gpu.killed_step", "3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting:
+        assert waiting.stderr is not None
+        step = int(next(line for line in waiting.stderr if line.strip().isdigit()))
+        began = time.monotonic()
+        waiting.kill()
+        waiting.stderr.read()  # ends when no process has it any more: the step would have slept for 600 s
+    assert time.monotonic() - began < 60
+    assert step != waiting.pid

@@ -1,0 +1,134 @@
+"""A ladder predicts within its interval, and does not extrapolate where its rungs disagree or are left unexplained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.ladder_coverage import judged, made_ladder
+from pipeline.plan.ladder.fit import Points
+from pipeline.plan.ladder.left_out import LeftOut
+from pipeline.plan.ladder.prediction import Verdict, judge
+from tests.plan.ladder.recorded import loss, made, real, real_without_sweep
+
+LARGE = {"parameters": 1.9e6, "tokens": 2.3e6}
+
+
+def _judge(points: Points, names: list[str], **changes: float) -> Verdict:
+    return judge(points, names, **LARGE, **{"tolerance": 0.02, **changes})
+
+
+def test_a_clean_ladder_predicts_the_large_run() -> None:
+    verdict = _judge(*made(noise=0.002))
+    assert verdict.reasons == ()
+    assert verdict.prediction is not None
+    assert verdict.prediction.loss == pytest.approx(loss(*LARGE.values()), rel=0.03)
+    assert verdict.prediction.low < loss(*LARGE.values()) < verdict.prediction.high
+
+
+def test_more_noise_makes_a_wider_interval() -> None:
+    quiet, loud = (_judge(*made(noise=noise, seed=2), tolerance=0.1).prediction for noise in (0.001, 0.005))
+    assert quiet is not None
+    assert loud is not None
+    assert loud.high - loud.low > quiet.high - quiet.low
+
+
+def test_rungs_that_disagree_are_named_and_nothing_is_extrapolated() -> None:
+    points, names = made(noise=0.0)
+    losses = points.losses.copy()
+    losses[11] = losses[2] * 1.2  # the largest rung's longest run is worse than the smallest rung's
+    verdict = _judge(Points(points.parameters, points.tokens, losses), names)
+    assert verdict.prediction is None
+    assert any("the rungs disagree: run-11" in reason for reason in verdict.reasons)
+
+
+def test_a_run_that_diverged_is_named() -> None:
+    points, names = made(noise=0.0)
+    losses = points.losses.copy()
+    losses[3] = float("nan")
+    verdict = _judge(Points(points.parameters, points.tokens, losses), names)
+    assert verdict.prediction is None
+    assert any("run-3 is not finite" in reason for reason in verdict.reasons)
+
+
+def test_rungs_that_a_law_of_the_others_does_not_predict_are_too_poor() -> None:
+    """No pair disagrees, but the losses are along no law of this form: the largest rung falls off a cliff."""
+    points, names = made(noise=0.0)
+    losses = np.where(points.parameters > 4e5, points.losses * 0.8, points.losses)
+    verdict = _judge(Points(points.parameters, points.tokens, losses), names)
+    assert verdict.prediction is None
+    assert any("rungs left out" in reason for reason in verdict.reasons)
+
+
+def test_two_sizes_are_too_few() -> None:
+    points, names = made(noise=0.0)
+    verdict = _judge(points.take(np.arange(6)), names[:6])
+    assert verdict.prediction is None
+    assert any("too few" in reason for reason in verdict.reasons)
+
+
+def test_the_same_ladder_gives_the_same_interval() -> None:
+    first, second = (_judge(*made(noise=0.003)).prediction for _ in range(2))
+    assert first == second
+
+
+TEACHER = {"parameters": 1_574_208.0, "tokens": 1_925_120.0}
+
+
+def test_the_real_ladder_of_the_demo_is_refused_for_the_published_reasons() -> None:
+    """Those of docs/how-to/scaling-ladder.md; losses there are rounded to four decimals."""
+    verdict = judge(*real(), **TEACHER, tolerance=0.02)
+    assert [each.form for each in verdict.left_out] == ["free exponents", "fixed exponents"]
+    assert [each.rms for each in verdict.left_out] == pytest.approx([0.0211, 0.0220], abs=5e-4)
+    assert verdict.prediction is None
+    assert any("the rungs disagree: run-7 has loss 4.887, and run-2" in reason for reason in verdict.reasons)
+    assert any("error of 2.1%" in reason for reason in verdict.reasons)
+
+
+def test_the_real_ladder_of_the_demo_gives_the_published_figures_with_more_tolerance() -> None:
+    found = judge(*real(), **TEACHER, tolerance=0.03).prediction
+    assert found is not None
+    assert found.loss == pytest.approx(3.747, abs=2e-3)
+    assert (found.low, found.high) == pytest.approx((3.502, 4.211), abs=0.02)
+    assert 3.4470 < found.low < 3.5458  # the teacher's own loss at the sweep's rate, a miss, and at the config's
+
+
+def test_the_real_ladder_without_a_sweep_has_too_wide_an_interval() -> None:
+    """It passes its test one rung ahead; its errors grow from 2.6 % one rung ahead to 5.7 % two rungs ahead."""
+    verdict = judge(*real_without_sweep(), **TEACHER, tolerance=0.02)
+    assert [each.rms for each in verdict.left_out] == pytest.approx([0.0182, 0.0334], abs=5e-4)
+    assert verdict.prediction is None
+    [reason] = verdict.reasons
+    assert "3.66" in reason
+    assert "wider than +-10%" in reason
+
+
+def test_the_interval_widens_with_the_distance() -> None:
+    points, names = made(noise=0.005, seed=1)
+    halves = []
+    for times in (1, 2, 4):
+        large = {"parameters": times * 4.8e5, "tokens": times * 5.8e5}
+        found = judge(points, names, **large, tolerance=0.02).prediction
+        assert found is not None
+        halves.append((found.high - found.low) / 2 / found.loss)
+    assert halves[0] < halves[1] < halves[2]
+
+
+def test_the_spread_is_the_noise_at_hand_and_grows_in_proportion_to_the_distance_beyond_it() -> None:
+    tests = LeftOut("fixed exponents", np.zeros(1), 0.0, np.array([0.5, 1.0]), np.array([0.05, 0.1]), noise=0.01)
+    assert tests.spread(0.0) == pytest.approx(0.01)
+    assert tests.growth == pytest.approx(0.1, rel=0.02)
+    assert tests.spread(4.0) == pytest.approx(4 * tests.growth, rel=0.01)
+
+
+def test_the_interval_holds_the_loss_of_most_large_runs() -> None:
+    """Ladders of known laws, four times the largest rung's parameters; 200 of them: docs/how-to/scaling-ladder.md."""
+    held = []
+    for seed in range(24):
+        points, truth = made_ladder(
+            np.random.default_rng(seed), noise=0.005, rungs=4, budgets=(0.5, 1, 2), times=4, exponents=(0.25, 0.5)
+        )
+        found = judged(points, times=4).prediction
+        held += [] if found is None else [found.low <= truth <= found.high]
+    assert len(held) > 18
+    assert np.mean(held) > 0.75  # 0.9, less 2.4 standard deviations of 24

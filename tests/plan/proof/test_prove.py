@@ -1,0 +1,233 @@
+"""`python -m pipeline prove`: equivalent layouts are proven, other runs are refuted, illegal configs are refused."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.base.section import parse
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config, ModelSection
+from pipeline.engines.parametrization.scales import find_parametrization
+from pipeline.plan.proof.case import Case, CaseResult
+from pipeline.plan.proof.compare import first_gradient, relative_differences
+from pipeline.plan.proof.equivalence import check_equivalence, with_noise
+from pipeline.plan.proof.shrunk_run import shrink_run
+from pipeline.plan.proof.tokens import write_tokens
+from tests import warm
+from tests.conftest import tiny_config, write_config
+from tests.engines.parametrization.models import meta_of
+from tests.parity.choice import read_pairs
+from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, reference_of
+from tests.parity.run import launch
+
+
+def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return warm.run("-m", "pipeline", "prove", *arguments)
+
+
+def test_a_layout_is_proven_without_its_data_in_fp32_and_its_own_precision(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", bf16={"enabled": True}, engine="torch")
+    path = write_config(tmp_path / "c.json", config)
+    done = prove("--config", str(path), "--steps", "6", "--gradients")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch; FSDP2" in done.stdout
+    assert "dp 2, 6 steps in fp32 and bf16" in done.stdout
+    assert "model.layers.1.mlp.down_proj.weight" in done.stdout
+    assert "proven in" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", parallel={"pp": 2})
+    done = prove("--config", str(write_config(tmp_path / "c.json", config)))
+    assert done.returncode == 2
+    assert "use engine torch, or zero_optimization.stage 1" in done.stderr
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_secondary_shards_bf16_reduction_compiled_layers_and_balanced_experts_are_proven(
+    tmp_path: Path, engine: str
+) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine=engine, bf16={"enabled": True})
+    config["model"]["config"] |= EXPERTS
+    config["moe"] = {"balance": "aux_loss", "aux_loss_coef": 0.05}
+    config["compile"] = {"enabled": True}
+    config["communication_data_type"] = "bf16"
+    config["zero_optimization"] = {"stage": 3, "zero_hpz_partition_size": 2}
+    done = prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dp 4, 4 steps in fp32 and bf16" in done.stdout
+    assert "proven as they are traced (aot_eager)" in done.stdout
+
+
+def test_what_a_shrunk_run_keeps_and_what_its_reference_does_without(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", bf16={"enabled": True})
+    config["model"]["config"] |= EXPERTS
+    config |= {
+        "moe": {"balance": "aux_loss", "aux_loss_coef": 0.05},
+        "compile": {"enabled": True, "mode": "max-autotune-no-cudagraphs"},
+        "communication_data_type": "bf16",
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4},
+        "train_batch_size": 16,
+    }
+    small = shrink_run(resolve(parse(Config, config), world_size=8), steps=4, work=tmp_path)
+    assert small.topology.dp == 4
+    layout = small.layout("a", precision="bf16", tokens=tmp_path).config
+    assert layout["zero_optimization"] == {"stage": 3, "zero_hpz_partition_size": 2}
+    assert layout["communication_data_type"] == "bf16"
+    assert layout["compile"] == {"enabled": True, "backend": "aot_eager"}
+    assert layout["moe"]["balance"] == "aux_loss"
+    assert "communication_data_type" not in small.layout("a", precision="fp32", tokens=tmp_path).config
+    reference = small.reference("a", precision="bf16", tokens=tmp_path).config
+    assert reference["moe"] == layout["moe"]
+    assert reference.keys().isdisjoint({"compile", "communication_data_type"})
+
+
+def test_a_completep_parametrization_is_proven_from_a_smaller_base_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
+    base = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    config = {
+        "model": {"config": {"model_type": "llama", **sizes}, "parametrization": "completep", "base": base},
+        "data": {"sources": [{"path": "tokens"}], "sequence_length": 64},
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "run": {"dir": "run", "steps": 4},
+    }
+    small = shrink_run(resolve(parse(Config, config), world_size=2), steps=4, work=tmp_path)
+    section = parse(ModelSection, small.config["model"])
+    found = find_parametrization(section, meta_of(section))
+    assert found is not None
+    assert found.width == 2.0
+    assert found.depth == small.config["model"]["config"]["num_hidden_layers"] / 2
+
+
+def test_compilation_that_is_left_out_is_said(tmp_path: Path) -> None:
+    notes = {}
+    for enabled in (None, False):
+        config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", compile={"enabled": enabled})
+        small = shrink_run(resolve(parse(Config, config), world_size=2), steps=4, work=tmp_path)
+        assert small.config["compile"]["enabled"] is False
+        notes[enabled] = " ".join(small.notes)
+    assert "proven without compilation" in notes[None]
+    assert "compil" not in notes[False]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, CaseResult]]:
+    """One plain process: as it is, with beta1 0 and no clipping, from another seed, one that fails, and with noise."""
+    work = tmp_path_factory.mktemp("runs")
+    tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
+    values = {**read_pairs()[0], "clip": 0.1, "precision": "fp32"}
+    plain = reference_of(values, str(tokens), length=LONG)
+    params = plain.config["optimizer"]["params"]
+    bare = {**plain.config, "gradient_clipping": 0.0}
+    bare["optimizer"] = {"type": "AdamW", "params": {**params, "betas": [0.0, 0.0]}}
+    lion = {**plain.config, "optimizer": {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99]}}}
+    sgd = {"type": "SGD", "params": {"lr": 0.03, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}}
+    seeded = {**plain.config, "run": {**plain.config["run"], "seed": 8}}
+    failing = {**plain.config, "model": {"config": {**plain.config["model"]["config"], "hidden_act": "none"}}}
+    named = {"plain": plain.config, "bare": bare, "seeded": seeded, "failing": failing, "lion": lion}
+    named["sgd"] = {**plain.config, "optimizer": sgd}
+    cases = [replace(plain, name=name, config=config) for name, config in named.items()]
+    # a model that is chaotic at a high learning rate; layouts are stood for by noise and by another weight decay.
+    # At 0.05 noise grows to 1e-3 in 20 steps; at 0.1 to 1e-2, where it no longer grows with its size but by chance
+    chaotic = _with(plain.config, {"lr": 0.05}, gradient_clipping=0.0)
+    calm, decayed = _with(plain.config, {"lr": 1e-3}), _with(plain.config, {"lr": 1e-3, "weight_decay": 0.5})
+    for name, config in {"chaotic": chaotic, "calm": calm, "decayed": decayed}.items():
+        cases += [
+            replace(plain, name=f"{name}{suffix}", config=config, noise=noise)
+            for suffix, noise in (("", 0.0), ("-noise", 2.0**-24), ("-layout", 2.0**-23))
+        ]
+    return launch(cases, work)
+
+
+def _with(config: dict[str, Any], params: dict[str, float], **sections: Any) -> dict[str, Any]:
+    optimizer = config["optimizer"]
+    return {**config, "optimizer": {**optimizer, "params": {**optimizer["params"], **params}}, **sections}
+
+
+def test_the_first_gradient_is_recovered_from_the_optimizer_state(
+    runs: dict[str, tuple[Case, CaseResult]],
+) -> None:
+    # with beta1 0 and no clipping the first moment is the gradient; recovered from other values it is equal to rounding
+    assert max(relative_differences(first_gradient(*runs["plain"]), first_gradient(*runs["bare"])).values()) < 1e-6
+    norms = [float(g.double().square().sum()) for g in first_gradient(*runs["bare"]).values()]
+    assert sum(norms) ** 0.5 == pytest.approx(runs["bare"][1].grad_norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_it_is_recovered_from_the_state_of_lion_and_of_sgd_too(
+    runs: dict[str, tuple[Case, CaseResult]], name: str
+) -> None:
+    found = relative_differences(first_gradient(*runs[name]), first_gradient(*runs["bare"]))
+    assert max(found.values()) < 1e-6
+
+
+def test_a_run_with_another_seed_is_refuted_in_every_tensor(runs: dict[str, tuple[Case, CaseResult]]) -> None:
+    result = check_equivalence(runs["seeded"], runs["plain"], fp32_reference=runs["plain"])
+    assert not result.passed
+    assert {each.quantity for each in result.comparisons if not each.passed} >= {"loss", "gradient", "gradient norm"}
+    assert len(result.wrong_gradients()) == len(first_gradient(*runs["plain"]))
+    assert check_equivalence(runs["plain"], runs["plain"], fp32_reference=runs["plain"]).passed
+
+
+Runs = dict[str, tuple[Case, CaseResult]]
+
+
+def test_a_chaotic_curve_is_inconclusive_where_the_first_gradients_are_equal(runs: Runs) -> None:
+    result = check_equivalence(runs["chaotic-layout"], runs["chaotic"], fp32_reference=runs["chaotic"])
+    assert not result.passed
+    assert result.wrong_gradients() == []
+    assert not result.inconclusive  # nobody has looked yet
+    assert with_noise(result, runs["chaotic-noise"], runs["chaotic"]).inconclusive
+
+
+def test_a_calm_curve_is_proven_and_an_optimizer_that_differs_is_refuted(runs: Runs) -> None:
+    assert check_equivalence(runs["calm-layout"], runs["calm"], fp32_reference=runs["calm"]).passed
+    result = check_equivalence(runs["decayed"], runs["calm"], fp32_reference=runs["calm"])
+    assert result.wrong_gradients() == []  # weight decay does not enter the first gradient
+    assert not result.passed
+    assert not with_noise(result, runs["calm-noise"], runs["calm"]).inconclusive
+
+
+def test_a_wrong_gradient_is_refuted_however_chaotic_the_curve_is(runs: Runs) -> None:
+    result = check_equivalence(runs["seeded"], runs["plain"], fp32_reference=runs["plain"])
+    assert not with_noise(result, runs["chaotic"], runs["plain"]).inconclusive
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["olmo3", "exaone4"])
+def test_families_with_norms_after_their_layers_are_proven(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = {"config": {"model_type": kind, **sizes, "num_key_value_heads": 2}}
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", model=model, engine="torch")
+    done = prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "10")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_error_of_a_failed_rank_is_reported(runs: dict[str, tuple[Case, CaseResult]]) -> None:
+    result = check_equivalence(runs["failing"], runs["plain"], fp32_reference=runs["plain"])
+    assert not result.passed
+    assert "hidden_act" in str(result.error) or "none" in str(result.error)
+
+
+def test_a_missing_or_nan_tensor_has_infinite_difference() -> None:
+    ones = {"a": torch.ones(3), "b": torch.ones(2)}
+    assert relative_differences({"a": torch.ones(3)}, ones) == {"a": 0.0, "b": float("inf")}
+    assert relative_differences({**ones, "b": torch.tensor([1.0, float("nan")])}, ones)["b"] == float("inf")
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_compared_relative_to_the_average() -> None:
+    expected: dict[str, Any] = {"a": torch.full((100,), 1.0), "b": torch.full((100,), 1e-12)}
+    found = {"a": expected["a"], "b": -expected["b"]}
+    assert relative_differences(found, expected)["b"] < 1e-8

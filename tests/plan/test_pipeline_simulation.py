@@ -1,0 +1,112 @@
+"""Pipeline schedules simulated: against closed forms, and against the order of passes of real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import load_config
+from pipeline.config.rules.resolve import resolve
+from pipeline.plan.predict.passes import Kind
+from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
+from pipeline.plan.predict.schedule_programs import make_program, program_of
+from tests.conftest import ROOT, tiny_config, write_config
+
+SIZES = [(2, 2), (2, 4), (4, 4), (4, 8), (8, 32)]
+
+
+def simulated(engine: str, schedule: str, ranks: int, micro_batches: int, virtual: int = 1) -> Timeline:
+    """With passes of equal length: 1 s for F, I and W of a rank's whole layers, and messages that take no time."""
+    program = make_program(engine, schedule, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
+    times = [StageTimes(1 / virtual, 1 / virtual, 1 / virtual)] * program.stages
+    return simulate_pipeline(program, times, transfers=[0.0] * (program.stages - 1))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
+@pytest.mark.parametrize(("engine", "schedule"), [("torch", "gpipe"), ("torch", "1f1b"), ("deepspeed", "1f1b")])
+def test_the_bubble_of_gpipe_and_1f1b_is_the_closed_form(
+    engine: str, schedule: str, ranks: int, micro_batches: int
+) -> None:
+    found = simulated(engine, schedule, ranks, micro_batches)
+    assert found.seconds == pytest.approx(3 * (micro_batches + ranks - 1))
+    assert found.bubble == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+    held = [micro_batches if schedule == "gpipe" else min(ranks - rank, micro_batches) for rank in range(ranks)]
+    assert [found.peak_in_flight(rank) for rank in range(ranks)] == held
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
+@pytest.mark.parametrize("virtual", [2, 3])
+def test_virtual_stages_divide_the_bubble(ranks: int, micro_batches: int, virtual: int) -> None:
+    found = simulated("torch", "interleaved_1f1b", ranks, micro_batches, virtual)
+    # Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: the bubble is (p - 1) / v of a micro-batch's passes
+    assert found.seconds == pytest.approx(3 * (micro_batches + (ranks - 1) / virtual))
+    assert found.bubble == pytest.approx((ranks - 1) / (virtual * micro_batches + ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
+def test_the_zero_bubble_schedule_has_the_bubble_of_zb1p(ranks: int, micro_batches: int) -> None:
+    found = simulated("torch", "zero_bubble", ranks, micro_batches, 2)
+    # Qi et al. 2023 (arXiv:2401.10241), table 2, ZB-H1: (p - 1) (T_F + T_B - T_W), of half a rank's layers here
+    assert found.seconds == pytest.approx(3 * micro_batches + (ranks - 1) * (1 + 1 - 1) / 2)
+
+
+def test_transfers_lengthen_the_way_through_the_stages() -> None:
+    program = make_program("torch", "1f1b", ranks=2, micro_batches=2)
+    times = [StageTimes(1.0, 2.0)] * 2
+    found = simulate_pipeline(program, times, transfers=[0.5])
+    # F0 0-1, sent, F0 1.5-2.5 and B0 2.5-4.5 of the last stage, sent with the request for what stage 0 has finished
+    # at 2; F1 5-6, B1 6-8, sent, and B1 8.5-10.5 of the first stage
+    assert found.seconds == pytest.approx(10.5)
+    ends = {str(each.instruction): each.end_s for each in found.passes}
+    assert ends["F1 of stage 1"] == pytest.approx(6.0)
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    program = make_program("torch", "1f1b", ranks=4, micro_batches=16)
+    times = [StageTimes(1.0, 2.0), StageTimes(1.0, 2.0), StageTimes(2.0, 4.0), StageTimes(1.0, 2.0)]
+    found = simulate_pipeline(program, times, transfers=[0.0] * 3)
+    # 16 micro-batches of 6 s through it, what comes before the first (2 x 1 s), and after the last (2 x 2 s) at least
+    assert found.seconds >= 16 * 6 + 2 + 4
+    assert found.idle_s(2) == pytest.approx(found.seconds - 96)
+    assert found.idle_s(2) < 0.1 * found.seconds < found.idle_s(0)
+
+
+CASES = [
+    ("torch", "gpipe", 2, 1, 0),
+    ("torch", "1f1b", 4, 1, 0),
+    ("torch", "interleaved_1f1b", 2, 2, 3),
+    ("torch", "zero_bubble", 2, 2, 2),
+    ("deepspeed", "1f1b", 2, 1, 1),
+]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("engine", "schedule", "ranks", "virtual", "stage"), CASES)
+def test_the_program_is_the_order_of_passes_of_a_real_run(
+    tokens: Path, tmp_path: Path, engine: str, schedule: str, ranks: int, virtual: int, stage: int
+) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine=engine, zero_optimization={"stage": stage})
+    config["model"]["config"]["num_hidden_layers"] = 4
+    del config["scheduler"]
+    config["parallel"] = {"pp": ranks, "schedule": schedule}
+    config["run"] |= {"steps": 2, "checkpoint_every": 2}
+    path, folder = write_config(tmp_path / "c.json", config), tmp_path / "passes"
+    folder.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*torchrun, "-m", "benchmarks.recorded_passes", str(folder), "--config", str(path)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    program = program_of(resolve(load_config(path), world_size=ranks))
+    assert program == make_program(engine, schedule, ranks=ranks, micro_batches=4, virtual_stages=virtual)
+    for rank in range(ranks):
+        steps = [json.loads(line)["passes"] for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+        planned = [(each.kind, each.stage, each.micro_batch) for each in program.passes(rank)]
+        assert len(steps) == 2
+        for passes in steps:
+            assert [(Kind(kind), of, index) for kind, of, index, *_ in passes] == planned

@@ -1,0 +1,222 @@
+"""`headrace plan`: what a run needs and takes, what binds it, and what would help."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.config.rules.resolve import resolve
+from pipeline.engines.parallel import fp8
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.engines.sizes.memory import peak_memory
+from pipeline.plan.predict.planned_run import PlannedRun, open_run
+from pipeline.plan.show import Report, as_json, lines, report_of
+from pipeline.runtime.machines.known import load_machine
+from tests import warm
+from tests.config.test_layouts import shipped
+from tests.conftest import ROOT, tiny_config, write_config
+
+
+@cache
+def planned(
+    name: str, *overrides: str, machine: str = "h200", nodes: int | None = None, processes: int | None = None
+) -> PlannedRun:
+    path = str(ROOT / "ds_configs" / name)
+    return open_run(path, overrides, load_machine(machine), nodes=nodes, processes=processes)
+
+
+@cache
+def report(name: str, *overrides: str, machine: str = "h200", processes: int | None = None) -> Report:
+    return report_of(planned(name, *overrides, machine=machine, processes=processes), price=2.0)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_config_is_planned_without_its_data(name: str) -> None:
+    found = report(name, processes=shipped()[name])
+    plan = found.plan
+    assert plan.memory.fits
+    assert 0 < plan.step_s.low < plan.step_s.typical < plan.step_s.high
+    assert plan.mfu is not None
+    assert 0 < plan.mfu.low < plan.mfu.high < 1
+    split = sum(each.typical for each in plan.split.values())
+    assert split == pytest.approx(plan.step_s.typical)
+    assert plan.gpu_hours.typical == pytest.approx(plan.days.typical * 24 * found.planned.run.topology.world_size)
+    text = "\n".join(lines(found))
+    assert "bound by" in text
+    assert json.loads(json.dumps(as_json(found)))["money"]["typical"] == pytest.approx(2 * plan.gpu_hours.typical)
+
+
+def test_the_phases_of_memory_are_the_formulas_and_what_they_do_not_count() -> None:
+    found = planned("llama_70b_fsdp_3d.json", processes=512)
+    memory = report("llama_70b_fsdp_3d.json", processes=512).plan.memory
+    footprint = footprint_of(found.run, found.costs.model)
+    assert footprint is not None
+    peaks = [peak_memory(found.run, footprint, pp_rank=rank).total for rank in range(4)]
+    kinds = memory.phases[memory.phase]
+    assert memory.pp_rank == peaks.index(max(peaks))
+    assert sum(kinds.values()) - kinds["fragmentation"] - kinds["context and NCCL"] == pytest.approx(max(peaks))
+    assert memory.peak.typical == pytest.approx(sum(kinds.values()))
+    assert memory.peak.low < max(peaks) < memory.peak.high
+
+
+def test_the_change_that_is_named_is_allowed_fits_and_is_faster() -> None:
+    found = report("llama_70b_3d.json", processes=512)
+    change = found.change
+    assert change is not None
+    assert change.step_s < found.plan.step_s.typical
+    sets = [word for word in str(change).split() if word != "--set"]
+    config = load_config(ROOT / "ds_configs" / "llama_70b_3d.json", [*sets, "launch.fallback_layouts=[]"])
+    after = report("llama_70b_3d.json", *sets, "launch.fallback_layouts=[]", processes=512)
+    assert resolve(config, world_size=512).topology == after.planned.run.topology
+    assert after.plan.memory.fits
+    assert after.plan.step_s.typical == pytest.approx(change.step_s)
+
+
+def test_a_run_that_does_not_fit_is_bound_by_memory_and_told_a_change_that_fits() -> None:
+    found = report("llama_8b_8gpu.json", "memory.activation_checkpointing=none", machine="l40s", processes=8)
+    assert not found.plan.memory.fits
+    assert found.plan.constraint == "memory"
+    assert found.change is not None
+    assert found.change.peak <= found.planned.machine.memory.bytes
+
+
+def test_a_model_that_fits_nowhere_is_told_the_fewest_nodes_that_hold_it() -> None:
+    found = report("llama_70b_zero3.json", machine="rtx4090", processes=4)
+    assert found.change is None
+    assert found.nodes is not None
+    nodes, sets = found.nodes
+    # with the optimizer on the host 70.6 billion parameters take 2 bytes each, more than 4 devices of 24 GB have
+    assert nodes == 1
+    overrides = [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+    there = report("llama_70b_zero3.json", *overrides, machine="rtx4090", processes=8 * nodes)
+    assert there.plan.memory.fits
+
+
+def test_a_calibrated_step_takes_longer_on_a_slower_machine() -> None:
+    speeds = [
+        report("llama_8b_8gpu.json", machine=name, processes=8).plan.tokens_per_s.typical
+        for name in ("b200", "h200", "a100", "l40s")
+    ]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_without_a_number_the_fewest_nodes_that_the_layout_takes_are_planned() -> None:
+    assert planned("llama_8b_8gpu.json").run.topology.world_size == 8
+    assert planned("llama_70b_fsdp_3d.json").run.topology.world_size == 32
+    assert planned("llama_8b_8gpu.json", nodes=2).run.topology.world_size == 16
+
+
+def test_a_plan_names_what_each_law_suggests_with_its_source() -> None:
+    found = report("llama_8b_8gpu.json", processes=8)
+    text = [line.strip() for line in lines(found)]
+    after = text[next(place for place, line in enumerate(text) if line.startswith("intervals")) + 1 :]
+    assert [line.split("  ")[0] for line in after] == [
+        "batch size",
+        "learning rate",
+        "weight decay",
+        "warm-up",
+        "tokens",
+    ]
+    laws = as_json(found)["laws"]
+    # 32 layers of 218,112,000 parameters and the final norm; embedding and head, of 525,336,576 each, do not count
+    assert laws["parameters_non_embedding"] == 32 * 218_112_000 + 4096
+    rates = {each["law"]: each["suggested"] for each in laws["suggestions"] if each["quantity"] == "learning_rate"}
+    step_law = 1.79 * laws["parameters_non_embedding"] ** -0.713 * found.plan.tokens**0.307
+    assert rates["Step Law"] == pytest.approx(step_law)
+    assert all(each["source"] in "\n".join(after) for each in laws["suggestions"])
+    assert "extrapolated" in after[1]  # Step Law was fitted up to 1B parameters
+    assert laws["warnings"] == []
+
+
+def test_a_plan_warns_of_a_learning_rate_far_from_all_laws() -> None:
+    found = report("llama_8b_8gpu.json", "optimizer.params.lr=0.01", processes=8)
+    warned = [line.strip() for line in lines(found) if line.strip().startswith("warning")]
+    assert any("peak learning rate: 0.01" in line and "Step Law" in line for line in warned)
+    assert as_json(found)["laws"]["warnings"] == [line.removeprefix("warning").strip() for line in warned]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+        {"parametrization": "completep", "base": {"num_hidden_layers": 1}},
+        {"path": True},
+    ],
+    ids=["another optimizer", "CompleteP", "a model that continues"],
+)
+def test_no_law_is_told_where_none_applies(change: dict[str, Any], tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch")
+    assert as_json(_report_of(raw, tmp_path))["laws"] is not None
+    if "optimizer" in change:
+        raw |= change
+    elif "path" in change:
+        (tmp_path / "model").mkdir()
+        model = {**raw["model"]["config"], "vocab_size": 128}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+        raw["model"] = {"path": str(tmp_path / "model")}
+        assert as_json(_report_of({**raw, "model": {**raw["model"], "fresh": True}}, tmp_path))["laws"] is not None
+    else:
+        raw["model"] |= change
+    found = _report_of(raw, tmp_path)
+    assert as_json(found)["laws"] is None
+    assert [*lines(found)][-1].strip().startswith("intervals")
+
+
+def _report_of(raw: dict[str, Any], directory: Path) -> Report:
+    config = str(write_config(directory / "c.json", raw))
+    return report_of(open_run(config, (), load_machine("h100"), nodes=None, processes=1))
+
+
+def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", bf16={"enabled": True})
+    config = write_config(tmp_path / "c.json", raw)
+    options = ("--config", config, "--machine", "h100", "--processes", "2", "--tokens", "1e6", "--price", "3", "--json")
+    done = warm.run("-m", "pipeline", "plan", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens"] >= 1_000_000
+    assert found["money"]["low"] < found["money"]["high"]
+    assert any("ids are assumed" in note for note in found["notes"])
+    broken = tmp_path / "machine.json"
+    broken.write_text('{"name": "cut')
+    for wrong, said in (
+        (("--config", config, "--machine", "h10"), "did you mean 'h100'"),
+        (("--machine", "h100"), "--config"),
+        (("--config", config, "--machine", "h100", "--nodes", "0"), "--nodes"),
+        (("--config", config, "--machine", "h100", "--tokens", "nan"), "not a finite number"),
+        (("--config", config, "--machine", "h100", "--price", "inf"), "not a finite number"),
+        (("--config", config, "--machine", broken), f"--machine = '{broken}'"),
+        (("--config", config, "--machine", "h100", "--search", "--out", config), "is a file"),
+        (("--config", config, "--machine", "h100", "--nodes", "1", "--processes", "2"), "--processes"),
+    ):
+        refused = warm.run("-m", "pipeline", "plan", *wrong, merged=True)
+        assert refused.returncode == 2, wrong
+        assert said in refused.stdout
+
+
+def test_an_fp8_run_is_planned_without_torchao_and_says_that_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"bf16": {"enabled": True}, "fp8": {"enabled": True}, "compile": {"enabled": True}}
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", **sections)
+    monkeypatch.setattr(fp8, "find_spec", lambda _name: True)
+    assert not any("torchao" in note for note in _report_of(raw, tmp_path).planned.notes)
+    monkeypatch.setattr(fp8, "find_spec", lambda _name: None)
+    (note,) = (line for line in lines(_report_of(raw, tmp_path)) if "torchao" in line)
+    said = "fp8 needs torchao, which is not installed here: pip install torchao (or headrace[fp8])."
+    assert note == f"{'note':>14}  {said}"
+
+
+def test_an_architecture_without_formulas_is_refused_with_what_knows_it(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch")
+    raw["model"] = {"config": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}}
+    config = str(write_config(tmp_path / "c.json", raw))
+    with pytest.raises(ConfigError) as caught:
+        open_run(config, (), load_machine("h100"), nodes=None, processes=1)
+    assert "--exact" in caught.value.remedy

@@ -1,0 +1,185 @@
+"""`headrace plan --search`: only what the rules allow, the fastest that fits, and a config that trains in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.config.rules.resolve import resolve
+from pipeline.plan.predict.plan import typical_time
+from pipeline.plan.predict.planned_run import PlannedRun, open_run
+from pipeline.plan.predict.simulated_step import SIMULATED
+from pipeline.plan.search.command_search import search_command
+from pipeline.plan.search.layouts import layouts
+from pipeline.plan.search.search import Search, allowed, search
+from pipeline.plan.search.search_page import Table, page
+from pipeline.plan.search.verify import Verified
+from pipeline.plan.search.winner import winner_of, write_config
+from pipeline.runtime.machines.known import load_machine
+from tests import warm
+from tests.conftest import ROOT, tiny_config
+from tests.conftest import write_config as write
+
+CONFIG = str(ROOT / "ds_configs" / "fsdp_3d.json")
+LAYERS = "model.config.num_hidden_layers=8"
+NO_TOKENS = 'data.sources=[{"path": "no-tokens"}]'
+"""The vocabulary is then the same whether the demo was run here or not."""
+
+
+@cache
+def searched() -> tuple[PlannedRun, Search]:
+    planned = open_run(CONFIG, (), load_machine("h100"), nodes=None, processes=8)
+    return planned, search(planned.run, planned.costs, planned.machine)
+
+
+def test_every_layout_is_one_that_the_rules_allow_with_the_same_batch() -> None:
+    planned, found = searched()
+    assert found.looked_at == len(found.candidates) > 400
+    assert found.refused
+    for each in found.candidates[::25]:
+        again = resolve(each.run.config, world_size=8)
+        assert again.topology == each.run.topology
+        assert again.batch.samples == planned.run.batch.samples
+        assert not again.batch.padding_rows
+
+
+def test_layouts_of_a_search_are_for_equal_devices_whatever_the_config_says_of_pipeline_ranks() -> None:
+    sets = ("parallel.pp=2", "parallel.stage_speeds=[2,1]", "parallel.stage_memory_gb=[70,36]")
+    planned = open_run(CONFIG, sets, load_machine("h100"), nodes=None, processes=8)
+    of_ranks = ("parallel.stage_speeds", "parallel.stage_memory_gb")
+    found = list(itertools.islice(layouts(planned.run, planned.machine), 50))
+    assert all(each[key] is None for each in found for key in of_ranks)
+    assert not any(
+        key in each for each in itertools.islice(layouts(searched()[0].run, planned.machine), 50) for key in of_ranks
+    )
+
+
+def test_the_plan_takes_given_speeds_and_memory_of_pipeline_ranks() -> None:
+    def layers(*sets: str) -> list[int]:
+        pipeline = ("parallel.pp=2", "parallel.schedule=1f1b", "parallel.virtual_stages=null", LAYERS, NO_TOKENS)
+        planned = open_run(CONFIG, (*pipeline, *sets), load_machine("h100"), nodes=None, processes=8)
+        return [len(rank.layers) for rank in planned.costs.shares(planned.run).footprint.ranks]
+
+    even, fast_last = layers(), layers("parallel.stage_speeds=[1,9]")
+    assert (even, fast_last) == ([7, 1], [4, 4])  # the head costs as much as 38 layers of this small model
+    with pytest.raises(ConfigError, match="the pipeline ranks hold at most"):
+        layers("parallel.stage_memory_gb=[0.001,0.001]")
+
+
+def test_engines_stages_axes_schedules_and_offload_are_all_looked_at() -> None:
+    _, found = searched()
+    configs = [each.run.config for each in found.candidates]
+    assert {(c.engine, c.zero_optimization.stage) for c in configs} == {
+        *(("torch", stage) for stage in (0, 2, 3)),
+        *(("deepspeed", stage) for stage in range(4)),
+    }
+    assert {each.run.topology.tp for each in found.candidates} > {1}
+    assert {each.run.topology.pp for each in found.candidates} > {1, 2}
+    assert {c.parallel.schedule for c in configs} == {"1f1b", "interleaved_1f1b", "zero_bubble"}
+    assert {c.zero_optimization.offload_optimizer.device for c in configs} == {"none", "cpu"}
+    assert {c.memory.activation_checkpointing for c in configs} == {"none", "selective", "full"}
+
+
+def test_no_layout_that_fits_is_faster_and_smaller_than_one_of_the_front() -> None:
+    _, found = searched()
+    front = found.pareto()
+    assert all(a.step_s <= b.step_s and a.peak > b.peak for a, b in pairwise(front))
+    for each in found.fitting():
+        assert any(point.step_s <= each.step_s and point.peak <= each.peak for point in front)
+
+
+def test_the_winner_is_written_as_a_config_that_resolves_to_its_layout(tmp_path: Path) -> None:
+    planned, found = searched()
+    best = allowed(found.fitting(), planned.costs, count=12)
+    winner = winner_of([Verified(each, None) for each in best], memory=planned.machine.memory.bytes)
+    assert winner is not None
+    assert winner.candidate.step_s <= 1.01 * found.fitting()[0].step_s
+    path = tmp_path / "best.json"
+    write_config(winner.candidate, path, config=CONFIG, overrides=["run.steps=120"])
+    config = load_config(path)
+    run = resolve(config, world_size=8)
+    assert run.layout == winner.candidate.run.layout
+    assert run.batch == winner.candidate.run.batch
+    assert run.steps == 120
+
+
+def test_a_layout_whose_executed_step_does_not_fit_is_no_winner() -> None:
+    planned, found = searched()
+    first, second = allowed(found.fitting(), planned.costs, count=2)
+    memory = planned.machine.memory.bytes
+    winner = winner_of([Verified(first, memory + 1.0), Verified(second, memory - 1.0)], memory=memory)
+    assert winner is not None
+    assert winner.candidate is second
+    assert winner_of([Verified(first, memory + 1.0)], memory=memory) is None
+
+
+def test_the_page_has_the_table_and_the_points() -> None:
+    _, found = searched()
+    text = page(found, Table(("layout", "peak"), [("<dp 8>", "1 GB")]), title="Layouts", facts=[("machine", "H100")])
+    assert "&lt;dp 8&gt;" in text
+    assert "Pareto front" in text
+    assert "<svg" in text
+
+
+@pytest.mark.integration
+def test_the_command_executes_the_best_steps_and_prove_accepts_the_winner(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", train_batch_size=8)
+    config = write(tmp_path / "c.json", raw)
+    options = ("--config", config, "--machine", "h100", "--processes", "2", "--search", "--verify", "2", "--json")
+    done = warm.run("-m", "pipeline", "plan", *options, "--out", tmp_path / "plan")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["best"][0]["executed_peak"] == pytest.approx(found["best"][0]["peak"], rel=0.1)
+    assert (tmp_path / "plan" / "search.html").exists()
+    proven = warm.run("-m", "pipeline", "prove", "--config", found["config"], "--steps", "4", merged=True)
+    assert proven.returncode == 0, proven.stdout
+
+
+def test_the_best_layouts_are_simulated_and_the_laws_warn_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned, _ = searched()
+    out = str(tmp_path / "plan")
+    arguments = __import__("argparse").Namespace(verify=0, out=out, config=CONFIG, json=True)
+    assert search_command(planned, arguments, ()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len([text for text in found["warnings"] if text.startswith("training tokens")]) == 1
+    times = [each["step_s"] for each in found["best"]]
+    assert times == sorted(times)
+    best = load_config(found["config"])
+    costs, machine = planned.costs, planned.machine
+    run = resolve(best, world_size=8)
+    shown = typical_time(run, costs, machine, model=SIMULATED).total
+    assert found["winner"]["step_s"] == pytest.approx(shown)
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("pipeline.plan.search.command_search.search", None)  # not reached
+    planned, _ = searched()
+    for out, said in (("file/plan", "is a file"), ("locked/plan", "locked is not writable")):
+        if out.startswith("locked"):  # as of a user other than root
+            monkeypatch.setattr("os.access", lambda path, _mode: path != tmp_path / "locked")
+        arguments = __import__("argparse").Namespace(verify=0, out=str(tmp_path / out), config=CONFIG, json=False)
+        with pytest.raises(ConfigError, match=said):
+            search_command(planned, arguments, ())
+
+
+def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() -> None:
+    planned = open_run(
+        str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=4
+    )
+    arguments = __import__("argparse").Namespace(verify=0, out=None, config=CONFIG, json=False)
+    with pytest.raises(ConfigError) as caught:
+        search_command(planned, arguments, ())
+    assert "--nodes" in caught.value.remedy

@@ -1,0 +1,113 @@
+"""Closed forms of collectives and of a pipeline's bubble, and the rates that they are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.plan.predict.closed_form_times import collective_seconds, pipeline_step
+from pipeline.plan.predict.collectives import Group, collective_s, group_of, send_s
+from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.rates import Product, rates_of
+from pipeline.runtime.machines.known import load_machine
+from pipeline.runtime.machines.machine import HostSection, Machine, MeasuredProduct, MeasuredSection
+
+NODES = Topology(8, Link(450e9, 0.0), Link(50e9, 0.0))
+
+
+def test_a_ring_sends_what_a_rank_lacks_and_an_all_reduce_twice_that() -> None:
+    ranks = range(8)
+    assert collective_seconds("all_gather", 8e9, ranks, NODES) == pytest.approx(7e9 / 450e9)
+    assert collective_seconds("all_reduce", 8e9, ranks, NODES) == pytest.approx(14e9 / 450e9)
+    assert collective_seconds("send", 8e9, ranks[:2], NODES) == pytest.approx(8e9 / 450e9)
+    assert collective_seconds("all_gather", 8e9, ranks[:1], NODES) == 0
+
+
+def test_a_group_that_spans_nodes_has_the_adapters_of_its_ranks_in_a_node() -> None:
+    one_each = collective_seconds("all_gather", 8e9, range(0, 64, 8), NODES)
+    assert one_each == pytest.approx(7e9 / 50e9)
+    whole_nodes = collective_seconds("all_gather", 16e9, range(16), NODES)
+    assert whole_nodes == pytest.approx(15e9 / 400e9)
+
+
+def test_each_collective_has_the_latency_of_a_tree() -> None:
+    slow = Topology(8, Link(450e9, 1e-3), Link(50e9, 1e-3))
+    assert collective_seconds("all_reduce", 0.0, range(8), slow, count=10) == pytest.approx(10 * 3 * 1e-3)
+
+
+def test_virtual_stages_and_zero_bubble_shorten_the_bubble() -> None:
+    plain = pipeline_step("1f1b", 4, 8, 1.0, 2.0, 0.0)
+    assert (plain.seconds, plain.bubble) == (8 * 3 + 9, 9)
+    assert pipeline_step("gpipe", 4, 8, 1.0, 2.0, 0.0) == plain
+    assert pipeline_step("interleaved_1f1b", 4, 8, 1.0, 2.0, 0.0, virtual_stages=2).bubble == 4.5
+    assert pipeline_step("zero_bubble", 4, 8, 1.0, 2.0, 0.0, virtual_stages=2).bubble == pytest.approx(1.5)
+    assert pipeline_step("1f1b", 1, 8, 1.0, 2.0, 5.0).bubble == 0
+
+
+def test_a_calibrated_machine_has_the_rate_of_the_measured_product_nearest_to_the_run_s() -> None:
+    products = tuple(
+        MeasuredProduct(dtype="bf16", m=m, k=m, n=m, flops_per_s=(speed, 2 * speed, 3 * speed))
+        for m, speed in ((256, 1e12), (4096, 1e14))
+    )
+    measured = MeasuredSection(
+        date="2026-01-01",
+        device="d",
+        torch="2",
+        products=products,
+        attention_flops_per_s=(1.0, 2.0, 3.0),
+        copy_bytes_per_s=(1.0, 2.0, 3.0),
+        host_bytes_per_s=(1.0, 2.0, 3.0),
+    )
+    machine: Machine = load_machine("h100").model_copy(update={"measured": measured})
+    assert rates_of(machine, "bf16", 1, product=Product(300, 300, 200)).products == 2e12
+    assert rates_of(machine, "bf16", 0, product=Product(8192, 8192, 8192)).products == 1e14
+    assert rates_of(machine, "bf16", 2, product=Product(8192, 8192, 8192)).attention == 3.0
+    # no product was measured in fp8: the share of the peak counts
+    assert rates_of(machine, "fp8", 1, product=Product(300, 300, 200)).products == machine.rate("fp8")[1]
+
+
+def test_attention_and_the_head_of_an_fp8_run_have_the_rate_of_bf16() -> None:
+    machine = load_machine("h100")
+    half, quarter = (rates_of(machine, dtype, 1) for dtype in ("bf16", "fp8"))
+    assert quarter.products > half.products
+    assert (quarter.attention, quarter.head) == (half.attention, half.head) == (half.products, half.products)
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 7), (4, 3 / 7), (8, 1.0), (16, 1.0)])
+def test_devices_that_are_linked_one_to_one_have_as_many_links_as_others_in_their_group(
+    ranks: int, share: float
+) -> None:
+    switch = Topology(8, Link(448e9, 0.0), Link(400e9, 0.0))
+    pairs = replace(switch, within_links=7)
+    group, numbers = group_of(pairs, size=ranks), range(ranks)
+    for kind in ("all_reduce", "all_gather"):
+        by_switch, by_pairs = (collective_s(kind, "ring", group, each, size=1e9) for each in (switch, pairs))
+        assert by_pairs == pytest.approx(by_switch / share)
+        by_switch, by_pairs = (collective_seconds(kind, 1e9, numbers, each) for each in (switch, pairs))
+        assert by_pairs == pytest.approx(by_switch / share)
+    assert send_s(pairs, size=1e9, same_node=True) == pytest.approx(7 * send_s(switch, size=1e9, same_node=True))
+
+
+def test_a_kind_of_collective_that_was_measured_has_its_own_link() -> None:
+    own = Topology(8, NODES.within, NODES.between, {"reduce_scatter": Link(1e9, 0.0)})
+    for kind in ("all_gather", "all_reduce", "send"):
+        assert collective_seconds(kind, 8e9, range(8), own) == collective_seconds(kind, 8e9, range(8), NODES)
+    assert collective_seconds("reduce_scatter", 8e9, range(8), own) == pytest.approx(7.0)
+    far = collective_seconds("all_gather", 8e9, range(0, 64, 8), own)
+    assert far == collective_seconds("all_gather", 8e9, range(0, 64, 8), NODES)
+    ring = collective_s("reduce_scatter", "ring", Group(8, 1), own, size=8e9)
+    assert ring == pytest.approx(7.0)
+
+
+def test_an_engine_that_waits_for_its_collectives_hides_nothing_of_them() -> None:
+    machine = load_machine("h100")
+    assert [rates_of(machine, "bf16", end).overlap for end in (0, 1, 2)] == [*machine.efficiency.overlap]
+    assert rates_of(machine, "bf16", 2, hidden=False).overlap == 0
+
+
+def test_the_host_s_time_for_a_layer_counts_on_a_cpu() -> None:
+    host = HostSection(forward_s=1e-3, backward_s=2e-3)
+    for name, expected in (("cpu", (1e-3, 2e-3)), ("h100", (0.0, 0.0))):
+        rates = rates_of(load_machine(name).model_copy(update={"host": host}), "fp32", 1)
+        assert (rates.layer_forward_s, rates.layer_backward_s) == expected

@@ -1,0 +1,223 @@
+"""The holder of asynchronous islands, called directly: its updates, deals and returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.config.sections.groups import IslandsSection, OuterSection
+from pipeline.run.groups.islands.holder import SILENT_S, Holder, Shard
+from pipeline.run.groups.islands.ledger import Deal, Ledger, Tail
+from pipeline.run.groups.islands.outer import OuterState
+
+STEPS, TOTAL = 4, 24
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Islands:
+    """Islands of one rank that call a holder directly."""
+
+    def __init__(self, **fields: Any) -> None:
+        outer = {"lr": 0.5, "momentum": 0.0}
+        section = {"count": 2, "steps": STEPS, "outer": outer, "start_s": 10, **fields}
+        self.clock, self.ledgers = Clock(), dict[str, dict[str, Any]]()
+        self.holder = Holder(IslandsSection.model_validate(section), clock=self.clock)
+
+    def join(self, name: str, session: str = "1") -> dict[str, Any]:
+        ledger = self.ledgers.get(name, Ledger().plain())
+        answer = self.holder.join(name, session, layout="x", ranks=1, total=TOTAL, ledger=ledger)
+        if answer["state"] == "upload":
+            self.holder.upload(name, session, 0, Shard(torch.zeros(3), torch.zeros(3)))
+            return self.join(name, session)
+        return self._taken(name, answer)
+
+    def commit(self, name: str, gradient: float, session: str = "1") -> dict[str, Any]:
+        self.holder.push(name, session, 0, torch.full((3,), gradient))
+        first = self.ledgers[name]["deal"]["first"]
+        return self._taken(name, self.holder.commit(name, session, first))
+
+    def weight(self, name: str) -> float:
+        shard = self.holder.pull(name, "1", 0)
+        assert shard is not None
+        return float(shard.weights[0])
+
+    def _taken(self, name: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if "ledger" in answer:
+            self.ledgers[name] = answer["ledger"]
+        return answer
+
+    def slots(self, name: str) -> list[int]:
+        ledger = Ledger.from_plain(self.ledgers[name])
+        assert ledger.deal is not None
+        return list(ledger.deal.slots(name))
+
+
+def test_a_pseudo_gradient_counts_by_the_outer_updates_since_its_island_has_got_its_weights() -> None:
+    islands = Islands()
+    assert islands.join("a")["state"] == "wait"  # for the other of count
+    islands.join("b")
+    islands.join("a")
+    assert islands.commit("b", 1.0)["committed"] == {"first": 0, "staleness": 0, "weight": 1.0}
+    assert islands.commit("b", 1.0)["committed"]["staleness"] == 0
+    # two updates since: lr 0.5 / 3
+    assert islands.commit("a", 6.0)["committed"]["weight"] == pytest.approx(1 / 3)
+    assert islands.weight("a") == pytest.approx(-0.5 - 0.5 - 0.5 * 6 / 3)
+
+
+def test_one_island_alone_makes_the_nesterov_step_of_the_synchronous_mode() -> None:
+    outer = {"lr": 0.7, "momentum": 0.9}
+    islands = Islands(count=1, outer=outer)
+    islands.join("a")
+    state = {"weight/w": NamedShard((3,), start=0, values=torch.zeros(3))}
+    reference = OuterState(state, OuterSection.model_validate(outer))
+    for gradient in (1.0, -2.0, 0.5):
+        reference.step(torch.full((3,), gradient))
+        islands.commit("a", gradient)
+    assert islands.weight("a") == pytest.approx(float(reference.weights[0]))
+
+
+def test_islands_in_turn_with_momentum_add_up_to_the_nesterov_step_of_their_mean() -> None:
+    """Two of one speed: each has missed one update of the other, counts half, and every second one has momentum."""
+    outer = {"lr": 0.7, "momentum": 0.9}
+    islands = Islands(outer=outer)
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    islands.commit("a", 0.0)
+    islands.commit("b", 0.0)
+    state = {"weight/w": NamedShard((3,), start=0, values=torch.zeros(3))}
+    reference = OuterState(state, OuterSection.model_validate(outer))
+    for first, second in ((1.0, 3.0), (2.0, -1.0)):
+        islands.commit("a", first)
+        islands.commit("b", second)
+        reference.step(torch.full((3,), (first + second) / 2))
+    assert islands.weight("b") == pytest.approx(float(reference.weights[0]))
+
+
+def test_an_island_that_is_silent_loses_its_round_and_the_others_name_it() -> None:
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    lost = islands.slots("a")
+    islands.clock.now += SILENT_S / 2
+    assert islands.commit("b", 1.0)["lost"] == []
+    islands.clock.now += SILENT_S * 0.6
+    assert islands.commit("b", 1.0)["lost"] == [["a", lost[0], lost[-1] + 1]]
+    assert islands.commit("a", 1.0)["state"] == "rejoin"  # it was only paused: what it has trained is dropped
+    assert islands.join("a")["state"] == "take"
+    assert islands.slots("a")[0] > lost[-1]
+
+
+def test_lost_slots_are_named_again_where_the_answer_that_named_them_has_not_arrived() -> None:
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    lost = islands.slots("a")
+    islands.holder.leave("a", "1")
+    before, named = dict(islands.ledgers), [["a", lost[0], lost[-1] + 1]]
+    assert islands.commit("b", 1.0)["lost"] == named
+    islands.ledgers = before
+    assert islands.join("b")["lost"] == named
+    assert islands.commit("b", 1.0)["lost"] == []
+    assert islands.join("a")["lost"] == []
+
+
+def test_an_outer_update_that_takes_long_costs_no_island_its_round() -> None:
+    """What islands send meanwhile waits for it."""
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    update = islands.holder._update
+
+    def slow(*args: Any) -> None:
+        update(*args)
+        islands.clock.now += 3 * SILENT_S
+
+    islands.holder._update = slow  # type: ignore[method-assign]
+    assert islands.commit("b", 1.0)["islands"] == ["a", "b"]
+    islands.holder.beat("b", "1")
+    assert islands.commit("a", 1.0)["lost"] == []
+    islands.clock.now += 2 * SILENT_S  # a message of its own says that an island lives
+    assert islands.commit("a", 1.0)["lost"] == [["b", 8, 12]]
+
+
+def test_a_late_comer_takes_the_newest_weights_and_the_next_slots() -> None:
+    islands = Islands(count=1)
+    islands.join("a")
+    islands.commit("a", 1.0)
+    assert islands.join("b")["state"] == "take"
+    assert (islands.weight("b"), islands.slots("a"), islands.slots("b")) == (-0.5, [4, 5, 6, 7], [8, 9, 10, 11])
+
+
+def test_all_wait_in_the_end_for_the_rounds_that_are_open_and_take_the_same_weights() -> None:
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    while islands.commit("b", 1.0)["state"] == "take":
+        pass
+    assert islands.join("b")["state"] == "wait"
+    assert islands.commit("a", 1.0)["state"] == "end"
+    assert islands.join("b")["state"] == "end"
+    assert islands.weight("a") == islands.weight("b")
+
+
+def test_a_holder_that_is_started_again_goes_on_with_the_newest_state_and_the_rounds_that_were_open() -> None:
+    """Slots 0 to 3 of b are in a's weights: b, whose checkpoint is of before, may not train them again."""
+    old = Islands()
+    old.join("a")
+    old.join("b")
+    old.join("a")
+    assert (old.slots("a"), old.slots("b")) == ([4, 5, 6, 7], [0, 1, 2, 3])
+    before = dict(old.ledgers)
+    old.commit("b", 1.0)  # b goes on with slots 8 to 11
+    old.commit("a", 1.0)  # a with 12 to 15
+    for of_b, state, lost in ((old.ledgers["b"], "keep", []), (before["b"], "take", [["b", 8, 12]])):
+        new = Islands()
+        new.ledgers = {"a": old.ledgers["a"], "b": of_b}
+        new.join("a")
+        answers = {"b": new.join("b"), "a": new.join("a")}
+        assert (answers["a"]["state"], answers["b"]["state"]) == ("keep", "wait")
+        answers["b"] = new.join("b")
+        assert answers["b"]["state"] == state
+        assert answers["b"].get("lost", []) == lost
+        assert new.holder.version == 2
+        assert new.slots("b") == ([8, 9, 10, 11] if state == "keep" else [16, 17, 18, 19])
+
+
+def test_a_round_of_the_synchronous_mode_is_lost_with_a_name_for_each_of_its_islands() -> None:
+    islands = Islands()
+    deal, before = Deal(8, STEPS, ("a", "b"), 4), Deal(0, STEPS, ("a", "b"), 0)
+    tails = (Tail("a", 3, 4), Tail("b", 7, 8))
+    ledger = Ledger(1, "of rounds", deal, before, tails).plain()
+    islands.ledgers = {"a": ledger, "b": ledger}
+    answers = [islands.join(name) for name in ("a", "b", "a")]
+    named = {tuple(each) for answer in answers for each in answer.get("lost", [])}
+    assert named == {("a", 3, 4), ("b", 7, 8), ("a", 8, 12), ("b", 12, 16)}
+    assert sorted(islands.slots("a") + islands.slots("b")) == list(range(16, TOTAL))
+
+
+def test_a_run_with_another_layout_begins_afresh_at_a_holder_whose_islands_have_left() -> None:
+    islands = Islands(count=1)
+    islands.join("a")
+    islands.commit("a", 1.0)
+    fresh: dict[str, Any] = {"layout": "y", "ranks": 1, "total": TOTAL, "ledger": Ledger().plain()}
+    assert islands.holder.join("b", "1", **fresh) == {"state": "refused", "islands": ["a"]}
+    islands.holder.leave("a", "1")
+    assert islands.holder.join("b", "1", **fresh)["state"] == "upload"
+    islands.holder.upload("b", "1", 0, Shard(torch.full((7,), 5.0), torch.zeros(7)))
+    deal = islands.holder.join("b", "1", **fresh)["ledger"]["deal"]
+    assert (deal["first"], islands.weight("b")) == (0, 5.0)

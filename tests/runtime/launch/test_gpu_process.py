@@ -1,0 +1,208 @@
+"""What a process sets up for its GPU: device, LOCAL_RANK, NCCL, allocator, flight recorder, cores beside the GPU.
+
+The environment and sysfs are made up here, since there is no GPU; what only hardware shows is marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from pipeline.config.sections.run import LaunchSection
+from pipeline.engines.build import pick_device
+from pipeline.runtime.launch import detect, group
+from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
+from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults
+from pipeline.runtime.launch.numa import bind_beside, cores_beside, pci_address
+from tests.conftest import ROOT
+
+GPU = "0000:dc:00.0"
+
+
+@pytest.fixture
+def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretends that this process sees so many GPUs."""
+
+    def see(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+
+    return see
+
+
+@pytest.mark.parametrize(("visible", "local_rank"), [(1, "0"), (8, "3")])
+def test_deepspeed_takes_the_gpu_of_an_mpirun_rank_whether_it_sees_one_or_all(
+    monkeypatch: pytest.MonkeyPatch, fake_gpus: Any, visible: int, local_rank: str
+) -> None:
+    fake_gpus(visible)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("RANK", 3), ("SIZE", 8), ("LOCAL_RANK", 3), ("LOCAL_SIZE", 8)):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    launch = detect()
+    device = pick_device(launch)
+    assert device == torch.device("cuda", int(local_rank))
+    for name, value in group._torchrun_variables(launch, device.index).items():
+        monkeypatch.setenv(name, value)
+    engine = SimpleNamespace()
+    DeepSpeedEngine._configure_with_arguments(engine, None, None)  # asserts that both local ranks are equal
+    assert engine.local_rank == device.index
+    assert detect().rank == 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "ranks", "device"),
+    [
+        ("cpu:gloo,cuda:nccl", 1, 2, torch.device("cuda", 1)),
+        ("cpu:gloo,cuda:nccl", 0, 1, None),
+        ("cpu:gloo,cuda:gloo", 0, 2, None),
+        ("gloo", None, 2, None),
+    ],
+)
+def test_nccl_is_given_its_device_so_that_groups_are_split_from_one(
+    monkeypatch: pytest.MonkeyPatch, backend: str, gpu: int | None, ranks: int, device: torch.device | None
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda _backend, **arguments: given.update(arguments))
+    rendezvous = SimpleNamespace(timeout_s=60.0, rank=0, world_size=ranks)
+    monkeypatch.setattr(group, "deadline", lambda *_, **__: open(os.devnull))  # noqa: SIM115, PTH123  any context
+    group._connect(backend, rendezvous, None, gpu=gpu)
+    assert given["device_id"] == device
+
+
+def test_torchs_own_settings_are_set_unless_the_user_has() -> None:
+    assert allocator_defaults({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_defaults({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}) == {}
+    recorder = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert flight_recorder_defaults({}) == recorder
+    user = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert flight_recorder_defaults(user) == {}
+
+
+def test_the_allocators_setting_is_made_on_a_gpu_only_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert set_up_allocator(gpu=False) == []
+    [line] = set_up_allocator(gpu=True)
+    assert line.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert set_up_allocator(gpu=True) == []
+
+
+def sysfs(root: Path, node: str, cores: str = "0-1,8") -> Path:
+    """Files of a system whose GPU is on a node with these cores."""
+    (root / "bus/pci/devices" / GPU).mkdir(parents=True)
+    (root / "bus/pci/devices" / GPU / "numa_node").write_text(f"{node}\n")
+    (root / "devices/system/node/node1").mkdir(parents=True)
+    (root / "devices/system/node/node1/cpulist").write_text(f"{cores}\n")
+    return root
+
+
+def bound(root: Path, allowed: set[int]) -> tuple[str | None, list[frozenset[int]]]:
+    """The line, and what the process would be bound to."""
+    calls: list[frozenset[int]] = []
+    return bind_beside(GPU, sysfs=root, allowed=lambda: allowed, bind=calls.append), calls
+
+
+def test_a_rank_is_bound_to_the_cores_beside_its_gpu_within_those_its_launcher_left(tmp_path: Path) -> None:
+    root = sysfs(tmp_path, "1")
+    assert pci_address(domain=0, bus=0xDC, device=0) == GPU
+    assert cores_beside(GPU, sysfs=root) == (1, frozenset({0, 1, 8}))
+    line, calls = bound(root, {1, 2, 3, 8})
+    assert calls == [frozenset({1, 8})]
+    assert line == f"bound to the 2 cores of NUMA node 1, beside the GPU {GPU}"
+
+
+@pytest.mark.parametrize("allowed", [{4, 5}, {0, 1}])
+def test_a_rank_that_its_launcher_has_bound_stays_so(tmp_path: Path, allowed: set[int]) -> None:
+    assert bound(sysfs(tmp_path, "1"), allowed) == (None, [])
+
+
+@pytest.mark.parametrize(("node", "cores"), [("-1", "0-1"), ("7", "0-1"), ("none", "0-1"), ("1", "all")])
+def test_a_rank_is_not_bound_where_the_system_does_not_tell_the_cores(tmp_path: Path, node: str, cores: str) -> None:
+    assert bound(sysfs(tmp_path, node, cores), {0, 1, 2}) == (None, [])
+    assert bind_to_gpu(0, LaunchSection(numa_bind=False)) == []
+    assert bind_to_gpu(None, LaunchSection()) == []
+
+
+def test_all_threads_of_a_process_are_bound(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    code = f"""
+import os, threading
+from pathlib import Path
+from pipeline.runtime.launch.numa import bind_beside
+done = threading.Event()
+before = threading.Thread(target=done.wait, daemon=True)
+before.start()
+mine = min(os.sched_getaffinity(0))
+root = Path({str(tmp_path)!r})
+(root / "devices/system/node/node1/cpulist").write_text(str(mine))
+assert bind_beside({GPU!r}, sysfs=root).startswith("bound to the 1 cores")
+threads = [int(each.name) for each in Path("/proc/self/task").iterdir()]
+assert len(threads) > 1
+assert all(os.sched_getaffinity(thread) == {{mine}} for thread in threads)
+"""
+    sysfs(tmp_path, "1")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@gpu_only
+def test_segments_of_the_allocator_are_expandable_and_the_gpu_has_an_address() -> None:
+    code = """
+import json, torch
+from pipeline.runtime.launch.device import set_up_allocator, bind_to_gpu
+from pipeline.config.sections.run import LaunchSection
+said = set_up_allocator(gpu=torch.cuda.is_available())
+torch.cuda.set_device(0)
+bind_to_gpu(0, LaunchSection())
+kept = torch.ones(64 << 20, device="cuda")
+print(json.dumps([said, [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]]))
+"""
+    environ = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environ, capture_output=True)
+    said, expandable = json.loads(done.stdout)
+    assert len(said) == 1
+    assert expandable
+    assert all(expandable)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nccl_groups_are_split_and_their_collectives_recorded() -> None:
+    code = """
+import torch, torch.distributed as dist
+from pipeline.engines.build import pick_device
+from pipeline.runtime.faults.flight_recorder import _traces
+from pipeline.runtime.launch import detect, process_group
+from pipeline.engines.parallel.mesh import Mesh
+from pipeline.config.topology import Topology
+launch = detect()
+device = pick_device(launch)
+with process_group(launch, gpu=device.index):
+    mesh = Mesh(Topology(tp=2), device_type="cuda")
+    dist.all_reduce(torch.ones(4, device=device), group=mesh.group("tp"))
+    torch.cuda.synchronize()
+    world = dist.group.WORLD
+    assert world.bound_device_id == device
+    assert world._get_backend(device).comm_split_count() > 0
+    names = [entry["profiling_name"] for trace in _traces() for entry in trace["entries"]]
+    assert "nccl:all_reduce" in names, names
+"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    subprocess.run([*torchrun, "--no-python", sys.executable, "-c", code], check=True, cwd=ROOT)

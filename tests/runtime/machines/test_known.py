@@ -1,0 +1,92 @@
+"""Machines are found by name, by file and by torch's name of a device; anything else is refused with what is near."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from pipeline.runtime.machines import known
+from pipeline.runtime.machines.known import known_machines, load_machine, machine_of_device
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_machine_has_rates_that_do_not_exceed_its_peaks(name: str) -> None:
+    machine = load_machine(name)
+    for dtype, peak in machine.peak_flops.items():
+        low, typical, high = machine.rate(dtype)
+        assert 0 < low < typical < high < peak, dtype
+
+
+_NO_NUMBERS = {"name", "devices", "devices_per_node", "gpu", "sources", "measured", "scored"}
+_SOURCED = {
+    "peak_flops": {"peak_flops"},
+    "memory": {"memory"},
+    "links": {"links.within", "links.between", "links.host", "latency"},
+    "efficiency": {"efficiency"},
+    "overhead": {"overhead"},
+    "storage_bytes_per_s": {"storage"},
+}
+"""Section of numbers -> the sources that it needs."""
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_number_of_a_machine_has_an_address_that_was_read_or_was_not_found(name: str) -> None:
+    raw = json.loads((Path(known.__file__).parent / f"{name}.json").read_text())
+    assert raw.keys() - _NO_NUMBERS <= _SOURCED.keys(), "a section of numbers that needs a source"
+    assert raw["sources"].keys() == set().union(*_SOURCED.values())
+    for key, source in raw["sources"].items():
+        assert re.search(r"https://\S+\.\S+", source) or "not found" in source, (key, source)
+
+
+def test_the_machines_of_the_field_are_there() -> None:
+    assert {"a100", "h100", "h200", "b200", "gb200", "mi300x", "l40s", "rtx4090"} <= set(known_machines())
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("h10", "h100"), ("NVIDIA H200", "h200"), ("mi300", "mi300x"), ("RTX-4090", "rtx4090"), ("gb20", "gb200")],
+)
+def test_an_unknown_machine_is_refused_with_the_nearest_and_with_how_to_measure_one(given: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_machine(given)
+    assert f"'{near}'" in caught.value.remedy
+    assert "--calibrate" in caught.value.remedy
+
+
+def test_a_file_that_is_not_there_or_no_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_machine(str(tmp_path / "machine.json"))
+    raw = load_machine("h100").model_dump(mode="json")
+    path = tmp_path / "machine.json"
+    for broken, said in (
+        ({**raw, "memory": {"bytes": 1e9}}, "bytes_per_s"),
+        ({**raw, "speed": 1}, "speed"),
+        ({**raw, "efficiency": {**raw["efficiency"], "memory": [0.9, 0.5, 0.7]}}, "efficiency.memory"),
+        ({**raw, "peak_flops": {"bf16": 1e12}}, "fp32"),
+    ):
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ConfigError, match=said):
+            load_machine(str(path))
+    path.write_text(json.dumps(raw))
+    assert load_machine(str(path)) == load_machine("h100")
+
+
+def test_what_a_machine_lacks_is_computed_in_the_next_wider_dtype() -> None:
+    a100 = load_machine("a100")
+    assert a100.rate("fp8") == a100.rate("bf16")
+    only = a100.model_copy(update={"peak_flops": {"fp32": 1e12}})
+    assert only.rate("bf16") == only.rate("fp32")
+
+
+def test_a_device_is_known_by_the_name_that_torch_gives_it() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "H100 SXM", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA GB200": "GB200 NVL72"}
+    for device, name in names.items():
+        machine = machine_of_device(device)
+        assert machine is not None
+        assert machine.name == name
+    assert machine_of_device("NVIDIA GeForce RTX 4090") == load_machine("rtx4090")
+    assert machine_of_device("NVIDIA T4") is None

@@ -1,0 +1,151 @@
+"""Metrics: the journal after a crash, perplexity and bits per byte, peak FLOP/s, and the W&B sink."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.metrics.journal import Journal, read_rows
+from pipeline.runtime.metrics.mfu import bits_per_byte, perplexity
+from pipeline.runtime.metrics.peak import peak_flops
+from tests import warm
+from tests.conftest import command_line, losses, room_for, tiny_config, write_config
+from tests.runtime.metrics.offline import logged
+
+
+def test_reopening_a_journal_removes_later_rows_and_a_partial_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, from_step=0)
+    for step in range(1, 6):
+        journal.write("step", step, loss=1.0 / step)
+    journal.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 6, "lo')
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    again = Journal(tmp_path, from_step=3)
+    again.write("step", 4, loss=9.0)
+    again.close()
+    assert [(row["step"], row["loss"]) for row in read_rows(tmp_path, kind="step")][-2:] == [(3, 1 / 3), (4, 9.0)]
+
+
+def test_rows_say_when_they_were_written(tmp_path: Path) -> None:
+    before = datetime.now(UTC)
+    journal = Journal(tmp_path, from_step=0)
+    journal.write("step", 1, loss=1.0)
+    journal.close()
+    (row,) = read_rows(tmp_path)
+    assert row["time"].endswith("Z")
+    assert before - timedelta(seconds=1) < datetime.fromisoformat(row["time"]) <= datetime.now(UTC)
+
+
+def test_a_damaged_line_is_kept_and_named_and_does_not_prevent_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['{"kind": "step", "step": 1}', "nonsense", "[1]", "\0" * 9, '{"kind": "step", "step": 2}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
+    assert "metrics.jsonl is damaged in line 2, 3, 4, which is skipped" in capsys.readouterr().err
+    Journal(tmp_path, from_step=1).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "\n".join(lines[:-1]) + "\n"
+
+
+def test_rows_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path, from_step=0)
+    journal.write("step", 1, loss=1.0)
+    with room_for((tmp_path / "metrics.jsonl").stat().st_size + 10):
+        journal.write("step", 2, loss=2.0)
+        journal.write("step", 3, loss=3.0)
+    assert [row["step"] for row in read_rows(tmp_path)] == [1]
+    assert capsys.readouterr().err.count("cannot be written") == 1
+    journal.write("step", 4, loss=4.0)
+    journal.close()
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_bits_per_byte_does_not_depend_on_the_tokenizer() -> None:
+    # the same text and the same total of 100 nats, cut into 50 or into 25 tokens
+    assert bits_per_byte(2.0, tokens=50, text_bytes=80) == pytest.approx(bits_per_byte(4.0, tokens=25, text_bytes=80))
+    assert bits_per_byte(2.0, tokens=50, text_bytes=80) == pytest.approx(100 / math.log(2) / 80)
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert perplexity(1e6) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "tflops"),
+    [
+        ("NVIDIA H200", True, 989.4),
+        ("NVIDIA H100 PCIe", True, 756.0),
+        ("cpu", True, None),
+        ("NVIDIA H200", False, None),
+        ("NVIDIA A100-SXM4-80GB", True, 312.0),
+        ("NVIDIA L40", True, None),
+        ("NVIDIA H100 NVL", True, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, None),
+    ],
+)
+def test_peak_flops_are_reported_for_known_devices_only(name: str, bf16: bool, tflops: float | None) -> None:
+    assert peak_flops(name, bf16=bf16) == (None if tflops is None else tflops * 1e12)
+
+
+def test_wandb_without_a_login_records_offline_under_the_run(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", wandb={"enabled": True, "project": "mill"})
+    path = write_config(tmp_path / "c.json", config)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path)}
+    command = command_line("train.py", path, "run.steps=3", "scheduler=auto", processes=1)
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    rows = logged(tmp_path / "run")
+    assert [row["train_step"] for row in rows if "loss" in row] == [1, 2, 3]
+    assert {row["loss"] for row in rows if "loss" in row} == set(losses(tmp_path / "run").values())
+
+
+def test_training_continues_when_the_wandb_process_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a subprocess, since W&B starts one service for all runs of a process."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from pipeline.config.load import parse
+from pipeline.config.sections.run import Config
+from pipeline.runtime.metrics.wandb_sink import WandbSink
+config = {tiny_config(tmp_path, tmp_path / "run", wandb={"enabled": True})!r}
+sink = WandbSink(parse(Config, config), Path({str(tmp_path)!r}))
+sink.write("step", 1, loss=1.0)
+children = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+(service,) = [pid for pid in children if "wandb-core" in Path("/proc", pid, "cmdline").read_text()]
+os.kill(int(service), signal.SIGKILL)
+os.waitpid(int(service), 0)
+for step in (2, 3):
+    sink.write("step", step, loss=1.0)
+sink.close()
+os._exit(0)
+"""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert capfd.readouterr().err.count("warning: W&B cannot be reached") == 1
+
+
+def test_the_step_loader_feeds_a_plain_pytorch_loop(tokens: Path) -> None:
+    code = f"""
+import torch
+from pipeline.config.batch import BatchSizes
+from pipeline.config.sections.data import DataSection, SourceSection
+from pipeline.data.mixture import open_mixture
+from pipeline.data.loader import StepLoader
+mixture = open_mixture(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
+model = torch.nn.Sequential(torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in StepLoader(mixture, BatchSizes(4, 2, 2, 1, 16), dp_rank=0, steps=(1, 3)):
+    for micro in step.micro_batches:
+        torch.nn.functional.cross_entropy(model(micro.input_ids).flatten(0, 1), micro.labels.flatten()).backward()
+    optimizer.step()
+print(step.step)
+"""
+    done = warm.run("-c", code)
+    assert json.loads(done.stdout) == 3, done.stderr
