@@ -28,7 +28,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, make_model, run_python
 
-ENTRY = Path(__file__).resolve().parents[2] / "pipeline" / "quantize.py"
+ENTRY = Path(__file__).resolve().parents[3] / "pipeline" / "quantize.py"
 
 # what a user of transformers would write, with nothing of this project in it
 PLAIN = """
