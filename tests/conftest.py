@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm
+from tests.cpu_seconds import CpuSeconds
 
 ROOT = warm.ROOT
 
@@ -190,6 +191,11 @@ _INTEGRATION = (
     "parity/test_shipped.py",
 )
 """Files whose tests are `make test-integration`'s; single tests elsewhere carry the marker `integration` themselves."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts CPU seconds."""
+    config.pluginmanager.register(CpuSeconds())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from typing import Any
 
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
-from tests.conftest import make_tokens, text_folders, tiny_config, write_config
-from tests.run.groups.islands.fork_server import ForkServer, server
+from tests.conftest import ROOT, make_tokens, text_folders, tiny_config, write_config
+from tests.warm_python import python
 
 KILLS, LATE = 30, 10
 INNER, ROUNDS = 5, 30
@@ -38,26 +37,26 @@ class Islands:
     """Running islands of one lighthouse.
 
     Attributes:
-        server: starts them.
+        started: all processes, the lighthouse too, in the order of their starts.
         config: file.
         work: directory of the runs.
-        processes: name -> process id.
+        processes: name -> process.
     """
 
-    server: ForkServer
+    started: list[subprocess.Popen[bytes]]
     config: Path
     work: Path
-    processes: dict[str, int]
+    processes: dict[str, subprocess.Popen[bytes]]
 
     def start(self, name: str) -> None:
         """Starts an island, or starts it again."""
         sets = ("--set", f"islands.name={name}", "--set", f"run.dir={self.work / name}")
         log = self.work / f"{name}.log"
-        self.processes[name] = self.server.start("train", "--config", str(self.config), *sets, log=log)
+        self.processes[name] = _start(self.started, "train", "--config", str(self.config), *sets, log=log)
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        os.kill(self.processes.pop(name), signal.SIGKILL)
+        self.processes.pop(name).kill()
 
     def rows(self, name: str, event: str = "exchange") -> list[dict[str, Any]]:
         """The exchanges in an island's journal, or other events."""
@@ -73,7 +72,7 @@ class Islands:
         """Until an island has exchanged so often."""
         deadline = time.monotonic() + _LIMIT_S
         while len(self.rows(name)) < count:
-            if time.monotonic() > deadline or self.server.code(self.processes[name]) is not None:
+            if time.monotonic() > deadline or self.processes[name].poll() is not None:
                 raise WrongError(f"{name} has made {len(self.rows(name))} exchanges, not {count}")
             time.sleep(_POLL_S)
 
@@ -85,7 +84,7 @@ class Islands:
             if time.monotonic() > deadline:
                 raise WrongError(f"{_HANGS}: {', '.join(left)}")
             for name, process in list(left.items()):
-                code = self.server.code(process)
+                code = process.poll()
                 if code is not None:
                     del left[name]
                 if code:
@@ -98,12 +97,27 @@ class Islands:
         return float(read_rows(self.work / name, kind="eval")[-1]["loss"])
 
 
+def _start(started: list[subprocess.Popen[bytes]], *words: str, log: Path) -> subprocess.Popen[bytes]:
+    """Starts `headrace WORDS`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        process = subprocess.Popen([python(), "-m", "headrace", *words], stdout=output, stderr=output, cwd=ROOT)
+    started.append(process)
+    return process
+
+
+def _kill_all(started: list[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        process.kill()
+        process.wait()
+
+
 @contextmanager
 def two_islands(*, seed: int) -> Iterator[Islands]:
     """A lighthouse and two islands that have been started."""
     with tempfile.TemporaryDirectory(prefix="headrace-islands-") as folder, ExitStack() as stack:
-        work, starter = Path(folder), server()
-        stack.callback(starter.kill_all)
+        work, started = Path(folder), list[subprocess.Popen[bytes]]()
+        stack.callback(_kill_all, started)
         address = f"127.0.0.1:{free_port()}"
         section = {"count": 2, "steps": INNER, "lighthouse": address, "timeout_s": 10, "start_s": 60}
         config = tiny_config(make_tokens(work, text_folders()), work / "run", engine="torch", islands=section)
@@ -111,8 +125,8 @@ def two_islands(*, seed: int) -> Iterator[Islands]:
         config["run"] |= {"steps": INNER * ROUNDS, "checkpoint_every": 10 * INNER, "seed": seed}
         config["evaluation"] = {"samples": 64}
         path = write_config(work / "c.json", config)
-        starter.start("islands", "--config", str(path), "--only-lighthouse", log=work / "lighthouse.log")
-        islands = Islands(starter, path, work, {})
+        _start(started, "islands", "--config", str(path), "--only-lighthouse", log=work / "lighthouse.log")
+        islands = Islands(started, path, work, {})
         for name in ("island-0", "island-1"):
             islands.start(name)
         yield islands

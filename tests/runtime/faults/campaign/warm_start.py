@@ -8,7 +8,6 @@ pid files.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import select
@@ -23,7 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.warm import IMPORTED, ROOT, _become
+from tests.warm_python import ROOT
+from tests.warm_python.imports import import_for_training
+from tests.warm_python.server import become
 
 _POLL_S = 0.02
 
@@ -146,8 +147,9 @@ class _Rank:
 
 
 def _run(words: Sequence[str], work: str, output: str, env: Mapping[str, str]) -> None:
-    sys.orig_argv[:] = [sys.executable, *words]
-    _become(words, work, [output, output], env)
+    request = {"program": "python", "arguments": words, "environ": env, "cwd": work, "files": [0, 1, 2]}
+    files = [os.open(os.devnull, os.O_RDONLY), *(os.open(output, os.O_WRONLY | os.O_APPEND) for _ in range(2))]
+    become({**request, "limits": {}, "umask": 0o022}, files, sys.executable, lambda: None)
 
 
 def _fork(job: Mapping[str, Any]) -> int:
@@ -168,11 +170,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for name in IMPORTED:
-        importlib.import_module(name)
-    from pipeline.run.preload import preload  # noqa: PLC0415
-
-    preload(["pipeline.plan.proof.rank"], ("torch", "deepspeed"), ("llama",))
+    import_for_training()
 
     def answer(pid: int, code: int | None) -> None:
         print(json.dumps([pid, code]), file=answers, flush=True)
