@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import tiny_config, write_config
+from tests.warm_python import python
 
 
 def make_config(kind: str, tokens: Path, work: Path, *, run_steps: int, **section: Any) -> Path:
@@ -32,7 +32,7 @@ def make_config(kind: str, tokens: Path, work: Path, *, run_steps: int, **sectio
 def command(kind: str, config: Path, *sets: str, options: tuple[str, ...] = ()) -> list[str]:
     """`headrace islands` or `headrace replicas`."""
     overrides = [word for text in sets for word in ("--set", text)]
-    return [sys.executable, "-m", "headrace", kind, "--config", str(config), *overrides, *options]
+    return [python(), "-m", "headrace", kind, "--config", str(config), *overrides, *options]
 
 
 def run_groups(kind: str, config: Path, *sets: str, options: tuple[str, ...] = ()) -> None:

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.warm_python import folder
+
 
 def run_printed(commands: str, cwd: Path) -> str:
     """Runs commands in bash with this environment's programs first on PATH; returns what they print.
 
     Raises AssertionError with the end of it when a command fails.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{folder()}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=cwd,

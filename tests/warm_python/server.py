@@ -94,16 +94,18 @@ class Server:
             each.close()
 
     def _hear(self, child: int) -> None:
-        """A byte is a signal to pass on; the end of the stream is the client's."""
+        """A byte is a signal to pass on; the end of the stream is the client's, and its process group's with it."""
         if child not in self._clients:
             return
         try:
             numbers = self._clients[child].recv(64)
         except OSError:
             numbers = b""
-        for number in numbers or [signal.SIGKILL]:
+        for number in numbers:
             os.kill(child, number)
         if not numbers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
             self._selector.unregister(self._clients.pop(child)).fileobj.close()  # type: ignore[union-attr]
 
     def _collect(self) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from pipeline.compress.recipe.config import RecipeConfig
 from pipeline.compress.recipe.steps import plan_steps
 from tests.conftest import tiny_config, write_config
 from tests.evaluation.heldout.small import SEQUENCE, make_model, make_tokens
+from tests.warm_python import python
 
 STEPS = 60
 
@@ -139,7 +139,7 @@ def test_the_difference_of_configs_is_named_field_by_field() -> None:
 
 
 def command(path: Path) -> list[str]:
-    return [sys.executable, "-m", "headrace", "compress", "run", "--config", str(path)]
+    return [python(), "-m", "headrace", "compress", "run", "--config", str(path)]
 
 
 def started(path: Path) -> subprocess.Popen[str]:

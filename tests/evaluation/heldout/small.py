@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from data_prep.formats.tokenfile import TokenFile, TokenFileWriter, dtype_for, s
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.directory import MANIFEST, commit, read_manifest, staging_path
 from pipeline.data.dataset import TokenDataset
+from tests.warm_python import python
 
 VOCAB = 384  # the 256 bytes, the end-of-text token and a hundred merges
 END = "<|endoftext|>"
@@ -99,7 +99,7 @@ def make_model(folder: Path, tokens: Path, *, tied: bool = True, steps: int = 60
 
 def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs this Python with arguments in a process of its own, output captured."""
-    command = [sys.executable, *map(str, arguments)]
+    command = [python(), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from headrace.base.configfile import load
 from pipeline.plan.ladder.runs import finished_loss
 from tests.conftest import tiny_config, write_config
+from tests.warm_python import python
 
 pytestmark = pytest.mark.integration
 _MINUTES = 15
@@ -22,7 +22,7 @@ _MINUTES = 15
 
 def _command(config: Path, *more: str) -> list[str]:
     words = ["--rungs", "3", "--smallest", "0.1", "--largest", "0.6", "--budgets", "0.5,1", "--learning-rates", "1"]
-    return [sys.executable, "-P", "-m", "pipeline", "ladder", "--config", str(config), *words, *more]
+    return [python(), "-P", "-m", "pipeline", "ladder", "--config", str(config), *words, *more]
 
 
 def _wait_for(path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from tests import groups
 from tests.conftest import launch, losses
 from tests.groups import events
 from tests.run.groups.islands.struck import two_islands
+from tests.warm_python import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
 
@@ -178,7 +178,7 @@ def test_islands_of_two_processes_exchange_between_equal_ranks(
     assert_each_sample_once(events(first, "exchange"))
     assert_equal_weights(first, second)
     assert bool(events(first, "shares")) == (shares != "null")
-    verify = [sys.executable, "-m", "headrace", "checkpoint", "verify", str(first)]
+    verify = [python(), "-m", "headrace", "checkpoint", "verify", str(first)]
     assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
     # of 90,864 fp32 weights, a quarter and the scales: half to the other island and half of the mean back
     assert events(first, "exchange")[0]["bytes_sent"] == pytest.approx(90_864 * (1 + 4 / 256), rel=0.02)
@@ -226,7 +226,7 @@ def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: P
     with subprocess.Popen(command(config, *sets), stdout=subprocess.DEVNULL) as process:
         words = (f"islands.secret_file={secrets[1]}", "islands.name=other", f"run.dir={tmp_path / 'run/other'}")
         other = [word for text in words for word in ("--set", text)]
-        other = [sys.executable, "-m", "headrace", "train", "--config", str(config), *other]
+        other = [python(), "-m", "headrace", "train", "--config", str(config), *other]
         wait_for_exchanges(tmp_path / "run/island-0", 1)  # the first to come is the one whose secret counts
         done = subprocess.run(other, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 2

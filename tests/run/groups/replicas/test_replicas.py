@@ -25,6 +25,7 @@ from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
 from tests.groups import events
+from tests.warm_python import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
 
@@ -78,7 +79,7 @@ def replica(
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
     words = [*torchrun, "-m", "tests.run.groups.replicas.disturbed", *disturbance, "--config", str(config), *overrides]
     with run_dir.with_suffix(".log").open("ab") as output:
-        return subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen([python(), *words], stdout=output, stderr=subprocess.STDOUT)
 
 
 def wait_for_opening_lines(log: Path, *, starts: int) -> None:
@@ -169,7 +170,8 @@ def test_in_every_layout_the_others_run_what_a_dead_replica_has_left(
 def test_a_replica_that_is_paused_for_many_steps_is_left_behind_and_started_again(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=1500, start_s=100, timeout_s=5)
     first, second = (tmp_path / "run" / f"replica-{number}" for number in range(2))
-    words = command(config, "run.checkpoint_every=500", "scheduler=null")
+    # SIGSTOP has to reach the replica itself
+    words = [sys.executable, *command(config, "run.checkpoint_every=500", "scheduler=null")[1:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         found: dict[str, int] = {}
