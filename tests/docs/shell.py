@@ -10,16 +10,18 @@ from pathlib import Path
 from tests.warm_python import folder
 
 
-def run_printed(commands: str, cwd: Path) -> str:
+def run_printed(commands: str, cwd: Path, *, warm: bool = True) -> str:
     """Runs commands in bash with this environment's programs first on PATH; returns what they print.
+
+    Without `warm` python, headrace and deepspeed are not forked from a server: for commands that look for processes.
 
     Raises AssertionError with the end of it when a command fails.
     """
-    path = f"{folder()}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    programs = [folder()] * warm + [Path(sys.executable).parent, os.environ["PATH"]]
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=cwd,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": os.pathsep.join(map(str, programs))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
