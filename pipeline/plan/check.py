@@ -83,6 +83,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
     entries += resolved_entries(resolved)
     if not arguments.rules_only:
+        _check_data(resolved)
         with quick_imports():
             from pipeline.run.before.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
             from pipeline.run.before.generation_cost import generation_entries  # noqa: PLC0415
@@ -101,6 +102,15 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
         entries += generation_entries(prepared)
         entries += [Entry("warnings", text, text) for text in advice(prepared)]
     return entries
+
+
+def _check_data(run: ResolvedRun) -> None:
+    """Refuses missing or unfit data as `prepare` does, but before torch is imported, which takes seconds."""
+    from pipeline.data.mixing_weights import Extent  # noqa: PLC0415
+    from pipeline.data.mixture import open_mixture  # noqa: PLC0415  imports numpy
+
+    extent, seed = Extent(run.steps, run.batch.samples), run.config.run.seed
+    open_mixture(run.config.data, seed=seed, extent=extent, stat_files=False)
 
 
 def _check_exact(run: ResolvedRun, *, rules_only: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError
 from headrace.base.quick_imports import quick_imports
+from pipeline.config.load import read_config
 
 if TYPE_CHECKING:
     from pipeline.plan.predict.planned_run import PlannedRun
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     if arguments.tokens is not None:
         overrides += ["run.steps=null", f"run.tokens={int(arguments.tokens)}"]
+    read_config(arguments.config, overrides)  # refused before torch is imported, which takes seconds
     with quick_imports():
         planned = _open(arguments, overrides)
     if arguments.search:

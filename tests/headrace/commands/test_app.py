@@ -124,6 +124,33 @@ def test_help_of_no_verb_imports_what_takes_seconds() -> None:
     assert {verb: heavy for verb, names in imported.items() if (heavy := {*names} & {*HEAVY})} == {}
 
 
+IMPORTED = """
+import contextlib, io, json, sys
+from headrace.commands.app import run
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    code = run(sys.argv[1:])
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("explain zero_optimization.stage", 0),
+        ("check --config ds_configs/zero3.json --rules-only", 0),
+        ("check --config ds_configs/zero3.json", 2),  # its data is missing
+        ("plan --config nowhere.json", 2),
+    ],
+)
+def test_what_the_config_alone_decides_is_answered_without_torch(words: str, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IMPORTED, *words.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    ended, modules = json.loads(done.stdout)
+    assert ended == code
+    assert {*modules} & {*HEAVY} == set()
+
+
 def test_the_version_is_that_of_the_package() -> None:
     done = run("--version")
     assert (done.exit_code, done.output) == (0, "headrace 0.5.0\n")
