@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.base.cli import add_config_arguments, guarded
+from headrace.base.cli import add_config_arguments
+from headrace.base.command_line import Parser, add_verbs, execute
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.verbs import Run, Verb
 
 if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait for them
     from data_prep.config.corpus import CorpusConfig
@@ -21,21 +23,9 @@ if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait f
 
 INDEX = "JOB_COMPLETION_INDEX"
 """Variable in which Kubernetes tells a pod of an indexed Job its number."""
+_TEXT = "Turns a corpus into a tokens directory: reads, splits, tokenizes, shards, checksums. A stopped job resumes."
 _EPILOG = """\
-Without a command, the whole job is run; a job that was stopped or killed resumes.
-
-before and during a job:
-  plan    --config F                the tasks, bytes, and an estimate of the time
-  status  --config F                the progress of the job; from any machine that sees its directory
-on an output:
-  verify  DIR                       read a tokens directory again and compare all checksums
-  stats   DIR                       documents, tokens, lengths and dropped records, by source
-  pack    DIR --length T            pack whole documents into samples of T tokens
-for batch schedulers, the same job in parts:
-  prepare --config F                check the input, plan the map tasks, make the tokenizer
-  phase   NAME --config F --task I --of N    run every task t of a phase (map, merge, reduce) with t % N == I
-  finish  --config F                commit the output
-  share   --config F --task I --of N         share I of every phase, beside the others; share 0 prepares and commits
+Without a command, the whole job is run, as by 'run'. Shares of a scheduler: a phase runs every task t with t % N == I.
 
 exit codes: 0 done, 2 error (the message says why and what to do), 76 a worker was killed, 130 interrupted
 """
@@ -44,30 +34,19 @@ exit codes: 0 done, 2 error (the message says why and what to do), 76 a worker w
 def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and runs the command; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
-    args = _parser(words[:1]).parse_args(words)
-    return guarded(lambda: args.run(args))
+    return execute(words, prog="python -m data_prep", declare=add_arguments, description=_TEXT, config="corpus")
 
 
-def _parser(first: list[str]) -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    if first and first[0] in COMMANDS:
-        parser = argparse.ArgumentParser(prog="python -m data_prep", formatter_class=raw)
-        subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-        for name, (run, description) in COMMANDS.items():
-            sub = subparsers.add_parser(name, help=description, description=description)
-            if name == first[0]:  # the arguments of the others would need further imports
-                add_arguments(sub, name)
-            sub.set_defaults(run=run)
-        return parser
-    about = "Turns a corpus into a tokens directory: reads, splits, tokenizes, shards, checksums."
-    parser = argparse.ArgumentParser(prog="python -m data_prep", description=about, epilog=_EPILOG, formatter_class=raw)
-    add_arguments(parser, "all")
-    parser.set_defaults(run=run_all)
-    return parser
+def add_arguments(parser: Parser) -> None:
+    """Declares the commands, and the options of the whole job where no command is typed."""
+    parser.epilog = _EPILOG
+    add_verbs(parser, COMMANDS, metavar="COMMAND")
+    if parser.active is parser:
+        _add_options(parser, "run")
+        parser.set_defaults(_run=run)
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Declares the options of a command of `COMMANDS`, or of the whole job (`all`)."""
+def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "pack":
         from data_prep.packing import pack  # noqa: PLC0415
 
@@ -89,20 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--task", type=int, metavar="I", help=text, **given)
         parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
     add_config_arguments(parser)
-    if name in ("all", "phase", "plan", "share"):
+    if name in ("run", "phase", "plan", "share"):
         default = (
             "1"
             if name in ("phase", "share")
             else "local: the available cores; cluster: all cores; slurm: 8 jobs per phase"
         )
         parser.add_argument("--workers", type=int, metavar="N", help=f"concurrent tasks (default: {default})")
-    if name == "all":
+    if name == "run":
         names = ("local", "slurm", "ray", "spark")
         parser.add_argument("--executor", choices=names, default="local", help="what runs the tasks (default: local)")
         parser.add_argument("--address", metavar="URL", help="of a Ray cluster (HOST:6379, auto) or a Spark master")
 
 
-def run_all(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Runs the whole job, or resumes it."""
     if args.executor == "slurm":
         return _submit(args)
@@ -250,18 +229,23 @@ def _pack(args: argparse.Namespace) -> None:
     pack.run(args)
 
 
-COMMANDS = {
-    "plan": (_plan, "print the tasks, bytes, and an estimate of the time"),
-    "status": (_status, "print the progress of a job; from any machine that sees its directory"),
-    "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),
-    "phase": (_phase, "run one share of the tasks of a phase"),
-    "finish": (_finish, "commit the output when all phases have finished"),
-    "share": (_share, "run one share of every phase beside the others, as in an indexed Job of Kubernetes"),
-    "stats": (_stats, "print documents, tokens, lengths and dropped records, by source"),
-    "pack": (_pack, "pack whole documents into samples of a fixed length"),
-    "verify": (_verify, "compare all checksums of a tokens directory"),
-}
-"""Command -> (function, help text)."""
+def _command(name: str, run: Run, text: str, heading: str) -> Verb:
+    return Verb(name, text, heading, functions=(lambda parser: _add_options(parser, name), run), config="corpus")
+
+
+_JOB, _OUTPUT, _SHARES = "A job", "A tokens directory", "Shares of a job, for batch schedulers"
+COMMANDS = (
+    _command("run", run, "run the whole job, or resume it; the same as without a command", _JOB),
+    _command("plan", _plan, "print the tasks, bytes, and an estimate of the time", _JOB),
+    _command("status", _status, "print the progress of a job; from any machine that sees its directory", _JOB),
+    _command("stats", _stats, "print documents, tokens, lengths and dropped records, by source", _OUTPUT),
+    _command("verify", _verify, "compare all checksums of a tokens directory", _OUTPUT),
+    _command("pack", _pack, "pack whole documents into samples of a fixed length", _OUTPUT),
+    _command("prepare", _prepare, "check the input, plan the map tasks, make the tokenizer", _SHARES),
+    _command("phase", _phase, "run one share of the tasks of a phase", _SHARES),
+    _command("finish", _finish, "commit the output when all phases have finished", _SHARES),
+    _command("share", _share, "run one share of every phase beside the others, as in an indexed Job", _SHARES),
+)
 
 
 def _config(args: argparse.Namespace) -> CorpusConfig:

@@ -6,6 +6,7 @@ import argparse
 
 from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError
+from headrace.base.quick_imports import quick_imports
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.run.distillation.control import SUFFIX, comparison, control_of
 from pipeline.runtime.faults.stop_signals import StopSignals
@@ -49,9 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(resolved: ResolvedRun, *, first: bool) -> int:
     # torch takes seconds to import, and a refusal should not wait for it
     with StopSignals(announce=first) as signals:
-        from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
-        from pipeline.run.distillation.on_rank import make_distillation  # noqa: PLC0415
-        from pipeline.run.session import train  # noqa: PLC0415
+        with quick_imports():
+            from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+            from pipeline.run.distillation.on_rank import make_distillation  # noqa: PLC0415
+            from pipeline.run.session import train  # noqa: PLC0415
 
         if resolved.config.distill is None:
             return train(resolved, lambda *_rank: CrossEntropy(z_loss=resolved.config.loss.z_loss), signals=signals)

@@ -6,6 +6,7 @@ import argparse
 
 from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError
+from headrace.base.quick_imports import quick_imports
 from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.arguments import add_arguments, parse_arguments, resolve_run
@@ -26,8 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("distill", why="train.py has no teacher", remedy=remedy)
     # torch takes seconds to import, and a refusal should not wait for it
     with StopSignals(announce=detect().rank == 0) as signals:
-        from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
-        from pipeline.run.session import train  # noqa: PLC0415
+        with quick_imports():
+            from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+            from pipeline.run.session import train  # noqa: PLC0415
 
         return train(resolved, lambda *_rank: CrossEntropy(z_loss=resolved.config.loss.z_loss), signals=signals)
 

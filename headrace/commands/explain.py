@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
-from typing import Annotated
 
-import typer
-from rich.console import Console
-
-from headrace.base.cli import guarded
+from headrace.base.command_line import complete_with
+from headrace.base.config_kinds import KINDS, example_file, keys, parts_of
 from headrace.base.errors import ConfigError
 from headrace.base.json_schema import NO_DEFAULT, Key, as_json
 from headrace.base.section import suggest
-from headrace.commands.config_kinds import KINDS, example_file, keys, parts_of
-from headrace.commands.lazy import new_app
 
-app = new_app()
+_TEXT = """\
+Explains a config key: what it means, its type, its default and an example.
+
+Of a section it lists the keys; without a KEY it lists the sections of all kinds of config files. A key may be written
+as in --set (data.sources.0.weight), with brackets (data.sources[].weight), or as its last name alone."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the argument."""
+    parser.description = _TEXT
+    key = parser.add_argument("key", metavar="KEY", nargs="?", default="", help="e.g. run.keep_every")
+    complete_with(key, _complete)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints what is known of a key."""
+    for line in lines_of(arguments.key):
+        print(line)
 
 
 def _complete(incomplete: str) -> list[str]:
     return [key.path for kind in KINDS for key in keys(kind) if key.path.startswith(incomplete)]
-
-
-@app.command()
-def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="e.g. run.keep_every", autocompletion=_complete)] = "",
-) -> None:
-    """Explains a config key: what it means, its type, its default and an example.
-
-    Of a section it lists the keys; without a KEY it lists the sections of all kinds of config files. A key may be
-    written as in --set (data.sources.0.weight), with brackets (data.sources[].weight), or as its last name alone.
-    """
-    raise typer.Exit(guarded(lambda: _show(key)))
-
-
-def _show(path: str) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for line in lines_of(path):
-        console.print(line)
 
 
 def lines_of(path: str) -> list[str]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from headrace.base.cli import guarded
+from headrace.base.command_line import complete_with
+from headrace.base.config_kinds import KINDS, keys
 from headrace.base.errors import ConfigError
 from headrace.base.json_schema import NO_DEFAULT, Key, as_json
-from headrace.commands.config_kinds import KINDS, keys
-from headrace.commands.lazy import new_app
 
-app = new_app()
 _INTRODUCTION = """\
 Made by `headrace schema --markdown` from the classes that read the files; do not edit it. `headrace explain KEY`
 prints one entry, `headrace schema` the JSON Schema for editors. `[]` stands for the items of a list.
@@ -27,29 +23,34 @@ numbers may be written as `40e9`.
 """
 
 
-@app.command()
-def schema(
-    kind: Annotated[str, typer.Argument(metavar="KIND", autocompletion=lambda: list(KINDS))] = "run",
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="write it there instead of printing it")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="print docs/config-reference.md instead")] = False,
-) -> None:
-    """Prints the JSON Schema (draft 2020-12) of a kind of config files.
+_TEXT = """\
+Prints the JSON Schema (draft 2020-12) of a kind of config files.
 
-    An editor that is given it completes keys, shows what they mean and underlines what is wrong. Write it to a file and
-    name that file at the top of a config: "$schema": "run.schema.json".
-    """
+An editor that is given it completes keys, shows what they mean and underlines what is wrong. Write it to a file and
+name that file at the top of a config: "$schema": "run.schema.json"."""
 
-    def run() -> None:
-        if kind not in KINDS:
-            raise ConfigError("KIND", kind, why="there is no such kind of config", remedy=f"one of {', '.join(KINDS)}")
-        text = reference() if markdown else json.dumps(KINDS[kind].schema(), indent=2, ensure_ascii=False) + "\n"
-        if output is None:
-            typer.echo(text, nl=False)
-        else:
-            output.write_text(text, encoding="utf-8")
-            typer.echo(f"{output} written")
 
-    raise typer.Exit(guarded(run))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.description = _TEXT
+    text = f"one of {', '.join(KINDS)}; default: %(default)s"
+    kind = parser.add_argument("kind", metavar="KIND", nargs="?", default="run", help=text)
+    complete_with(kind, lambda incomplete: [kind for kind in KINDS if kind.startswith(incomplete)])
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write it there instead of printing it")
+    parser.add_argument("--markdown", action="store_true", help="print docs/config-reference.md instead")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a schema, or writes it."""
+    kind, output = arguments.kind, arguments.output
+    if kind not in KINDS:
+        raise ConfigError("KIND", kind, why="there is no such kind of config", remedy=f"one of {', '.join(KINDS)}")
+    text = reference() if arguments.markdown else json.dumps(KINDS[kind].schema(), indent=2, ensure_ascii=False) + "\n"
+    if output is None:
+        print(text, end="", flush=True)
+    else:
+        output.write_text(text, encoding="utf-8")
+        print(f"{output} written")
 
 
 def reference() -> str:

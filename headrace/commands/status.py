@@ -9,23 +9,19 @@ from pathlib import Path
 
 from headrace.base import configfile
 from headrace.base.directory import MANIFEST
-from headrace.commands.from_argparse import app_of
 from pipeline.cluster.status import command
 
-_TEXT = "Show how far a run or a data-prep job is, live: progress, goodput, restarts, Slurm job; why it ended; its log."
+add_arguments = command.add_arguments
 
 
-def show(arguments: argparse.Namespace) -> int:
-    """Shows a data-prep job; all else is `python -m pipeline status`."""
+def run(arguments: argparse.Namespace) -> int:
+    """Shows a data-prep job; all else is a run of the trainer."""
     given = arguments.run or arguments.config
     lines = None if given is None else data_prep_lines(Path(given), arguments.overrides)
     if lines is None:
         return command.run(arguments)
     print(json.dumps({"data_prep": lines}) if arguments.json else "\n".join(lines))
     return 0
-
-
-app = app_of(command.add_arguments, show, text=_TEXT)
 
 
 def data_prep_lines(path: Path, overrides: Sequence[str] = ()) -> list[str] | None:

@@ -2,80 +2,60 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError
-from headrace.commands.config_kinds import complete_override
-from headrace.commands.lazy import new_app
 
-app = new_app()
+_TEXT = """\
+Submits data prep, training, export and compression to Slurm as a chain of jobs.
+
+What a config is follows from its keys. A stage waits for those before it whose output its config names. The jobs run a
+copy of the code and of the configs, in the run's directory, so that later edits do not reach them."""
 
 
-@app.command()
-def submit(
-    configs: Annotated[
-        list[str],
-        typer.Argument(metavar="CONFIG...", help="configs: a corpus, trainings, a compression, in order"),
-    ],
-    nodes: Annotated[
-        str,
-        typer.Option(metavar="N[,N...]", help="nodes of each training: one number, or one for each config"),
-    ] = "1",
-    tasks_per_node: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="processes on each node (default: one per GPU, or 1)"),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="jobs in each array of data prep (default: 8)")
-    ] = None,
-    overrides: Annotated[
-        list[str],
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="override one field of the training configs (repeatable)",
-            autocompletion=complete_override("run"),
-        ),
-    ] = [],  # noqa: B006  typer copies it
-    sweep: Annotated[
-        list[str],
-        typer.Option(
-            metavar="KEY=VALUE,VALUE,...",
-            help="train once with each value, as a job array with a run directory each; several make a grid",
-        ),
-    ] = [],  # noqa: B006
-    site: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="settings of the site (default: slurm/site.toml)")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the scripts; submit and write nothing")] = False,
-) -> None:
-    """Submits data prep, training, export and compression to Slurm as a chain of jobs.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.description = _TEXT
+    text = "configs: a corpus, trainings, a compression, in order"
+    parser.add_argument("configs", metavar="CONFIG", nargs="+", help=text)
+    text = "nodes of each training: one number, or one for each config"
+    parser.add_argument("--nodes", default="1", metavar="N[,N...]", help=text)
+    text = "processes on each node (default: one per GPU, or 1)"
+    parser.add_argument("--tasks-per-node", type=_at_least_one, metavar="N", help=text)
+    text = "jobs in each array of data prep (default: 8)"
+    parser.add_argument("--workers", type=_at_least_one, metavar="N", help=text)
+    text = "override one field of the training configs (repeatable)"
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "train once with each value, as a job array with a run directory each; several make a grid"
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE,...", help=text)
+    text = "settings of the site (default: slurm/site.toml)"
+    parser.add_argument("--site", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="print the scripts; submit and write nothing")
 
-    What a config is follows from its keys. A stage waits for those before it whose output its config names. The jobs
-    run a copy of the code and of the configs, in the run's directory, so that later edits do not reach them.
-    """
 
-    def run() -> None:
-        from headrace.submission.request import Request  # noqa: PLC0415
-        from headrace.submission.submit import submit  # noqa: PLC0415
+def run(arguments: argparse.Namespace) -> None:
+    """Submits the jobs, or prints them."""
+    from headrace.submission.request import Request  # noqa: PLC0415
+    from headrace.submission.submit import submit  # noqa: PLC0415
 
-        request = Request(
-            files=configs,
-            overrides=overrides,
-            nodes=_numbers(nodes),
-            tasks=tasks_per_node,
-            workers=workers,
-            sweeps=sweep,
-            site=site,
-            dry_run=dry_run,
-        )
-        submit(request, say=typer.echo)
+    request = Request(
+        files=arguments.configs,
+        overrides=arguments.overrides,
+        nodes=_numbers(arguments.nodes),
+        tasks=arguments.tasks_per_node,
+        workers=arguments.workers,
+        sweeps=arguments.sweep,
+        site=arguments.site,
+        dry_run=arguments.dry_run,
+    )
+    submit(request, say=lambda text: print(text, flush=True))
 
-    raise typer.Exit(guarded(run))
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 def _numbers(text: str) -> list[int]:

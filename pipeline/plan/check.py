@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from headrace.base.cli import add_config_arguments
 from headrace.base.errors import ConfigError
+from headrace.base.quick_imports import quick_imports
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
@@ -82,14 +83,16 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
     entries += resolved_entries(resolved)
     if not arguments.rules_only:
-        from pipeline.run.before.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
-        from pipeline.run.before.generation_cost import generation_entries  # noqa: PLC0415
-        from pipeline.run.before.memory_summary import memory_bytes, memory_entries  # noqa: PLC0415
-        from pipeline.run.before.teacher_memory import teacher_entries  # noqa: PLC0415
-        from pipeline.run.prepare import prepare  # noqa: PLC0415
+        _check_data(resolved)
+        with quick_imports():
+            from pipeline.run.before.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
+            from pipeline.run.before.generation_cost import generation_entries  # noqa: PLC0415
+            from pipeline.run.before.memory_summary import memory_bytes, memory_entries  # noqa: PLC0415
+            from pipeline.run.before.teacher_memory import teacher_entries  # noqa: PLC0415
+            from pipeline.run.prepare import prepare  # noqa: PLC0415
 
-        device_memory = None if arguments.memory is None else memory_bytes(arguments.memory)
-        prepared = prepare(resolved)
+            device_memory = None if arguments.memory is None else memory_bytes(arguments.memory)
+            prepared = prepare(resolved)  # imports the model's class
         entries += prepared_entries(prepared)
         if arguments.exact:
             entries += _exact_entries(arguments, prepared, processes=processes, begun=begun, memory=device_memory)
@@ -99,6 +102,15 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
         entries += generation_entries(prepared)
         entries += [Entry("warnings", text, text) for text in advice(prepared)]
     return entries
+
+
+def _check_data(run: ResolvedRun) -> None:
+    """Refuses missing or unfit data as `prepare` does, but before torch is imported, which takes seconds."""
+    from pipeline.data.mixing_weights import Extent  # noqa: PLC0415
+    from pipeline.data.mixture import open_mixture  # noqa: PLC0415  imports numpy
+
+    extent, seed = Extent(run.steps, run.batch.samples), run.config.run.seed
+    open_mixture(run.config.data, seed=seed, extent=extent, stat_files=False)
 
 
 def _check_exact(run: ResolvedRun, *, rules_only: bool) -> None:

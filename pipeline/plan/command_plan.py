@@ -10,8 +10,14 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError
+from headrace.base.quick_imports import quick_imports
+from pipeline.config.load import read_config
+
+if TYPE_CHECKING:
+    from pipeline.plan.predict.planned_run import PlannedRun
 
 DEFAULT_MACHINE = "h100"
 
@@ -77,13 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     if arguments.tokens is not None:
         overrides += ["run.steps=null", f"run.tokens={int(arguments.tokens)}"]
-    from pipeline.plan.calibration.present import present_machine  # noqa: PLC0415  imports torch
-    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
-
-    machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
-    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415  imports torch
-
-    planned = open_run(arguments.config, overrides, machine, nodes=arguments.nodes, processes=arguments.processes)
+    read_config(arguments.config, overrides)  # refused before torch is imported, which takes seconds
+    with quick_imports():
+        planned = _open(arguments, overrides)
     if arguments.search:
         from pipeline.plan.search.command_search import search_command  # noqa: PLC0415
 
@@ -105,6 +107,16 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{'timeline':>14}  {drawn}")
     sys.stdout.flush()
     return 0
+
+
+def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
+    from pipeline.plan.calibration.present import present_machine  # noqa: PLC0415  imports torch
+    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
+
+    machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
+    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415  imports torch
+
+    return open_run(arguments.config, overrides, machine, nodes=arguments.nodes, processes=arguments.processes)
 
 
 def _score(arguments: argparse.Namespace) -> int:

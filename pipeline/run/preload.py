@@ -6,6 +6,8 @@ import contextlib
 import importlib
 from collections.abc import Collection, Iterable
 
+from headrace.base.quick_imports import quick_imports
+
 
 def preload(modules: Iterable[str], engines: Collection[str], model_types: Iterable[str]) -> None:
     """Imports the modules that every rank would otherwise import itself, some of them only at the first step.
@@ -19,9 +21,10 @@ def preload(modules: Iterable[str], engines: Collection[str], model_types: Itera
     modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(model_types)]
     for engine in engines:
         modules += _IMPORTS[engine]
-    for name in modules:
-        with contextlib.suppress(ImportError):  # the code that needs it raises a better error
-            importlib.import_module(name)
+    with quick_imports():
+        for name in modules:
+            with contextlib.suppress(ImportError):  # the code that needs it raises a better error
+                importlib.import_module(name)
     if "deepspeed" in engines:
         with contextlib.suppress(ImportError, RuntimeError):
             from pipeline.engines.deepspeed.operators import skip_shared_memory  # noqa: PLC0415

@@ -23,25 +23,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from headrace.base.errors import DataError
-from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
-from pipeline.models.routers import has_experts
+from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
 
 _STORED = ("weight_packed", "weight_scale", "weight_shape", "weight")
-
-
-def needs_own_loader(folder: ModelFolder) -> bool:
-    """Whether transformers would fail, or give a layer the scheme of another."""
-    if folder.quantized_by != "compressed-tensors":
-        return False
-    return has_experts(folder.config) or len(scheme_groups(folder.config)) > 1
 
 
 def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -> Any:
     """Loads a folder, every weight dequantized by the scheme of its layer.
 
     Args:
-        folder: for which `needs_own_loader`.
+        folder: for which `needs_own_loader` of `loading.py`.
         dtype: of floating-point parameters; "auto" for the folder's own.
 
     Raises:

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from transformers.utils import logging
 
 from headrace.base.errors import DataError
-from pipeline.models.folder.compressed_folder import load_compressed, needs_own_loader
-from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
+from pipeline.models.routers import has_experts
 
 
 def pick_device() -> torch.device:
@@ -45,6 +45,8 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     folder = ModelFolder.open(path)
     if needs_own_loader(folder):
+        from pipeline.models.folder.compressed_folder import load_compressed  # noqa: PLC0415  imports compressed_tensors
+
         model = load_compressed(folder, dtype=dtype)
         return model.to(device).eval()
     if folder.quantized_by == "compressed-tensors" and not folder.quantizes_activations:
@@ -61,6 +63,13 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
     check_keys(path, info)
     return _decompressed(model.to(device).eval())
+
+
+def needs_own_loader(folder: ModelFolder) -> bool:
+    """Whether transformers would fail, or give a layer the scheme of another: see `compressed_folder.py`."""
+    if folder.quantized_by != "compressed-tensors":
+        return False
+    return has_experts(folder.config) or len(scheme_groups(folder.config)) > 1
 
 
 def _decompressed(model: Any) -> Any:

@@ -20,8 +20,8 @@ from pipeline.compress.quantization.sensitivity import changed
 from pipeline.compress.quantization.weights import modules_of, pack, save
 from pipeline.evaluation.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.evaluation.consumers.description import FOLDER, ModelDescription, describe
-from pipeline.models.folder.compressed_folder import load_compressed, needs_own_loader
-from pipeline.models.folder.loading import load_model
+from pipeline.models.folder.compressed_folder import load_compressed
+from pipeline.models.folder.loading import load_model, needs_own_loader
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.unfused_experts import UnfusedExperts, folder_names, unfuse_experts
 from tests.compress.quantization.test_quantize import packed_here, write_config

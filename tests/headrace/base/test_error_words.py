@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
+from headrace.base.config_kinds import KINDS, keys
 from headrace.base.errors import ConfigError
 from headrace.base.json_schema import Key
 from headrace.base.section import Count, Section, parse
-from headrace.commands.config_kinds import KINDS, keys
 
 VALUES = (None, True, 7, -1, 1.5, math.nan, "word", "", [], [1], ["a", 1], {}, {"a": 1}, {"step": 5})
 PYDANTIC = re.compile(

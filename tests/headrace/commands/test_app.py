@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import io
 import json
 import os
 import resource
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from data_prep.__main__ import COMMANDS as DATA_PREP
-from headrace.commands.app import app
-from headrace.commands.from_argparse import parameters_of
-from pipeline.__main__ import COMMANDS as PIPELINE
+from data_prep.__main__ import COMMANDS
+from headrace.base.verbs import VERBS as TABLE
+from headrace.commands import app
 from tests.conftest import ROOT
 
-VERBS = {*PIPELINE, "prep", "status", "submit", "schema", "explain"}
+VERBS = {verb.name: verb for verb in TABLE}
+DATA_PREP = [verb.name for verb in COMMANDS]
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "matplotlib")
 
 
-def run(*words: object) -> Result:
-    """The command in this process; its help is 100 columns wide, without colors."""
-    env = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    return CliRunner().invoke(app, [str(word) for word in words], env=env, prog_name="headrace")
+@dataclass(frozen=True)
+class Done:
+    """How a command in this process ended, and what it printed on stdout and stderr together."""
+
+    exit_code: int
+    output: str
 
 
-def complete(words: str) -> list[str]:
+def run(*words: object) -> Done:
+    """The command in this process; its help is 100 columns wide."""
+    output, width = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = app.run([str(word) for word in words])
+    finally:
+        os.environ.pop("COLUMNS") if width is None else os.environ.update(COLUMNS=width)
+    return Done(code, output.getvalue())
+
+
+def complete(words: str, tmp_path: Path) -> list[str]:
     """What bash is offered at the end of a command line."""
-    env = {**os.environ, "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
-    command = [sys.executable, "-m", "headrace"]
-    done = subprocess.run(
-        command, env={**env, "_HEADRACE_COMPLETE": "complete_bash"}, capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
+    out = tmp_path / "offered"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
+    env = {**os.environ, **asked, "COMP_LINE": words, "COMP_POINT": str(len(words)), "COMP_TYPE": "9"}
+    subprocess.run([sys.executable, "-m", "headrace"], env=env, cwd=tmp_path, capture_output=True, check=True)
+    return out.read_text().split()
 
 
 def test_without_a_verb_all_verbs_are_printed_in_groups() -> None:
@@ -44,42 +58,41 @@ def test_without_a_verb_all_verbs_are_printed_in_groups() -> None:
     assert done.exit_code == 0
     assert done.output == run("--help").output
     groups = ["Data prep", "Training", "Cluster", "Models", "Compression", "Config"]
-    places = [done.output.index(f" {group} ") for group in groups]
+    places = [done.output.index(f"\n{group}:\n") for group in groups]
     assert places == sorted(places)
-    listed = {
-        line.split()[1] for line in done.output.splitlines() if line.startswith("│ ") and not line.startswith("│  ")
-    }
-    assert listed >= VERBS
+    listed = [line.split()[0] for line in done.output.splitlines() if line.startswith("  ") and line[2] not in " -"]
+    assert listed == list(VERBS)
 
 
 @pytest.mark.parametrize("verb", sorted({*VERBS, *(f"prep {name}" for name in ("run", *DATA_PREP))}))
 def test_every_verb_answers_help(verb: str) -> None:
     done = run(*verb.split(), "--help")
     assert done.exit_code == 0, done.output
-    assert f"Usage: headrace {verb}" in done.output
+    assert f"usage: headrace {verb}" in done.output
 
 
-@pytest.mark.parametrize("verb", sorted(PIPELINE))
-def test_the_options_are_those_of_the_module(verb: str) -> None:
-    parser = argparse.ArgumentParser(prog=verb)
-    module = __import__(PIPELINE[verb][0], fromlist=["add_arguments"])
-    module.add_arguments(parser)
-    if verb == "checkpoint":  # it has subcommands of its own
-        return
-    text = run(verb, "--help").output
-    hidden = {"local_rank", "phase"}
-    for parameter in parameters_of(parser):
-        flags = next(action.option_strings for action in parser._actions if action.dest == parameter.name)
-        assert parameter.name in hidden or all(flag in text for flag in flags)
+@pytest.mark.parametrize("door", [["pipeline"], ["pipeline", "prep"], ["data_prep"], ["headrace", "prep"]])
+def test_every_door_lists_the_same_verbs_and_suggests_alike(door: list[str]) -> None:
+    of_prep = door[-1] != "pipeline"
+    command = [sys.executable, "-m", *door]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert all(f"\n  {name} " in done.stdout for name in (DATA_PREP if of_prep else VERBS))
+    wrong, meant = ("verfy", "verify") if of_prep else ("trian", "train")
+    done = subprocess.run([*command, wrong], capture_output=True, text=True, check=False)
+    assert (done.returncode, f"Did you mean '{meant}'?" in done.stderr) == (2, True)
 
 
-def test_options_that_a_module_groups_have_a_panel_of_their_own() -> None:
-    text = run("ladder", "--help").output
-    _, options, check = text.split("╭─ ")
-    assert check.startswith("Coordinate check ─")
+def test_options_that_a_module_groups_have_a_heading_of_their_own() -> None:
+    _, options, check = run("ladder", "--help").output.replace("Coordinate check:", "options:", 1).split("options:\n")
     flags = ("--coordinate-check", "--rate-check", "--widths", "--depths", "--steps", "--step-tokens", "--rates")
-    assert all(flag in check and flag not in options for flag in flags)
+    assert all(f"  {flag}" in check and f"  {flag}" not in options for flag in flags)
     assert "--rungs" in options
+
+
+def test_what_the_deepspeed_launcher_puts_in_front_is_accepted() -> None:
+    for words in (["--local_rank=1"], ["--local_rank", "1"]):
+        done = run(*words, "check", "--config", ROOT / "ds_configs/zero3.json", "--rules-only")
+        assert done.exit_code == 0, done.output
 
 
 def test_help_imports_no_torch_and_takes_well_below_half_a_second() -> None:
@@ -91,14 +104,13 @@ def test_help_imports_no_torch_and_takes_well_below_half_a_second() -> None:
 
 
 HELP_OF_ALL = """
-import json, sys
-from typer.testing import CliRunner
-from headrace.commands.app import app
+import contextlib, io, json, sys
+from headrace.commands.app import run
 found = {}
 for verb in sys.argv[1:]:
     before = {*sys.modules}
-    done = CliRunner().invoke(app, [*verb.split(), "--help"], prog_name="headrace")
-    assert done.exit_code == 0, verb
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run([*verb.split(), "--help"]) == 0, verb
     found[verb] = sorted({name.partition(".")[0] for name in {*sys.modules} - before})
 print(json.dumps(found))
 """
@@ -112,6 +124,33 @@ def test_help_of_no_verb_imports_what_takes_seconds() -> None:
     assert {verb: heavy for verb, names in imported.items() if (heavy := {*names} & {*HEAVY})} == {}
 
 
+IMPORTED = """
+import contextlib, io, json, sys
+from headrace.commands.app import run
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    code = run(sys.argv[1:])
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("explain zero_optimization.stage", 0),
+        ("check --config ds_configs/zero3.json --rules-only", 0),
+        ("check --config ds_configs/zero3.json", 2),  # its data is missing
+        ("plan --config nowhere.json", 2),
+    ],
+)
+def test_what_the_config_alone_decides_is_answered_without_torch(words: str, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IMPORTED, *words.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    ended, modules = json.loads(done.stdout)
+    assert ended == code
+    assert {*modules} & {*HEAVY} == set()
+
+
 def test_the_version_is_that_of_the_package() -> None:
     done = run("--version")
     assert (done.exit_code, done.output) == (0, "headrace 0.5.0\n")
@@ -121,17 +160,17 @@ def test_the_version_is_that_of_the_package() -> None:
     ("words", "answer"),
     [
         (("trian",), "Did you mean 'train'?"),
-        (("prep", "pln"), "Did you mean 'plan'"),
-        (("train", "--confg", "x"), "--config"),
-        (("prep", "--confg", "x"), "--config"),
-        (("check", "--config", "x", "--processes", "two"), "invalid literal"),
+        (("prep", "pln"), "Did you mean 'plan'?"),
+        (("train", "--confg", "x"), "did you mean '--config'?"),
+        (("prep", "--confg", "x"), "did you mean '--config'?"),
+        (("check", "--config", "x", "--processes", "two"), "'two'"),
         (("prove", "--config", "x", "--steps", "two"), "'two' is not a whole number"),
         (("export", "run", "out", "--dtype", "fp64"), "'fp64' is none of bf16, fp32"),
-        (("samples", "run", "--step", "1", "--sample", "2"), "give one of --step and --sample"),
-        (("samples", "run"), "give one of --step and --sample"),
+        (("samples", "run", "--step", "1", "--sample", "2"), "--sample: not allowed with argument --step"),
+        (("samples", "run"), "one of the arguments --step --sample is required"),
         (("samples", "run", "--step", "one"), "neither a number nor FIRST:LAST"),
-        (("train",), "Missing option '--config'"),
-        (("prep", "--workers", "2"), "Missing option '--config'"),
+        (("train",), "required: --config"),
+        (("prep", "--workers", "2"), "required: --config"),
         (("prep", "--config", "x", "plan"), "give the options after 'plan'"),
     ],
 )
@@ -170,21 +209,39 @@ def test_an_overridden_field_reaches_the_config() -> None:
     assert "run directory  elsewhere" in done.output
 
 
-def test_verbs_options_choices_and_config_keys_are_completed() -> None:
-    assert complete("headrace tr") == ["train"]
-    assert complete("headrace prep pl") == ["plan"]
-    assert complete("headrace train --np") == ["--nproc"]
-    assert complete("headrace export --dtype b") == ["bf16"]
-    assert complete("headrace train --set run.keep_e") == ["run.keep_every="]
-    assert complete("headrace prep plan --set tokenizer.vocab") == ["tokenizer.vocab_size="]
-    assert complete("headrace explain anomalies.non") == ["anomalies.non_finite"]
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("headrace tr", ["train"]),
+        ("headrace prep pl", ["plan"]),
+        ("headrace train --np", ["--nproc"]),
+        ("headrace compress ver", ["verify"]),
+        ("headrace export --dtype b", ["bf16"]),
+        ("headrace train --set run.keep_e", ["run.keep_every="]),
+        ("headrace compress run --set data.max", ["data.max_tokens="]),
+        ("headrace prep plan --set tokenizer.vocab", ["tokenizer.vocab_size="]),
+        ("headrace explain anomalies.non", ["anomalies.non_finite"]),
+        ("headrace train --config my_r", ["my_run.json"]),
+    ],
+)
+def test_verbs_options_choices_config_keys_and_files_are_completed(
+    words: str, offered: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "my_run.json").touch()
+    assert complete(words, tmp_path) == offered
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_there_is_a_completion_script_for_every_shell(shell: str) -> None:
-    env = {**os.environ, "_HEADRACE_COMPLETE": f"source_{shell}"}
-    done = subprocess.run([sys.executable, "-m", "headrace"], env=env, capture_output=True, text=True, check=True)
-    assert "_HEADRACE_COMPLETE=complete_" in done.stdout
+def test_completion_is_installed_once_in_every_shell(shell: str, tmp_path: Path) -> None:
+    env = {**os.environ, "HOME": str(tmp_path), "SHELL": f"/bin/{shell}"}
+    for _ in range(2):
+        command = [sys.executable, "-m", "headrace", "--install-completion"]
+        subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    (line,) = (tmp_path / f".{shell}rc").read_text().splitlines()
+    script = Path(line.removeprefix('source "').removesuffix('"')).read_text()
+    assert "headrace" in script
+    assert script.strip() == run("--show-completion", shell).output.strip()
+    assert run("--show-completion", "fsh").exit_code == 2
 
 
 def test_the_console_script_is_the_same_command() -> None:

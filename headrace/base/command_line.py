@@ -1,0 +1,188 @@
+"""One argparse front for every verb: help under headings, suggestions for typos, shell completion.
+
+The options of a verb are declared by its module, and only the module of the verb that is typed is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from headrace.base.cli import guarded
+from headrace.base.verbs import Declare, Verb
+
+_WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
+_COMPLETING = "_ARGCOMPLETE"
+"""Variable by which the shell's completion function asks for completions in place of the command."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a typo with what is nearest.
+
+    Attributes:
+        words: what stands after its verb on the command line.
+        active: the parser of the verb that is typed; this one, where there is none.
+        config: the kind of config file that `--set` overrides.
+        has_verbs: whether it was given to `add_verbs`.
+    """
+
+    def __init__(self, *, words: Iterable[str] = (), config: str = "run", **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+        self.words, self.config, self.has_verbs = list(words), config, False
+        self.active: Parser = self
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses, and remembers the words for an error message: verbs that a module nests have them only here."""
+        self.words = self.words if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit code 2 and what was probably meant."""
+        near = [f"did you mean '{found}'?"] if (found := self._nearest_option()) else []
+        self.exit(2, f"error: {message}\n  try: {' '.join([*near, f'{self.prog} --help'])}\n")
+
+    def _nearest_option(self) -> str | None:
+        known = [option for parser in _with_nested(self) for option in parser._option_string_actions]
+        typed = (word.partition("=")[0] for word in self.words if word.startswith("--"))
+        unknown = next((word for word in typed if word not in known), None)
+        return _nearest(unknown, known) if unknown else None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        near = f". Did you mean '{found}'?" if (found := _nearest(str(value), names)) else ""
+        raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{near}")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in _WANTED:
+                raise
+        raise argparse.ArgumentError(action, f"{arg_string!r} is not {_WANTED[action.type]}")
+
+
+def add_verbs(parser: Parser, verbs: Sequence[Verb], *, metavar: str = "VERB") -> None:
+    """Adds verbs to a parser, and to the help a list of them; declares the options of the one that is typed first."""
+    parser.has_verbs = True
+    subparsers = parser.add_subparsers(metavar=metavar, help=argparse.SUPPRESS)
+    parser.usage = f"%(prog)s {metavar} [options]"
+    parser.epilog = "\n\n".join(filter(None, [_listed(verbs), parser.epilog]))
+    for verb in verbs:
+        typed = parser.words[:1] == [verb.name]
+        options: dict[str, Any] = {"words": parser.words[1:] if typed else (), "config": verb.config, "add_help": typed}
+        sub = subparsers.add_parser(verb.name, help=verb.text, description=_sentence(verb.text), **options)
+        sub.set_defaults(_misplaced=None if typed else verb.name)
+        if typed:
+            declare, run = verb.load()
+            sub.set_defaults(_run=run)
+            declare(sub)
+            parser.active = sub.active
+
+
+def execute(
+    words: Sequence[str], *, prog: str, declare: Declare, description: str | None = None, config: str = "run"
+) -> int:
+    """Parses a command line and runs its verb.
+
+    Args:
+        words: the command line without the program.
+        prog: the program, as it is typed.
+        declare: declares options on a `Parser`, and verbs by `add_verbs`; the one that is run is in `_run`.
+        config: the kind of config file that `--set` overrides, where there is no verb.
+
+    Returns:
+        The exit code.
+    """
+    completing = _COMPLETING in os.environ
+    words = _words_to_complete() if completing else _without_rank(words)
+    parser = Parser(prog=prog, description=description, words=words, config=config)
+    declare(parser)
+    if completing:
+        _complete(parser.active, parser)
+    try:
+        return _run(parser, words)
+    except SystemExit as error:  # argparse ends so after --help, --version and errors
+        return error.code if isinstance(error.code, int) else 1
+
+
+def complete_with(action: argparse.Action, complete: Callable[[str], list[str]]) -> None:
+    """Lets a function complete the value of an option, from what is typed of it."""
+    vars(action)["completer"] = lambda prefix, **_: complete(prefix)
+
+
+def _run(parser: Parser, words: Sequence[str]) -> int:
+    active = parser.active
+    if active.has_verbs and not active.words:
+        active.print_help()
+        return 0
+    arguments, unknown = parser.parse_known_args(words)
+    if (verb := getattr(arguments, "_misplaced", None)) is not None:
+        active.error(f"give the options after '{verb}'")
+    if unknown:
+        active.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return guarded(lambda: arguments._run(arguments))
+
+
+def _without_rank(words: Sequence[str]) -> list[str]:
+    """Without what the deepspeed launcher puts in front; ranks read their place from the environment."""
+    if words and words[0].startswith("--local_rank"):
+        return list(words[1 if "=" in words[0] else 2 :])
+    return list(words)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _listed(verbs: Sequence[Verb]) -> str:
+    width = max(len(verb.name) for verb in verbs) + 4
+    lines: list[str] = []
+    for heading in dict.fromkeys(verb.heading for verb in verbs):
+        lines += ["", f"{heading}:"]
+        for verb in verbs:
+            if verb.heading == heading:
+                text = textwrap.wrap(_sentence(verb.text), 100 - width)
+                lines.append(f"  {verb.name}".ljust(width) + f"\n{' ' * width}".join(text))
+    return "\n".join(lines[1:])
+
+
+def _nearest(word: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+
+
+def _with_nested(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its subcommands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for nested in action.choices.values():
+                yield from _with_nested(nested)
+
+
+def _words_to_complete() -> list[str]:
+    """The whole words before the cursor, without the program."""
+    from argcomplete.lexers import split_line  # noqa: PLC0415
+
+    *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    return list(words[1:])
+
+
+def _complete(active: Parser, parser: Parser) -> NoReturn:
+    """Prints for the shell what may stand at the cursor, and ends the process."""
+    import argcomplete  # noqa: PLC0415
+
+    from headrace.base.config_kinds import complete_override  # noqa: PLC0415
+
+    for each in _with_nested(active):
+        for action in each._actions:
+            if action.dest == "overrides":
+                complete_with(action, complete_override(active.config))
+    argcomplete.autocomplete(parser)
+    sys.exit(1)

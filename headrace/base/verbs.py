@@ -1,0 +1,199 @@
+"""The verbs of the command line, in the order of the data's way from text to a compressed model.
+
+`headrace`, `python -m headrace` and `python -m pipeline` serve this table. Modules are named, not imported: only that
+of the verb that is typed is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+Declare = Callable[[Any], None]
+Run = Callable[[argparse.Namespace], int | None]
+
+DATA_PREP, TRAINING, CLUSTER, MODELS = "Data prep", "Training", "Cluster", "Models"
+COMPRESSION, CONFIG = "Compression", "Config"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb of the command line.
+
+    Attributes:
+        name: what is typed.
+        text: one line of help.
+        heading: under which the help lists it.
+        module: has `add_arguments(parser)`, for the options, and `run(arguments)`, which returns the exit code.
+        functions: these two, where one module has several verbs.
+        config: the kind of config file that `--set` overrides (`headrace.base.config_kinds`).
+    """
+
+    name: str
+    text: str
+    heading: str
+    module: str = ""
+    functions: tuple[Declare, Run] | None = None
+    config: str = "run"
+
+    def load(self) -> tuple[Declare, Run]:
+        """`add_arguments` and `run` of the verb; imports its module."""
+        if self.functions is not None:
+            return self.functions
+        module = import_module(self.module)
+        return module.add_arguments, module.run
+
+
+VERBS = (
+    Verb(
+        "prep",
+        "turn text into tokens: clean, deduplicate, tokenize, shard",
+        DATA_PREP,
+        "data_prep.__main__",
+        config="corpus",
+    ),
+    Verb(
+        "plan",
+        "memory, time and money of a run before it starts; the best layouts; --calibrate measures this machine",
+        TRAINING,
+        "pipeline.plan.command_plan",
+    ),
+    Verb(
+        "train",
+        "train a language model, or resume from the newest checkpoint of run.dir",
+        TRAINING,
+        "pipeline.train",
+    ),
+    Verb(
+        "prove",
+        "show that a config's layout, made small, learns what one process does",
+        TRAINING,
+        "pipeline.plan.proof.command",
+    ),
+    Verb(
+        "islands",
+        "train with low communication (DiLoCo): a lighthouse and islands on this machine, or the lighthouse alone",
+        TRAINING,
+        "pipeline.run.groups.islands.command",
+    ),
+    Verb(
+        "replicas",
+        "train replicas of the model that may die and come back: a lighthouse and replicas on this machine",
+        TRAINING,
+        "pipeline.run.groups.replicas.command",
+    ),
+    Verb(
+        "check",
+        "print the resolved run of a config, or the one thing that is wrong with it",
+        TRAINING,
+        "pipeline.plan.check",
+    ),
+    Verb(
+        "goodput",
+        "goodput under failures, simulated; the best checkpoint interval",
+        TRAINING,
+        "pipeline.runtime.goodput.command",
+    ),
+    Verb(
+        "ladder",
+        "predict the held-out loss of a large run from a ladder of small ones on the same data",
+        TRAINING,
+        "pipeline.plan.ladder.command",
+    ),
+    Verb(
+        "samples",
+        "print the text that a step of a run was trained on",
+        TRAINING,
+        "pipeline.run.anomalies.suspect_samples",
+    ),
+    Verb(
+        "report",
+        "a self-contained HTML page of runs and models",
+        TRAINING,
+        "pipeline.evaluation.report.command",
+    ),
+    Verb(
+        "status",
+        "show how far a run or a data-prep job is, live: loss, goodput, restarts, Slurm job; why it ended; its log",
+        TRAINING,
+        "headrace.commands.status",
+    ),
+    Verb(
+        "checkpoint",
+        "list, verify or export the checkpoints of a run",
+        TRAINING,
+        "pipeline.checkpoint.export.command_checkpoint",
+    ),
+    Verb(
+        "submit",
+        "submit configs to Slurm: data prep, training, export, compression, in a chain",
+        CLUSTER,
+        "headrace.commands.submit",
+    ),
+    Verb(
+        "export",
+        "write a run's model as a Hugging Face folder",
+        MODELS,
+        "pipeline.checkpoint.export.command_export",
+    ),
+    Verb(
+        "eval",
+        "held-out loss of a model, or of several; tasks of lm_eval",
+        MODELS,
+        "pipeline.evaluation.comparison.command",
+    ),
+    Verb(
+        "complete",
+        "let a model go on from a prompt",
+        MODELS,
+        "pipeline.evaluation.heldout.complete",
+    ),
+    Verb(
+        "prune",
+        "cut channels, heads, experts and layers out of a finished model",
+        COMPRESSION,
+        "pipeline.prune",
+        config="prune",
+    ),
+    Verb(
+        "cache-logits",
+        "keep a teacher's likeliest ids per position, to distil without it",
+        COMPRESSION,
+        "pipeline.cache_logits",
+    ),
+    Verb(
+        "distill",
+        "train a student to follow a frozen teacher",
+        COMPRESSION,
+        "pipeline.distill",
+    ),
+    Verb(
+        "quantize",
+        "write a finished model in 8 or 4 bits: a Hugging Face folder or a GGUF file",
+        COMPRESSION,
+        "pipeline.quantize",
+        config="quantize",
+    ),
+    Verb(
+        "compress",
+        "prune, distil, quantize and evaluate from one config; verify a result",
+        COMPRESSION,
+        "pipeline.compress.recipe.command",
+        config="compress",
+    ),
+    Verb(
+        "schema",
+        "print the JSON Schema of a config file, for editors",
+        CONFIG,
+        "headrace.commands.schema",
+    ),
+    Verb(
+        "explain",
+        "explain a config key: meaning, type, default, example",
+        CONFIG,
+        "headrace.commands.explain",
+    ),
+)
