@@ -9,6 +9,7 @@ import sys
 
 from tests import warm
 from tests.conftest import ROOT
+from tests.house import contract, measure
 
 
 def test_no_module_of_pipeline_has_the_name_of_a_dependency_or_of_the_standard_library() -> None:
@@ -42,3 +43,10 @@ def test_every_path_the_readme_names_exists() -> None:
     named = re.findall(rf"(?:^|[\s`(])((?:{rooms})/[\w./-]+\.\w+)", text)
     assert len(named) > 5
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_house_has_few_rooms_and_arrows_and_none_upward() -> None:
+    found = measure()
+    assert len(found.rooms) <= 17
+    assert len(found.arrows) <= 60
+    assert found.upward(contract()) == {}

@@ -1,0 +1,157 @@
+"""Measures how much of the house one has to hold: `python -m tests.house [--tree DIRECTORY]`, from the source alone.
+
+A room is a first-level package or module of pipeline/; the entry points are rooms, `__main__` is none. An arrow goes
+from a room to one that it imports, within functions too. A floor is a place in the longest chain of arrows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import graphlib
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "pipeline"
+
+
+@dataclass(frozen=True)
+class House:
+    """What was counted.
+
+    Attributes:
+        rooms: names.
+        arrows: (room, imported room) -> an import that makes it, as "module -> module".
+        floors: room -> floor, from 1; empty where arrows make a circle.
+        classes: name of a class -> the modules that define it.
+    """
+
+    rooms: frozenset[str]
+    arrows: Mapping[tuple[str, str], str]
+    floors: Mapping[str, int]
+    classes: Mapping[str, list[str]]
+
+    @property
+    def defined_twice(self) -> dict[str, list[str]]:
+        """The classes of which there is more than one."""
+        return {name: modules for name, modules in self.classes.items() if len(modules) > 1}
+
+    def upward(self, layers: list[list[str]]) -> dict[tuple[str, str], str]:
+        """The arrows to a layer that is not below, with layers as in the contract, top first."""
+        place = {room: number for number, layer in enumerate(layers) for room in layer}
+        return {(a, b): what for (a, b), what in self.arrows.items() if place.get(b, 0) <= place.get(a, 0)}
+
+
+def measure(tree: Path = ROOT) -> House:
+    """Reads all modules of the package below a directory."""
+    sources = {_name(path.relative_to(tree)): ast.parse(path.read_text()) for path in (tree / PACKAGE).rglob("*.py")}
+    arrows: dict[tuple[str, str], str] = {}
+    classes: dict[str, list[str]] = defaultdict(list)
+    for module, source in sorted(sources.items()):
+        for imported in _imports(source, sources.keys()):
+            ends = _room(module), _room(imported)
+            if all(ends) and ends[0] != ends[1]:
+                arrows.setdefault(ends, f"{module} -> {imported}")
+        for node in source.body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(module)
+    rooms = frozenset(filter(None, map(_room, sources)))
+    return House(rooms, arrows, _floors(rooms, arrows), classes)
+
+
+def contract(tree: Path = ROOT) -> list[list[str]]:
+    """The layers of the package in pyproject.toml, top first."""
+    contracts = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(each["layers"] for each in contracts if each.get("containers") == [PACKAGE])
+    return [[room.strip() for room in layer.split("|")] for layer in layers]
+
+
+def _name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _room(module: str) -> str:
+    room = module.partition(".")[2].partition(".")[0]
+    return "" if room == "__main__" else room
+
+
+def _imports(source: ast.Module, modules: object) -> Iterator[str]:
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else node.module for name in names]  # type: ignore[operator]
+        else:
+            continue
+        yield from (name for name in names if name in modules)  # type: ignore[operator]
+
+
+def _floors(rooms: frozenset[str], arrows: Mapping[tuple[str, str], str]) -> dict[str, int]:
+    below = {room: {b for a, b in arrows if a == room} for room in rooms}
+    floors: dict[str, int] = {}
+    try:
+        for room in graphlib.TopologicalSorter(below).static_order():
+            floors[room] = 1 + max((floors[each] for each in below[room]), default=0)
+    except graphlib.CycleError:
+        return {}
+    return floors
+
+
+def lines_of(tree: Path, *folders: str) -> int:
+    """Lines of Python below folders."""
+    return sum(len(path.read_text().splitlines()) for folder in folders for path in (tree / folder).rglob("*.py"))
+
+
+def takers_of_the_run(tree: Path) -> int:
+    """Files of the package in which a function takes the whole config or the resolved run."""
+    return sum(
+        any(
+            isinstance(node, ast.arg) and node.annotation and ast.unparse(node.annotation) in ("ResolvedRun", "Config")
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+        for path in (tree / PACKAGE).rglob("*.py")
+    )
+
+
+def imported_modules(tree: Path, module: str = "pipeline.run.session") -> tuple[int, int]:
+    """Modules that a rank's main module imports: all, and those of this project."""
+    code = f"import sys, {module}; print(len(sys.modules), sum(n.startswith('pipeline.') for n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=True)
+    total, own = done.stdout.split()[-2:]
+    return int(total), int(own)
+
+
+def main() -> None:
+    """Prints the figures as a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to measure (default: this one)")
+    tree = parser.parse_args().tree.resolve()
+    house = measure(tree)
+    total, own = imported_modules(tree)
+    rows = {
+        "rooms of pipeline/": len(house.rooms),
+        "arrows": len(house.arrows),
+        "floors": max(house.floors.values(), default=0),
+        "arrows upward": len(house.upward(contract(tree))),
+        "layers of the contract": len(contract(tree)),
+        "class names defined more than once": len(house.defined_twice),
+        "files that take the whole config or run": takers_of_the_run(tree),
+        "modules that pipeline.run.session imports (of pipeline)": f"{total:,} ({own})",
+        "lines of product": f"{lines_of(tree, 'headrace', 'data_prep', PACKAGE):,}",
+        "lines of tests": f"{lines_of(tree, 'tests'):,}",
+    }
+    print("| measured | |\n|---|---|")
+    for what, figure in rows.items():
+        print(f"| {what} | {figure} |")
+
+
+if __name__ == "__main__":
+    main()
