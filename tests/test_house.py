@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -50,3 +51,11 @@ def test_the_house_has_few_rooms_and_arrows_and_none_upward() -> None:
     assert len(found.rooms) <= 17
     assert len(found.arrows) <= 60
     assert found.upward(contract()) == {}
+
+
+def test_every_package_says_what_is_in_it() -> None:
+    files = [
+        path for package in ("pipeline", "data_prep", "headrace") for path in (ROOT / package).rglob("__init__.py")
+    ]
+    assert len(files) > 50
+    assert [path for path in files if not ast.get_docstring(ast.parse(path.read_text()))] == []

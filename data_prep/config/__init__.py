@@ -1,0 +1,1 @@
+"""Schema of the corpus config: sources, cleaning, deduplication, BOS and EOS."""

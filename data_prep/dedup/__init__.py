@@ -1,0 +1,1 @@
+"""Deduplication: exact and near duplicates (MinHash signatures, LSH bands, connected components), repeated lines."""

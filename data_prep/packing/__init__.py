@@ -1,0 +1,1 @@
+"""Packing: whole documents into samples of fixed length, best fit."""

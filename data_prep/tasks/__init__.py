@@ -1,0 +1,1 @@
+"""Map and reduce tasks: read, clean, tokenize, sort, merge, shuffle and write shards."""

@@ -1,0 +1,1 @@
+"""Verbs of `headrace` that need more than one package: schema, explain, status, submit."""

@@ -1,0 +1,1 @@
+"""Distributed checkpoints: named shards saved asynchronously, committed atomically, resharded on load, verified."""

@@ -1,1 +1,1 @@
-"""Smaller models from finished ones: weight-only quantization."""
+"""Smaller models from finished ones: quantization, structured pruning, and whole recipes (`headrace compress`)."""

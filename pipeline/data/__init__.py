@@ -1,0 +1,1 @@
+"""Training data: mixture and mixing weights, order of samples, memory-mapped datasets, packing, loader, staging."""

@@ -1,0 +1,1 @@
+"""Processes and what they report: launch, faults, metrics, goodput, machines."""

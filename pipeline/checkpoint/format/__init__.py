@@ -1,0 +1,1 @@
+"""The format of checkpoint shards and their metadata, readable by torch.distributed.checkpoint."""

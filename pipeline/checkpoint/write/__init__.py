@@ -1,0 +1,1 @@
+"""Writing shards: who writes what (deduplication over replicas), locations in files, fsync, checksums."""

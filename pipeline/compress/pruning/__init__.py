@@ -1,0 +1,1 @@
+"""Structured pruning in width, depth and experts: importance by activations, search for a shape, cutting of tensors."""

@@ -1,0 +1,1 @@
+"""Quantization: rounding, GPTQ, SignRound, smoothing, rotation, mixed bits; compressed-tensors and GGUF."""

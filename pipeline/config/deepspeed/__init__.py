@@ -1,0 +1,1 @@
+"""DeepSpeed config files: `auto`, keys that are ignored, refused or known by another name."""

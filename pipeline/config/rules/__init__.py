@@ -1,0 +1,1 @@
+"""Validation of a run: which layouts and features go together, what is refused, and with which remedy."""

@@ -1,0 +1,1 @@
+"""Pydantic sections of a run's config: keys, types, defaults and descriptions."""

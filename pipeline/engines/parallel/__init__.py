@@ -1,0 +1,1 @@
+"""Parallelism applied to a Hugging Face decoder: tensor, sequence, context (Ulysses, ring), stages, fp8, compile."""

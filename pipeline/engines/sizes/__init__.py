@@ -1,0 +1,1 @@
+"""Closed formulas of device memory (weights, gradients, optimizer states, activations) and of communication traffic."""

@@ -1,1 +1,1 @@
-"""Evaluation of a trained model: held-out loss, perplexity, bits per byte, and completions of a prompt."""
+"""Held-out (validation) loss, perplexity, bits per byte; completions of a prompt; tasks of lm-evaluation-harness."""

@@ -1,0 +1,1 @@
+"""The HTML report (`headrace report`): loss curves, sizes against quality, goodput, samples."""

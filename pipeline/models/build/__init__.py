@@ -1,0 +1,1 @@
+"""Building a model: meta device, initial values by name and counter-based random numbers, values from safetensors."""

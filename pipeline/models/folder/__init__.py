@@ -1,0 +1,1 @@
+"""Model folders of Hugging Face: metadata, strict loading, compressed-tensors."""

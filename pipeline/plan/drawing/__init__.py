@@ -1,0 +1,1 @@
+"""Timelines of a simulated step: SVG and HTML drawings, Chrome traces."""

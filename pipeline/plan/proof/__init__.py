@@ -1,0 +1,1 @@
+"""`headrace prove`: equivalence of a layout with one plain process: gradients, losses, reshard; tolerances."""

@@ -1,0 +1,1 @@
+"""Search for the fastest layout that fits in memory (`headrace plan --search`)."""

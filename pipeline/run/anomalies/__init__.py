@@ -1,0 +1,1 @@
+"""Loss spikes and non-finite steps (NaN): detection, skip, rollback; the samples of a step."""

@@ -1,0 +1,1 @@
+"""Uneven devices: measured shares of the batch and measured pipeline stages."""

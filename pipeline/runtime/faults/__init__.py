@@ -1,0 +1,1 @@
+"""Faults of ranks: heartbeats, watchdog, hangs, diagnosis, stop signals (SIGUSR1, SIGTERM), exit codes, stack dumps."""

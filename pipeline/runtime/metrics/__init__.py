@@ -1,0 +1,1 @@
+"""Metrics of a run: journal (metrics.jsonl), MFU, step clock, stragglers, profiler, console, W&B, TensorBoard."""

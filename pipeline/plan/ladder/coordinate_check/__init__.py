@@ -1,0 +1,1 @@
+"""Coordinate check and learning-rate transfer over widths and depths (muP, CompleteP)."""
