@@ -1,1 +1,1 @@
-"""The ground floor: errors, finished directories (manifest, atomic rename), config files, locks, the verbs. No torch."""
+"""The ground floor: errors, finished directories (manifest, atomic rename), config files, locks, verbs. No torch."""
