@@ -51,6 +51,7 @@ from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
+from pipeline.run.instruments import Instruments
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.step_times import StepTimes
@@ -304,18 +305,26 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         watchdog=Watchdog(),
         sinks=sinks,
         display=TrainingDisplay(first=0, total=run.steps, shown=False),
-        stragglers=Stragglers(threshold=0.1, every=None, peers=[0], rank=0, gpu=device.type == "cuda"),
+        instruments=instruments(prepared, device),
+        progress=Progress(0),
+        timer=CheckpointTimer(run.config.run, decides=True),
+    ).train()
+
+
+def instruments(prepared: PreparedRun, device: torch.device) -> Instruments:
+    """As in a run on a device whose peak is not known."""
+    gpu = device.type == "cuda"
+    return Instruments(
         clock=StepClock(),
         times=StepTimes(),
         memory=AgreedPeak(PeakMemory(device)),
-        profiler=StepProfiler(None, run_dir=prepared.run_dir, rank=0, gpu=device.type == "cuda", say=print),
+        stragglers=Stragglers(threshold=0.1, every=None, peers=[0], rank=0, gpu=gpu),
+        profiler=StepProfiler(None, run_dir=prepared.run_dir, rank=0, gpu=gpu, say=print),
+        garbage=GarbageCollector(0),
+        compilations=compilation_clock(prepared.run.config.compile),
         flops_per_token=prepared.size.flops_per_token,
         peak_flops=None,
-        progress=Progress(0),
-        timer=CheckpointTimer(run.config.run, decides=True),
-        garbage=GarbageCollector(0),
-        compilations=compilation_clock(run.config.compile),
-    ).train()
+    )
 
 
 def no_checkpoint() -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -31,18 +31,16 @@ from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.folder.model_folder import ModelFolder
-from pipeline.models.hf_config import read_hf_config, resolve_hf_config
+from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.layers import original_name
 from pipeline.models.routers import has_experts
-from pipeline.run.distillation.cached_logits import CachedLogits
-from pipeline.run.distillation.feature_checks import check_feature_models
-from pipeline.run.distillation.kv_cache import check_kv_cache
-from pipeline.run.distillation.open_logits import open_logits
-from pipeline.run.distillation.quantized import DequantizedValues, is_dequantized
-from pipeline.run.distillation.teacher import TeacherModel, teacher_run
 from pipeline.run.resume import check_run_dir
 from pipeline.runtime.launch import detect
 from pipeline.runtime.metrics.tensorboard_sink import check_tensorboard
+
+if TYPE_CHECKING:
+    from pipeline.run.distillation.cached_logits import CachedLogits
+    from pipeline.run.distillation.teacher import TeacherModel
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,14 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         check_tokenizer(field, folder, tokenizer)
     teacher, logits = None, None
     if config.distill is not None:
+        from pipeline.run.distillation.find_teacher import check_student, find_teacher  # noqa: PLC0415
+
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
     check_fallbacks(run, model)
-    if teacher is not None:
-        check_feature_models(run, student=model, teacher=teacher.model)
-    check_generation(config, model)
+    if config.distill is not None:
+        check_student(run, model, teacher)
     check_disks(config)
     check_tensorboard(config)
     values = first_values(config, model)
@@ -178,64 +177,6 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
         why = "its tokenizer is not the one the dataset was made with: the same id means different text"
         remedy = f'make the dataset with "tokenizer": {{"path": "{folder}"}}'
         raise ConfigError(field, folder, why=why, remedy=remedy)
-
-
-def find_teacher(
-    run: ResolvedRun, mixture: DataMixture, *, vocab_size: int
-) -> tuple[TeacherModel | None, CachedLogits | None]:
-    """The teacher of a distillation, or its cached logits.
-
-    Raises:
-        ConfigError, DataError: see `open_teacher` and `open_logits`.
-    """
-    section = run.config.distill
-    assert section is not None
-    if section.logits is None:
-        return open_teacher(run, vocab_size=vocab_size), None
-    return None, open_logits(run, mixture, vocab_size=vocab_size)
-
-
-def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
-    """Looks at a teacher, and refuses one that cannot be compared with the student, id by id, or that is not whole.
-
-    Raises:
-        ConfigError: its vocabulary is of another size, it holds fewer positions than the sequence, or it cannot be
-            computed in the student's layout or dtype.
-        DataError: the folder is no model, or its weights are not all there.
-    """
-    config, section = run.config, run.config.distill
-    assert section is not None
-    assert section.teacher is not None
-    folder, length = section.teacher, config.data.sequence_length
-    files = ModelFolder.open(folder)
-    quantized = is_dequantized(files)
-    theirs = read_hf_config(folder, dequantized=quantized)
-    if theirs.vocab_size != vocab_size:
-        why = f"the teacher has {theirs.vocab_size} ids, the student {vocab_size}"
-        raise ConfigError(
-            "distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs.vocab_size}"
-        )
-    longest = files.longest_sequence
-    if longest is not None and longest < length:
-        why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
-        raise ConfigError("distill.teacher", folder, why=why, remedy=f"set data.sequence_length to at most {longest}")
-    model = build_meta(theirs, dtype=model_dtype(config), attn_implementation=attention_of(run))
-    try:
-        check_layout(teacher_run(run), model)
-    except ConfigError as error:
-        raise ConfigError("distill.teacher", folder, why=str(error), remedy="change the student's layout") from None
-    return TeacherModel(model, DequantizedValues(folder) if quantized else FromSafetensors(folder, model=model))
-
-
-def check_generation(config: Config, model: nn.Module) -> None:
-    """Refuses a student that is to generate with a key/value cache and cannot.
-
-    Raises:
-        ConfigError: see `check_kv_cache`.
-    """
-    on_policy = config.distill.on_policy if config.distill is not None else None
-    if on_policy is not None and on_policy.kv_cache:
-        check_kv_cache(model, mask_documents=config.data.mask_documents)
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,10 +37,8 @@ from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_interval import make_interval, saves_before
 from pipeline.run.checkpoint_timer import CheckpointTimer
-from pipeline.run.distillation.on_rank import make_samples
 from pipeline.run.garbage import GarbageCollector
-from pipeline.run.groups.islands.build import check_island, open_island
-from pipeline.run.groups.replicas.build import open_replica
+from pipeline.run.instruments import Instruments
 from pipeline.run.manifest import RunManifest
 from pipeline.run.measured import measured
 from pipeline.run.memory_checkpoints import KeptCopies, kept_copies, memory_folder
@@ -49,6 +46,7 @@ from pipeline.run.messages import closing_line, loaded_line, opening_lines, quie
 from pipeline.run.out_of_memory import explained_out_of_memory
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
+from pipeline.run.rank_of_run import RankOfRun
 from pipeline.run.resume import (
     changes_since,
     check_shared,
@@ -59,7 +57,7 @@ from pipeline.run.resume import (
 )
 from pipeline.run.staged_data import check_stage_space, staged_data
 from pipeline.run.step_times import StepTimes
-from pipeline.run.surroundings import Group
+from pipeline.run.surroundings import Group, StudentSamples
 from pipeline.run.trainer import Progress, Trainer
 from pipeline.run.uneven.balance_shares import check_compiled_shares, make_balancer
 from pipeline.run.uneven.measure_stages import MeasuredStages, measure_stages
@@ -297,14 +295,28 @@ class Session:
                 stepper.load_state_dict(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
             batches = RankBatches(prepared, self.launch.rank)
-            island = self._open_group(
-                engine, stepper, sinks=sinks, say=display.say, batches=batches, checkpoint=checkpoint, stack=stack
+            group = self._open_group(
+                RankOfRun(
+                    run,
+                    self.launch.rank,
+                    prepared.curve,
+                    engine,
+                    self.agreement,
+                    self.signals,
+                    self.watchdog,
+                    sinks.event,
+                    display.say,
+                    checkpoint,
+                    stack,
+                ),
+                stepper,
+                batches,
             )
-            if island is not None:
-                if stop := island.start():
+            if group is not None:
+                if stop := group.start():
                     return stop
-                done = island.step
-            steps = island.batches() if island else batches.training(first_step=done + 1, skips=skips)
+                done = group.step
+            steps = group.batches() if group else batches.training(first_step=done + 1, skips=skips)
             balancer = make_balancer(
                 run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack
             )
@@ -321,25 +333,11 @@ class Session:
                 watchdog=self.watchdog,
                 sinks=sinks,
                 display=display,
-                stragglers=self._stragglers(),
-                clock=StepClock(),
-                times=StepTimes(),
-                memory=AgreedPeak(PeakMemory(self.agreement.device)),
-                profiler=stack.enter_context(self._profiler(display.say)),
-                flops_per_token=prepared.size.flops_per_token,
-                peak_flops=peak_flops(engine.device_name, bf16=run.config.bf16.enabled),
+                instruments=self._instruments(engine, display.say, stack),
                 progress=Progress(done),
                 timer=self._checkpoint_timer(),
-                garbage=stack.enter_context(GarbageCollector(run.config.run.gc_every)),
-                compilations=compilation_clock(run.config.compile),
-                student=make_samples(
-                    prepared,
-                    engine,
-                    rank=self.launch.rank,
-                    device=self.agreement.device,
-                    on_progress=self.watchdog.report_progress,
-                ),
-                island=island,
+                student=self._student(engine),
+                group=group,
                 balancer=balancer,
             )
             self.attempt.training(done)
@@ -356,7 +354,11 @@ class Session:
                 raise
             self.watchdog.enter_phase("finishing")
             found = measured(
-                prepared, trainer.times, self.agreement, rank=self.launch.rank, device_name=engine.device_name
+                prepared,
+                trainer.instruments.times,
+                self.agreement,
+                rank=self.launch.rank,
+                device_name=engine.device_name,
             )
             self.attempt.record("measured", step=trainer.progress.step, **found)
             display.say(closing_line(prepared, stop, step=trainer.progress.step))
@@ -364,37 +366,48 @@ class Session:
                 display.say(goodput)
             return stop
 
-    def _open_group(
-        self,
-        engine: Engine,
-        stepper: GuardedStepper,
-        *,
-        sinks: Sinks,
-        say: Callable[[str], None],
-        batches: RankBatches,
-        checkpoint: Checkpoint | None,
-        stack: ExitStack,
-    ) -> Group | None:
+    def _open_group(self, here: RankOfRun, stepper: GuardedStepper, batches: RankBatches) -> Group | None:
         """The island or the replica of the model that this process belongs to; None in an ordinary run. Collective."""
-        prepared = self.prepared
-        common: dict[str, Any] = {
-            "rank": self.launch.rank,
-            "engine": engine,
-            "curve": prepared.curve,
-            "agreement": self.agreement,
-            "signals": self.signals,
-            "watchdog": self.watchdog,
-            "record": sinks.event,
-            "say": say,
-            "checkpoint": checkpoint,
-            "stack": stack,
-        }
-        island = open_island(prepared.run, loader=batches.slots, **common)
+        if self.prepared.run.config.islands is not None:
+            from pipeline.run.groups.islands.build import open_island  # noqa: PLC0415
 
-        def load(ranges: Sequence[tuple[int, int]], steps: tuple[int, int]) -> StepLoader:
-            return batches.part(ranges, steps, skips=stepper.skips)  # a late comer takes those of a living replica
+            return open_island(here, loader=batches.slots)
+        if self.prepared.run.config.replicas is not None:
+            from pipeline.run.groups.replicas.build import open_replica  # noqa: PLC0415
 
-        return island or open_replica(prepared.run, stepper=stepper, load=load, **common)
+            def load(ranges: Sequence[tuple[int, int]], steps: tuple[int, int]) -> StepLoader:
+                return batches.part(ranges, steps, skips=stepper.skips)  # a late comer takes those of a living replica
+
+            return open_replica(here, stepper=stepper, load=load)
+        return None
+
+    def _instruments(self, engine: Engine, say: Callable[[str], None], stack: ExitStack) -> Instruments:
+        config = self.prepared.run.config
+        return Instruments(
+            clock=StepClock(),
+            times=StepTimes(),
+            memory=AgreedPeak(PeakMemory(self.agreement.device)),
+            stragglers=self._stragglers(),
+            profiler=stack.enter_context(self._profiler(say)),
+            garbage=stack.enter_context(GarbageCollector(config.run.gc_every)),
+            compilations=compilation_clock(config.compile),
+            flops_per_token=self.prepared.size.flops_per_token,
+            peak_flops=peak_flops(engine.device_name, bf16=config.bf16.enabled),
+        )
+
+    def _student(self, engine: Engine) -> StudentSamples | None:
+        """What generates the student's own samples, in a distillation that trains on them."""
+        if self.prepared.run.config.distill is None:
+            return None
+        from pipeline.run.distillation.on_rank import make_samples  # noqa: PLC0415
+
+        return make_samples(
+            self.prepared,
+            engine,
+            rank=self.launch.rank,
+            device=self.agreement.device,
+            on_progress=self.watchdog.report_progress,
+        )
 
     def _checkpoint_timer(self) -> CheckpointTimer:
         """Decides when to save, on rank 0; "auto" goes on from what saves have cost before."""
@@ -493,8 +506,11 @@ def _check_node(prepared: PreparedRun) -> None:
     if prepared.run.config.engine == "deepspeed":
         check_machine(prepared.run.config)
     check_stage_space(prepared)
-    check_island(prepared.run.config.islands)
-    check_island(prepared.run.config.replicas, field="replicas")
+    if prepared.run.config.islands or prepared.run.config.replicas:
+        from pipeline.run.groups.islands.build import check_island  # noqa: PLC0415
+
+        check_island(prepared.run.config.islands)
+        check_island(prepared.run.config.replicas, field="replicas")
     memory_folder(prepared.run.config.run)
 
 

@@ -17,12 +17,10 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.base import Engine, EvaluationSums, StepResult
-from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.checkpoint_timer import CheckpointTimer
-from pipeline.run.garbage import GarbageCollector
+from pipeline.run.instruments import Instruments
 from pipeline.run.manifest import RunManifest
-from pipeline.run.step_times import StepTimes
 from pipeline.run.surroundings import Group, HeldOutBatches, StudentSamples
 from pipeline.run.uneven.balance_shares import ShareBalancer, shares_row
 from pipeline.runtime.faults.agreement import Agreement, StepFlags
@@ -31,10 +29,8 @@ from pipeline.runtime.faults.watchdog import Watchdog
 from pipeline.runtime.launch.host_copy import HostCopy
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.mfu import bits_per_byte, perplexity, show_bits_per_byte
-from pipeline.runtime.metrics.profiling import StepProfiler
 from pipeline.runtime.metrics.sinks import Sinks
-from pipeline.runtime.metrics.step_clock import StepClock, StepCost, Stopwatch
-from pipeline.runtime.metrics.stragglers import Stragglers
+from pipeline.runtime.metrics.step_clock import StepCost, Stopwatch
 
 SLOW_STEP_S = 5.0
 """Seconds of a step above which it is finished before the next is begun: a stop signal should not wait for two more."""
@@ -76,20 +72,12 @@ class Trainer:
         watchdog: is told the phase and step this rank is in.
         sinks: where metrics and events go; empty on all ranks but rank 0.
         display: progress bar and messages.
-        stragglers: measures how long every rank works, and names slow ones.
-        clock: measures steps from report to report.
-        times: of the steps, for the record of what was measured.
-        memory: peak memory.
-        profiler: records the steps that the config names.
-        flops_per_token: of the model, forward and backward.
-        peak_flops: of one device, in FLOP/s; None where it is not known.
+        instruments: what measures the steps.
         progress: kept up to date.
         timer: when a checkpoint is due by time.
-        garbage: collects cycles of Python objects at chosen steps.
-        compilations: how many graphs were compiled since the last call, and in how many seconds.
         student: completes a step's batch before it is begun; None where it has all of it from the data.
         blocked: the time in which the loop waited for checkpoints.
-        island: exchanges with other islands or replicas; None in an ordinary run.
+        group: exchanges with other islands or replicas; None in an ordinary run.
         balancer: divides the samples of steps by the measured speeds of ranks; None in fixed shares.
     """
 
@@ -105,20 +93,12 @@ class Trainer:
     watchdog: Watchdog
     sinks: Sinks
     display: TrainingDisplay
-    stragglers: Stragglers
-    clock: StepClock
-    times: StepTimes
-    memory: AgreedPeak
-    profiler: StepProfiler
-    flops_per_token: float | None
-    peak_flops: float | None
+    instruments: Instruments
     progress: Progress
     timer: CheckpointTimer
-    garbage: GarbageCollector
-    compilations: Callable[[], tuple[int, float]]
     student: StudentSamples | None = None
     blocked: Stopwatch = field(default_factory=Stopwatch)
-    island: Group | None = None
+    group: Group | None = None
     balancer: ShareBalancer | None = None
 
     def train(self) -> Stop:
@@ -133,7 +113,7 @@ class Trainer:
         """
         if self.balancer is not None:
             self.sinks.event(self.progress.step, event="shares", **shares_row(self.balancer.shares))
-        for batch in self.clock.timed(self.stragglers.timed(self.steps)):
+        for batch in self.instruments.clock.timed(self.instruments.stragglers.timed(self.steps)):
             step, last = batch.step, batch.step == self.run.steps
             with self._save_finished_first():
                 self._begin(batch)
@@ -156,23 +136,23 @@ class Trainer:
                     self._save_last(step)
             if stop or last:
                 return stop
-            self.garbage.collect(step)
+            self.instruments.garbage.collect(step)
             self.watchdog.enter_phase("reading data", step + 1)
         return self._end_between_steps()
 
     def _exchange(self, step: int, stop: Stop, *, save: bool) -> Stop:
-        if self.island is None:
+        if self.group is None:
             return stop
-        with self.clock.excluded() if self.island.excluded_from_step_time else nullcontext():
-            if not stop and self.island.due(step):
-                stop = self.island.exchange(step)
-            return self.island.settle(step, stop) if stop or save else stop
+        with self.instruments.clock.excluded() if self.group.excluded_from_step_time else nullcontext():
+            if not stop and self.group.due(step):
+                stop = self.group.exchange(step)
+            return self.group.settle(step, stop) if stop or save else stop
 
     def _end_between_steps(self) -> Stop:
         """The end of an island that was waiting for others: they had finished, or it was asked to stop."""
         stop = self.agreement.requested_stop(self.signals)
-        if self.island is not None and not (stop and self.progress.step == self.island.step):
-            self.progress.step = self.island.step
+        if self.group is not None and not (stop and self.progress.step == self.group.step):
+            self.progress.step = self.group.step
             self._save_last(self.progress.step)
             stop = stop or self.evaluate(self.progress.step)
         return stop
@@ -198,7 +178,7 @@ class Trainer:
         A source without a target in what is evaluated of it, which a loss mask may leave, does not enter; without any
         source there is no result. Ends early, and without a result, when the run is asked to stop.
         """
-        with self.clock.excluded():
+        with self.instruments.clock.excluded():
             return self._evaluate(step)
 
     def _evaluate(self, step: int) -> Stop:
@@ -246,20 +226,20 @@ class Trainer:
         last = step == self.run.steps
         due = last or self._checkpoint_due(step) or self.evaluation_due(step) or self.stepper.needs_drain(step)
         # a profile has the kernels of its own steps only
-        due = due or (self.island is not None and self.island.due(step))
-        profiled = self.profiler.begins_with(step + 1) or self.stragglers.profiles(step + 1)
-        return due or profiled or self.profiler.ends_with(step)
+        due = due or (self.group is not None and self.group.due(step))
+        profiled = self.instruments.profiler.begins_with(step + 1) or self.instruments.stragglers.profiles(step + 1)
+        return due or profiled or self.instruments.profiler.ends_with(step)
 
     def _begin(self, batch: StepBatch) -> None:
         """Begins a step."""
         step = batch.step
         self.watchdog.enter_phase("training", step)
         self.progress.begun = step
-        with self.clock.excluded():
-            self.profiler.begin(step)
+        with self.instruments.clock.excluded():
+            self.instruments.profiler.begin(step)
         if self.balancer is not None:
             self.balancer.begin(batch)
-        with self.profiler.step(step), self.stragglers.measured(step):
+        with self.instruments.profiler.step(step), self.instruments.stragglers.measured(step):
             if self.student is not None:
                 self.watchdog.enter_phase("generating", step)
                 batch = self.student.complete(batch)
@@ -268,8 +248,8 @@ class Trainer:
 
     def _flags(self) -> list[float]:
         """What this rank says with the numbers of a step."""
-        slow = self.clock.last_lap > SLOW_STEP_S
-        own = StepFlags(self.signals.requested, self.writer.busy, self.timer.due, self.memory.grew, slow)
+        slow = self.instruments.clock.last_lap > SLOW_STEP_S
+        own = StepFlags(self.signals.requested, self.writer.busy, self.timer.due, self.instruments.memory.grew, slow)
         return own.values()
 
     def _finish_steps(self, *, drain: bool) -> tuple[Stop, bool]:
@@ -285,11 +265,11 @@ class Trainer:
                 found.append(StepFlags.agreed(result.host_sums))
                 self.progress.slow = found[-1].slow
                 if found[-1].memory_grew and step > self.progress.agreed:
-                    self.memory.agree(self.agreement)
+                    self.instruments.memory.agree(self.agreement)
                     self.progress.agreed = self.progress.begun
                 self._report(step, result)
-                with self.clock.excluded():
-                    self.profiler.finish(step)
+                with self.instruments.clock.excluded():
+                    self.instruments.profiler.finish(step)
         if not found:
             return Stop.NO, False
         out_of_date = self.progress.step <= self.progress.advanced
@@ -313,16 +293,16 @@ class Trainer:
 
     def _cost(self, memory: dict[str, int]) -> StepCost:
         """What the step took that has just ended, with its speed over all ranks and the MFU of one device."""
-        seconds, waited = self.clock.lap()
+        seconds, waited = self.instruments.clock.lap()
         rate = self.run.batch.tokens / seconds
-        known = self.flops_per_token and self.peak_flops
-        own = 1.0 if self.island is None else self.island.own_share
+        known = self.instruments.flops_per_token and self.instruments.peak_flops
+        own = 1.0 if self.group is None else self.group.own_share
         per_device = rate * own / self.run.topology.world_size
-        mfu = per_device * self.flops_per_token / self.peak_flops if known else None  # type: ignore[operator]
+        mfu = per_device * self.instruments.flops_per_token / self.instruments.peak_flops if known else None  # type: ignore[operator]
         return StepCost(seconds, waited, rate, mfu, memory)
 
     def _report(self, step: int, result: StepResult) -> None:
-        batch, cost = self.run.batch, self._cost(self.memory.known)
+        batch, cost = self.run.batch, self._cost(self.instruments.memory.known)
         lr, parts = self.run.schedule.lr(step), result.parts
         if self.student is not None:
             parts = self.student.figures(step, parts, seconds=cost.seconds)
@@ -337,8 +317,8 @@ class Trainer:
             **_health(result),
             **cost.row(),
         )
-        graphs, compile_s = self.compilations()
-        self.times.add(cost.seconds, compiled=bool(graphs))
+        graphs, compile_s = self.instruments.compilations()
+        self.instruments.times.add(cost.seconds, compiled=bool(graphs))
         if graphs:
             self.sinks.event(step, event="compiled", graphs=graphs, seconds=compile_s)
             self.display.say(f"step {step}: {graphs} graphs compiled in {compile_s:.1f} s")
@@ -346,7 +326,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Starts writing a checkpoint once the previous one is written. A failure is reported, and training goes on."""
-        with self.clock.excluded(), self.blocked.running():
+        with self.instruments.clock.excluded(), self.blocked.running():
             self._begin_checkpoint(step)
 
     def _begin_checkpoint(self, step: int) -> None:
@@ -360,19 +340,19 @@ class Trainer:
             self._report_saved(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
 
     def _described(self, step: int) -> CheckpointInfo:
-        return self.manifest.checkpoint(step, self.stepper, groups=self.island.details() if self.island else None)
+        return self.manifest.checkpoint(step, self.stepper, groups=self.group.details() if self.group else None)
 
     @property
     def _state(self) -> Callable[[], State]:
-        return self.engine.state if self.island is None else self.island.state
+        return self.engine.state if self.group is None else self.group.state
 
     def _save_last(self, step: int) -> None:
         """Writes the checkpoint after which the run ends, unless it is written already.
 
         A run that is to go on finds a copy of it in memory.
         """
-        if self.island is not None and step < self.run.steps:
-            self.island.leave()
+        if self.group is not None and step < self.run.steps:
+            self.group.leave()
         with self.blocked.running():
             self._write_last(step)
         if step == self.run.steps:
@@ -429,7 +409,7 @@ class Trainer:
             self.display.say(change.line(step))
 
     def _report_stragglers(self, step: int) -> None:
-        report = self.stragglers.report(step)
+        report = self.instruments.stragglers.report(step)
         if report is not None:
             self.sinks.event(step, event="stragglers", **report.row())
             for line in report.lines():

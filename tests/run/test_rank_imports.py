@@ -21,6 +21,7 @@ with contextlib.redirect_stdout(sys.stderr):
     preload([], [engine], ["llama"])
 print(json.dumps(sorted({*sys.modules} - before)))
 """
+UNUSED = ("pipeline.run.groups.", "pipeline.run.distillation.")
 OURS = {"headrace", "data_prep", "pipeline"}
 SMALL = {"annotated_types", "numpy", "orjson", "pydantic", "pydantic_core", "rich", "typing_inspection", "xxhash"}
 """Packages of a tenth of a second together; not among them: pyarrow, datasets, matplotlib, wandb."""
@@ -55,5 +56,7 @@ def test_a_plain_rank_imports_little_beyond_torch_the_model_and_the_engine(
     assert "pipeline.run.session" in beyond  # the list is what we think it is
     found = {name.partition(".")[0] for name in beyond}
     assert found - LIBRARIES - OURS <= packages
+    # what a plain run does not use
+    assert [name for name in beyond if name.startswith(UNUSED)] == []
     of_libraries = [name for name in beyond if name.partition(".")[0] in LIBRARIES]
     assert [name for name in of_libraries if not name.startswith(parts)] == []

@@ -100,9 +100,10 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
     from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415
     from pipeline.engines.build import pick_device  # noqa: PLC0415
     from pipeline.models.hf_config import resolve_hf_config  # noqa: PLC0415
+    from pipeline.run.distillation.find_teacher import open_teacher  # noqa: PLC0415
     from pipeline.run.distillation.teacher import Teacher  # noqa: PLC0415
     from pipeline.run.distillation.write_logits import is_written, write_logits  # noqa: PLC0415
-    from pipeline.run.prepare import check_tokenizer, folder_parents, open_teacher  # noqa: PLC0415
+    from pipeline.run.prepare import check_tokenizer, folder_parents  # noqa: PLC0415
 
     section = run.config.distill
     assert section is not None

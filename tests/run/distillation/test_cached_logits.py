@@ -26,10 +26,10 @@ from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import open_mixture
 from pipeline.run.distillation.cached_logits import CachedLogits
 from pipeline.run.distillation.divergence import log_probabilities
+from pipeline.run.distillation.find_teacher import open_teacher
 from pipeline.run.distillation.open_logits import steps_of_all
 from pipeline.run.distillation.teacher import Teacher
 from pipeline.run.distillation.write_logits import LogitsPlan, drawn_windows, write_logits
-from pipeline.run.prepare import open_teacher
 from tests.conftest import launch, losses, make_tokens, start, write_config
 from tests.run.distillation.test_layouts import STEPS, student
 

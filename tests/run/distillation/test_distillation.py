@@ -19,9 +19,9 @@ from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
 from pipeline.models.build.initial_values import InitByName
 from pipeline.models.folder.loading import load_model
 from pipeline.run.distillation.divergence import Kind
+from pipeline.run.distillation.find_teacher import open_teacher
 from pipeline.run.distillation.objective import Distillation
 from pipeline.run.distillation.teacher import Teacher, TeacherModel
-from pipeline.run.prepare import open_teacher
 from tests import warm
 from tests.conftest import launch, losses, start, tiny_config, write_config
 from tests.engines.parallel.allocations import AllocationRecorder

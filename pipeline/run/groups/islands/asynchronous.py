@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
+from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.holder import Shard
 from pipeline.run.groups.islands.holder_server import pack_shard, unpack_shard
 from pipeline.run.groups.islands.ledger import Ledger, Tail
@@ -26,7 +27,6 @@ from pipeline.run.groups.islands.outer import gather
 from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
 from pipeline.run.groups.islands.report import over_ranks, report_failure, report_update
-from pipeline.run.groups.islands.surroundings import Loader, Surroundings
 from pipeline.run.groups.islands.wire import HolderClient, WrongSecretError
 from pipeline.runtime.faults.stop_signals import Stop
 
@@ -38,17 +38,19 @@ class AsynchronousIsland(LocalIsland):
     """See the module's docstring. Every method is collective over the ranks of the island.
 
     Args:
-        around: its rank and run.
+        context: its rank and run.
         connect: makes a client of the holder.
         loader: makes this rank's batches.
         step: steps that the engine's state has.
     """
 
-    def __init__(self, around: Surroundings, *, connect: Callable[[], HolderClient], loader: Loader, step: int) -> None:
-        super().__init__(around, loader=loader, step=step)
+    def __init__(
+        self, context: IslandContext, *, connect: Callable[[], HolderClient], loader: Loader, step: int
+    ) -> None:
+        super().__init__(context, loader=loader, step=step)
         self._client, self._sent, self._closed = connect(), 0, threading.Event()
         self._session = self._ranks.from_first(lambda: uuid.uuid4().hex)
-        if around.rank == 0:
+        if context.rank == 0:
             threading.Thread(target=self._beat, args=(connect(),), name="heartbeat", daemon=True).start()
 
     def start(self) -> Stop:
@@ -63,7 +65,7 @@ class AsynchronousIsland(LocalIsland):
     def close(self) -> None:
         """See `LocalIsland`."""
         self._closed.set()
-        if self._around.rank == 0:
+        if self._context.rank == 0:
             with suppress(ExchangeError):
                 self._call("leave")
         self._client.close()
@@ -74,7 +76,7 @@ class AsynchronousIsland(LocalIsland):
         What is not known to have arrived is settled by joining again: the holder says whether the round is still open.
         """
         began, waited, commit = time.monotonic(), 0.0, committing
-        self._around.watchdog.enter_phase("exchanging with other islands", self.step)
+        self._context.watchdog.enter_phase("exchanging with other islands", self.step)
         while True:
             try:
                 answer = self._commit() if commit else self._join()
@@ -89,19 +91,19 @@ class AsynchronousIsland(LocalIsland):
                 commit = state == "keep"
                 waits = state == "wait"
             except ExchangeError as error:
-                report_failure(self._around, self.step, str(error))
+                report_failure(self._context, self.step, str(error))
                 commit, waits = False, True
             if waits:
-                self._around.watchdog.enter_phase("waiting for other islands", self.step)
+                self._context.watchdog.enter_phase("waiting for other islands", self.step)
                 time.sleep(_AGAIN_S)
                 waited += _AGAIN_S
-            self._around.watchdog.report_progress()
+            self._context.watchdog.report_progress()
             if self._ranks.stopped():
                 return self._ranks.stop
 
     def _join(self) -> dict[str, Any]:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        values: dict[str, Any] = {"layout": self._around.layout, "ranks": ranks, "total": self._around.total}
+        values: dict[str, Any] = {"layout": self._context.layout, "ranks": ranks, "total": self._context.total}
         try:
             answer = self._ranks.from_first(lambda: self._call("join", **values, ledger=self.ledger.plain()))
         except WrongSecretError as error:
@@ -116,13 +118,13 @@ class AsynchronousIsland(LocalIsland):
 
     def _upload(self) -> None:
         shard = pack_shard(Shard(*self._outer.tensors()))
-        self._alike(lambda: self._call("upload", shard, rank=self._around.rank))
+        self._alike(lambda: self._call("upload", shard, rank=self._context.rank))
 
     def _commit(self) -> dict[str, Any]:
         """Sends the pseudo-gradients of all ranks, and has them applied."""
-        deal, compressed = self.ledger.deal, self._around.section.compress == "int8"
+        deal, compressed = self.ledger.deal, self._context.section.compress == "int8"
         assert deal is not None
-        with self._around.engine.edit_state() as state:
+        with self._context.engine.edit_state() as state:
             gradient = self._outer.pseudo_gradient(gather(state))
         payload, left, count = gradient, None, gradient.numel()
         if compressed:
@@ -130,7 +132,7 @@ class AsynchronousIsland(LocalIsland):
             payload = quantize(padded)
             left = (padded - dequantize(payload))[:count]
         body = payload.contiguous().view(-1).view(torch.uint8)
-        values = {"rank": self._around.rank, "count": count, "int8": compressed}
+        values = {"rank": self._context.rank, "count": count, "int8": compressed}
         self._alike(lambda: self._call("push", body, **values))
         self._sent = body.numel()
         answer = self._ranks.from_first(lambda: self._call("commit", first=deal.first))
@@ -144,14 +146,14 @@ class AsynchronousIsland(LocalIsland):
         shard = self._alike(self._pull)
         for own, new in zip(self._outer.tensors(), shard, strict=True):
             own.copy_(new)
-        with self._around.engine.edit_state() as state:
+        with self._context.engine.edit_state() as state:
             self._outer.write(state)
         self.ledger = Ledger.from_plain(answer["ledger"])
         deal = self.ledger.deal
         assert deal is not None
         step, self.step = self.step, deal.step
         costs = {
-            "bytes_sent": int(over_ranks(self._around, self._sent)),
+            "bytes_sent": int(over_ranks(self._context, self._sent)),
             "wait_seconds": waited,
             "seconds": time.monotonic() - began - waited,
         }
@@ -159,10 +161,10 @@ class AsynchronousIsland(LocalIsland):
         done = before if before is not None and committed.pop("first", None) == before.first else None
         lost = [Tail(*each) for each in answer["lost"]]
         costs |= committed if done else {}
-        report_update(self._around, step, self.ledger, done=done, islands=answer["islands"], lost=lost, **costs)
+        report_update(self._context, step, self.ledger, done=done, islands=answer["islands"], lost=lost, **costs)
 
     def _pull(self) -> Shard:
-        client_answer, payload = self._client.call(self._header("pull", rank=self._around.rank))
+        client_answer, payload = self._client.call(self._header("pull", rank=self._context.rank))
         if client_answer["state"] != "taken":
             raise ExchangeError("the holder does not know this island any more")
         return unpack_shard(payload)

@@ -16,23 +16,19 @@ from typing import Any
 import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
-from pipeline.checkpoint.store import Checkpoint
 from pipeline.config.quorum_schema import QuorumSection
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.groups import IslandsSection
 from pipeline.engines.base import Engine
 from pipeline.run.groups.islands.asynchronous import AsynchronousIsland
+from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.island import Island
 from pipeline.run.groups.islands.ledger import Member
 from pipeline.run.groups.islands.lighthouse import LighthouseMember, R
 from pipeline.run.groups.islands.local import LocalIsland
 from pipeline.run.groups.islands.outer import layout_digest
 from pipeline.run.groups.islands.peers import Peers, PeerStore
-from pipeline.run.groups.islands.surroundings import Loader, Record, Surroundings
 from pipeline.run.groups.islands.wire import HolderClient
-from pipeline.runtime.faults.agreement import Agreement
-from pipeline.runtime.faults.stop_signals import StopSignals
-from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.run.rank_of_run import RankOfRun
 
 LEAST_SECRET_BYTES = 16
 
@@ -78,56 +74,37 @@ def read_secret(section: QuorumSection, *, field: str = "islands") -> bytes:
     return secret
 
 
-def open_island(  # noqa: PLR0913  what a rank of a run has
-    run: ResolvedRun,
-    *,
-    rank: int,
-    engine: Engine,
-    curve: dict[str, Any],
-    agreement: Agreement,
-    signals: StopSignals,
-    watchdog: Watchdog,
-    record: Record,
-    say: Callable[[str], None],
-    loader: Loader,
-    checkpoint: Checkpoint | None,
-    stack: ExitStack,
-) -> LocalIsland | None:
-    """The island of this rank; None for an ordinary run. Collective. `stack` closes it.
+def open_island(here: RankOfRun, *, loader: Loader) -> LocalIsland | None:
+    """The island of this rank; None for an ordinary run. Collective.
 
     Args:
-        run: the resolved config.
-        rank: of this process in the island.
-        engine, agreement, signals, watchdog, record, say: see `Surroundings`.
-        curve: what all islands must agree on.
+        here: this rank; its stack closes the island, whose outer state is loaded from its checkpoint.
         loader: see `Island`.
-        checkpoint: where the run resumes; its outer state is loaded.
-        stack: closes it.
     """
-    section = run.config.islands
+    run, section = here.run, here.run.config.islands
     if section is None or section.name is None:
         return None
-    around = Surroundings(
+    context = IslandContext(
         section=section,
         total=run.steps,
         schedule=run.schedule,
         samples=run.batch.samples,
-        layout=curve_and_layout_digest(engine, curve),
-        rank=rank,
-        engine=engine,
-        agreement=agreement,
-        signals=signals,
-        watchdog=watchdog,
-        record=record,
-        say=say,
+        layout=curve_and_layout_digest(here.engine, here.curve),
+        rank=here.rank,
+        engine=here.engine,
+        agreement=here.agreement,
+        signals=here.signals,
+        watchdog=here.watchdog,
+        record=here.record,
+        say=here.say,
     )
-    step = checkpoint.step if checkpoint else 0
+    step = here.checkpoint.step if here.checkpoint else 0
     make = _synchronous if section.mode == "synchronous" else _asynchronous
-    island = make(around, loader, step, stack)
-    stack.callback(island.close)
-    if checkpoint is not None:
-        details = checkpoint.manifest.details
-        island.load(checkpoint.path, details.get("island"), samples=details["samples"])
+    island = make(context, loader, step, here.stack)
+    here.stack.callback(island.close)
+    if here.checkpoint is not None:
+        details = here.checkpoint.manifest.details
+        island.load(here.checkpoint.path, details.get("island"), samples=details["samples"])
     return island
 
 
@@ -175,12 +152,12 @@ def reach_others(
     return lighthouse, Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
 
 
-def _synchronous(around: Surroundings, loader: Loader, step: int, stack: ExitStack) -> LocalIsland:
-    lighthouse, peers = reach_others(around.section, rank=around.rank, parse=Member.from_plain, stack=stack)
-    return Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
+def _synchronous(context: IslandContext, loader: Loader, step: int, stack: ExitStack) -> LocalIsland:
+    lighthouse, peers = reach_others(context.section, rank=context.rank, parse=Member.from_plain, stack=stack)
+    return Island(context, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
 
 
-def _asynchronous(around: Surroundings, loader: Loader, step: int, _stack: ExitStack) -> LocalIsland:
-    section = around.section
+def _asynchronous(context: IslandContext, loader: Loader, step: int, _stack: ExitStack) -> LocalIsland:
+    section = context.section
     connect = partial(HolderClient, section.lighthouse, secret=read_secret(section), timeout_s=section.timeout_s)
-    return AsynchronousIsland(around, connect=connect, loader=loader, step=step)
+    return AsynchronousIsland(context, connect=connect, loader=loader, step=step)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.format.shard_table import all_parts
+from pipeline.run.groups.islands.context import IslandContext
 from pipeline.run.groups.islands.ledger import Deal, Decision, Member, compatible, decide
 from pipeline.run.groups.islands.lighthouse import LighthouseMember, Quorum, answer_of
 from pipeline.run.groups.islands.mean import Mean, mean_over_islands
@@ -22,7 +23,6 @@ from pipeline.run.groups.islands.outer import OuterState, gather, learning_rate_
 from pipeline.run.groups.islands.peers import ExchangeError, Peers, pack, unpack
 from pipeline.run.groups.islands.ranks import Ranks
 from pipeline.run.groups.islands.report import report_failure
-from pipeline.run.groups.islands.surroundings import Surroundings
 
 _TICK_S = 1.0
 _NOT_YET, _NOW = (torch.tensor([value], dtype=torch.uint8) for value in (0, 1))
@@ -74,7 +74,7 @@ class Exchange:
     """See the module's docstring. Every method is collective over the ranks of the island.
 
     Args:
-        around: the island's rank and run.
+        context: the island's rank and run.
         peers: the same ranks of the other islands.
         lighthouse: on rank 0; None on the others.
         outer: the outer state.
@@ -84,9 +84,9 @@ class Exchange:
     """
 
     def __init__(
-        self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember[Member] | None, outer: OuterState
+        self, context: IslandContext, *, peers: Peers, lighthouse: LighthouseMember[Member] | None, outer: OuterState
     ) -> None:
-        self._around, self._peers, self._lighthouse, self._outer = around, peers, lighthouse, outer
+        self._context, self._peers, self._lighthouse, self._outer = context, peers, lighthouse, outer
         self.failures: list[str] = []
         self._group, self._group_used = "", 0  # see `Member`
 
@@ -97,7 +97,7 @@ class Exchange:
 
     def snapshot(self) -> Snapshot:
         """Of the engine's weights, which need not be finished with: a copy."""
-        with self._around.engine.edit_state() as state:
+        with self._context.engine.edit_state() as state:
             size = sum(each.nbytes for each in (*self._outer.tensors(), *all_parts(state)))
             return Snapshot(gather(state), size)
 
@@ -125,12 +125,12 @@ class Exchange:
         Returns:
             None where it failed on any rank of the island, which `failures` tells.
         """
-        section, name = self._around.section, self._around.name
+        section, name = self._context.section, self._context.name
         members = compatible(quorum.members)
         if name not in [each.name for each in members]:
             return None
         decision = decide(
-            members, steps=section.steps, total=self._around.total, quorum=quorum.formed, overlap=section.overlap
+            members, steps=section.steps, total=self._context.total, quorum=quorum.formed, overlap=section.overlap
         )
         own, mean, received, failure, began = decision.names.index(name), None, None, None, time.monotonic_ns()
         group, connects = self._group, bool(decision.contributors or decision.healed)
@@ -158,7 +158,7 @@ class Exchange:
         """Tells islands that wait for this one's state to wait on, until the training loop has time to send it."""
         if exchanged.own != exchanged.decision.source:
             return
-        tick = min(_TICK_S, self._around.section.timeout_s / 4)
+        tick = min(_TICK_S, self._context.section.timeout_s / 4)
         while exchanged.decision.healed and not wanted.wait(tick):
             for to in exchanged.decision.healed:
                 with suppress(ExchangeError):  # `finish` will find and report it
@@ -184,7 +184,7 @@ class Exchange:
     def report_failures(self, step: int) -> None:
         """Writes what attempts have left of failures to the journal. In the training loop."""
         for why in self.failures:
-            report_failure(self._around, step, why)
+            report_failure(self._context, step, why)
         self.failures.clear()
 
     def close(self) -> None:
@@ -196,28 +196,28 @@ class Exchange:
     def _form(self, quorum: Quorum[Member], decision: Decision, own: int) -> None:
         if decision.formed:
             return
-        attempt, size = f"{quorum.formed}/{self._around.rank}", len(decision.names)
+        attempt, size = f"{quorum.formed}/{self._context.rank}", len(decision.names)
         store = quorum.store_of(decision.names[0])
         self._peers.form(store, quorum=quorum.number, attempt=attempt, rank=own, size=size)
 
     def _mean(self, decision: Decision, snapshot: Snapshot) -> Mean:
         gradient = self._outer.pseudo_gradient(snapshot.weights)
-        compressed = self._around.section.compress == "int8"
+        compressed = self._context.section.compress == "int8"
         error = self._outer.error if compressed else None
         return mean_over_islands(gradient, self._peers, contributors=decision.contributors, error=error)
 
     def _apply(self, mean: Mean, ended: Deal, since: Snapshot | None) -> None:
-        section, kept = self._around.section, 1.0
+        section, kept = self._context.section, 1.0
         if section.outer.momentum_follows_lr:
-            kept = learning_rate_ratio(self._around.schedule, ended, steps=section.steps, overlap=section.overlap)
+            kept = learning_rate_ratio(self._context.schedule, ended, steps=section.steps, overlap=section.overlap)
         self._outer.step(mean.values, kept=kept)
         if mean.error is not None:
             self._outer.error.copy_(mean.error)
-        with self._around.engine.edit_state() as state:
+        with self._context.engine.edit_state() as state:
             self._outer.write(state, since=None if since is None else since.weights)
 
     def _send_state(self, decision: Decision) -> None:
-        with self._around.engine.edit_state() as state:
+        with self._context.engine.edit_state() as state:
             packed = pack([*self._outer.tensors(), *all_parts(state)])
         for to in decision.healed:
             try:
@@ -236,7 +236,7 @@ class Exchange:
         return packed
 
     def _take_state(self, packed: Tensor) -> None:
-        with self._around.engine.edit_state() as state:
+        with self._context.engine.edit_state() as state:
             unpack(packed, [*self._outer.tensors(), *all_parts(state)])
             # what the other island has trained since its pseudo-gradient was taken is its own to contribute
             self._outer.write(state)

@@ -14,6 +14,7 @@ from typing import cast
 
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.run.groups.islands.background import Background
+from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.exchange import Exchange, Exchanged, Snapshot
 from pipeline.run.groups.islands.ledger import Member, compatible
 from pipeline.run.groups.islands.lighthouse import LighthouseMember, Quorum, refuse_other_secret
@@ -21,7 +22,6 @@ from pipeline.run.groups.islands.local import LocalIsland
 from pipeline.run.groups.islands.peers import Peers
 from pipeline.run.groups.islands.ranks import thread_group
 from pipeline.run.groups.islands.report import over_ranks, report_exchange
-from pipeline.run.groups.islands.surroundings import Loader, Surroundings
 from pipeline.runtime.faults.stop_signals import Stop
 
 _AGAIN_S, _TICK_S = 0.5, 1.0
@@ -31,7 +31,7 @@ class Island(LocalIsland):
     """See the module's docstring. Every method is collective over the ranks of the island.
 
     Args:
-        around: its rank and run.
+        context: its rank and run.
         peers: the same ranks of the other islands.
         lighthouse: on rank 0; None on the others.
         loader: makes this rank's batches.
@@ -40,22 +40,22 @@ class Island(LocalIsland):
 
     def __init__(
         self,
-        around: Surroundings,
+        context: IslandContext,
         *,
         peers: Peers,
         lighthouse: LighthouseMember[Member] | None,
         loader: Loader,
         step: int,
     ) -> None:
-        super().__init__(around, loader=loader, step=step)
+        super().__init__(context, loader=loader, step=step)
         self._living = self._waited = False
-        self._exchange = Exchange(around, peers=peers, lighthouse=lighthouse, outer=self._outer)
+        self._exchange = Exchange(context, peers=peers, lighthouse=lighthouse, outer=self._outer)
         self._background = cast("Background | None", None)
-        self._group = thread_group() if around.section.overlap else None
+        self._group = thread_group() if context.section.overlap else None
 
     def start(self) -> Stop:
         """See `LocalIsland`."""
-        section, began, snapshot = self._around.section, time.monotonic(), self._exchange.snapshot()
+        section, began, snapshot = self._context.section, time.monotonic(), self._exchange.snapshot()
         while True:
             quorum = self._exchange.ask(self._member(), self._ranks)
             if quorum is None:
@@ -92,7 +92,7 @@ class Island(LocalIsland):
     def _exchange_now(self) -> Stop:
         began, snapshot = time.monotonic(), self._exchange.snapshot()
         while True:
-            self._around.watchdog.enter_phase("waiting for other islands", self.step)
+            self._context.watchdog.enter_phase("waiting for other islands", self.step)
             quorum = self._exchange.ask(self._member(), self._ranks)
             if quorum is None:
                 return self._ranks.stop
@@ -104,12 +104,12 @@ class Island(LocalIsland):
     def _join(self, stop: Stop) -> Stop:
         background, began = self._background, time.monotonic()
         assert background is not None
-        self._around.watchdog.enter_phase("waiting for other islands", self.step)
+        self._context.watchdog.enter_phase("waiting for other islands", self.step)
         if stop:
             background.cancel()
         seconds = 0.0
         while self._still_runs(background, seconds):
-            self._around.watchdog.report_progress()
+            self._context.watchdog.report_progress()
             if not stop and self._ranks.stopped():
                 stop = self._ranks.stop
                 background.cancel()
@@ -128,7 +128,7 @@ class Island(LocalIsland):
             TrainingError: it has failed on another rank, whose part of it this one would wait for.
         """
         runs = not background.ended(seconds)
-        any_runs, failed = self._around.agreement.max_over_ranks(int(runs), int(background.failed))
+        any_runs, failed = self._context.agreement.max_over_ranks(int(runs), int(background.failed))
         if failed:
             background.ended(_TICK_S)  # an error that all ranks have is raised by all
         if failed and not background.failed:
@@ -142,7 +142,7 @@ class Island(LocalIsland):
         self._exchange.close()
 
     def _member(self) -> Member:
-        return Member(self.name, self.ledger, self.step, self._living, self._waited, self._around.layout)
+        return Member(self.name, self.ledger, self.step, self._living, self._waited, self._context.layout)
 
     def _refuse_other_layout(self, members: tuple[Member, ...]) -> None:
         if self.name not in [each.name for each in members]:
@@ -154,7 +154,7 @@ class Island(LocalIsland):
     def _take_part(self, quorum: Quorum[Member], snapshot: Snapshot, began: float) -> bool:
         """Does what the quorum decides. Returns whether it has succeeded on all ranks of this island."""
         waited, attempted = time.monotonic() - began, time.monotonic()
-        self._around.watchdog.enter_phase("exchanging with other islands", self.step)
+        self._context.watchdog.enter_phase("exchanging with other islands", self.step)
         exchanged = self._exchange.attempt(quorum, snapshot, self._ranks)
         self._exchange.report_failures(self.step)
         if exchanged is None:
@@ -186,8 +186,8 @@ class Island(LocalIsland):
         if exchanged.heals or (exchanged.mean is not None and not exchanged.contributes):
             self.step = decision.step
         self._exchange.report_failures(self.step)
-        sent = int(over_ranks(self._around, self._exchange.bytes_sent))
+        sent = int(over_ranks(self._context, self._exchange.bytes_sent))
         costs = {"bytes_sent": sent, "wait_seconds": waited, "seconds": before_s + time.monotonic() - began}
         if overlapped is not None:
             costs["overlapped_seconds"] = overlapped
-        report_exchange(self._around, self.step, decision, refused=exchanged.quorum.refused, **costs)
+        report_exchange(self._context, self.step, decision, refused=exchanged.quorum.refused, **costs)

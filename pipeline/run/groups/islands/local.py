@@ -11,10 +11,10 @@ from typing import Any
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.data.loader import StepBatch
+from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.ledger import Ledger
 from pipeline.run.groups.islands.outer import OuterState
 from pipeline.run.groups.islands.ranks import LoopRanks
-from pipeline.run.groups.islands.surroundings import Loader, Surroundings
 from pipeline.runtime.faults.stop_signals import Stop
 
 
@@ -22,7 +22,7 @@ class LocalIsland(ABC):
     """An island as the training loop sees it. Every method is collective over the ranks of the island.
 
     Args:
-        around: its rank and run.
+        context: its rank and run.
         loader: makes this rank's batches.
         step: inner steps that the engine's state has.
 
@@ -37,16 +37,16 @@ class LocalIsland(ABC):
     excluded_from_step_time = True
     own_share = 1.0
 
-    def __init__(self, around: Surroundings, *, loader: Loader, step: int) -> None:
-        self._around, self._loader, self._ranks = around, loader, LoopRanks(around)
-        self.step, self.ledger, self.name = step, Ledger(), around.name
-        with around.engine.edit_state() as state:
-            self._outer = OuterState(state, around.section.outer)
+    def __init__(self, context: IslandContext, *, loader: Loader, step: int) -> None:
+        self._context, self._loader, self._ranks = context, loader, LoopRanks(context)
+        self.step, self.ledger, self.name = step, Ledger(), context.name
+        with context.engine.edit_state() as state:
+            self._outer = OuterState(state, context.section.outer)
 
     def state(self) -> State:
         """The engine's state with the outer state, for a checkpoint."""
-        state = self._around.engine.state()
-        with self._around.engine.edit_state() as whole:
+        state = self._context.engine.state()
+        with self._context.engine.edit_state() as whole:
             outer = self._outer.named(whole)
         # of tied weights, one of the ranks that have a copy writes it
         written = {key for key in outer if named_state.weight_key(key.partition("/")[2]) in state}
@@ -66,9 +66,9 @@ class LocalIsland(ABC):
             samples: that an ordinary run had consumed: the islands go on behind them.
         """
         if details is None:
-            self.ledger = Ledger(start=samples // self._around.samples)
+            self.ledger = Ledger(start=samples // self._context.samples)
             return
-        with self._around.engine.edit_state() as state:
+        with self._context.engine.edit_state() as state:
             outer = self._outer.named(state)
         named_state.read(outer, directory)
         # a folder that another island has written counts as its own: it goes on in that one's place
@@ -126,7 +126,7 @@ class LocalIsland(ABC):
 
     def batches(self) -> Iterator[StepBatch]:
         """This rank's batches, of one round after the other; `exchange` must be called where it is `due`."""
-        while self.step < self._around.total or self._owes_an_exchange:
+        while self.step < self._context.total or self._owes_an_exchange:
             deal = self.ledger.deal_of(self.name, self.step)
             assert deal is not None
             slots, done = deal.slots(self.name), self.step - deal.step

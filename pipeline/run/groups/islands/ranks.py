@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.store import on_rank_zero
-from pipeline.run.groups.islands.surroundings import Surroundings
+from pipeline.run.groups.islands.context import IslandContext
 from pipeline.runtime.faults.stop_signals import Stop
 
 T = TypeVar("T")
@@ -40,32 +40,32 @@ class LoopRanks:
     """In the training loop: over the default process group; a stop signal ends waiting.
 
     Args:
-        around: the island's rank and run.
+        context: the island's rank and run.
 
     Attributes:
         stop: the stop that was requested.
     """
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around, self.stop = around, Stop.NO
+    def __init__(self, context: IslandContext) -> None:
+        self._context, self.stop = context, Stop.NO
 
     def from_first(self, action: Callable[[], T]) -> T:
         """See `Ranks`."""
-        self._around.watchdog.report_progress()
+        self._context.watchdog.report_progress()
         return on_rank_zero(action)
 
     def agreed(self, flag: bool) -> bool:
         """See `Ranks`."""
-        return bool(self._around.agreement.max_over_ranks(int(flag))[0])
+        return bool(self._context.agreement.max_over_ranks(int(flag))[0])
 
     def stopped(self) -> bool:
         """See `Ranks`."""
-        self.stop = self._around.agreement.requested_stop(self._around.signals)
+        self.stop = self._context.agreement.requested_stop(self._context.signals)
         return bool(self.stop)
 
     def asked(self) -> bool:
         """See `Ranks`."""
-        return bool(self._around.signals.requested)
+        return bool(self._context.signals.requested)
 
 
 class ThreadRanks:

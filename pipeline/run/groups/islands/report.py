@@ -8,37 +8,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.run.groups.islands.context import IslandContext
 from pipeline.run.groups.islands.ledger import Deal, Decision, Ledger, Tail
-from pipeline.run.groups.islands.surroundings import Surroundings
 
 
-def report_failure(around: Surroundings, step: int, why: str) -> None:
+def report_failure(context: IslandContext, step: int, why: str) -> None:
     """An exchange that failed, and is tried again."""
-    around.record(step, event="exchange_failed", why=why)
-    around.say(f"step {step}: exchange with the other islands failed: {why}")
+    context.record(step, event="exchange_failed", why=why)
+    context.say(f"step {step}: exchange with the other islands failed: {why}")
 
 
 def report_exchange(
-    around: Surroundings, step: int, decision: Decision, *, refused: Sequence[str], **costs: float
+    context: IslandContext, step: int, decision: Decision, *, refused: Sequence[str], **costs: float
 ) -> None:
     """An exchange, or the joining of other islands.
 
     Args:
-        around: the island.
+        context: the island.
         step: inner steps that it has done.
         decision: what was done.
         refused: islands whose reports did not verify.
         costs: further values: bytes and seconds.
     """
-    row = exchange_row(decision, name=around.name, samples=around.samples)
+    row = exchange_row(decision, name=context.name, samples=context.samples)
     row |= {"refused": list(refused), **costs}
-    around.record(step, event="exchange" if decision.contributors else "joined", **row)
+    context.record(step, event="exchange" if decision.contributors else "joined", **row)
     for lost in (row.get("tail_lost", {}), row["lost"]):
         for name, (first, last) in lost.items():
-            around.say(f"step {step}: lost: samples {first} to {last} of island {name}, which did not contribute")
-    if around.name in row["healed"]:
+            context.say(f"step {step}: lost: samples {first} to {last} of island {name}, which did not contribute")
+    if context.name in row["healed"]:
         names, source = decision.names, decision.names[decision.source]
-        around.say(f"step {step}: joined {', '.join(names)} with the state of island {source}")
+        context.say(f"step {step}: joined {', '.join(names)} with the state of island {source}")
 
 
 def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, An
 
 
 def report_update(
-    around: Surroundings,
+    context: IslandContext,
     step: int,
     ledger: Ledger,
     *,
@@ -85,7 +85,7 @@ def report_update(
     """An exchange of one island with the holder, in asynchronous mode.
 
     Args:
-        around: the island.
+        context: the island.
         step: that it had done.
         ledger: where it stands now.
         done: the round whose pseudo-gradient was applied; None where it has joined.
@@ -93,26 +93,26 @@ def report_update(
         lost: slots of islands that have died.
         costs: further values: staleness, bytes and seconds.
     """
-    deal, name = ledger.deal, around.name
+    deal, name = ledger.deal, context.name
     assert deal is not None
     row: dict[str, Any] = {
         "round": ledger.round,
         "islands": list(islands),
-        "trained": {name: _ends(done.slots(name), around.samples)} if done else {},
-        "lost": {_unique(lost, n): _ends(each.slots, around.samples) for n, each in enumerate(lost)},
+        "trained": {name: _ends(done.slots(name), context.samples)} if done else {},
+        "lost": {_unique(lost, n): _ends(each.slots, context.samples) for n, each in enumerate(lost)},
         "healed": [] if done else [name],
         "refused": [],
-        "next_samples": _ends(deal.slots(name), around.samples),
+        "next_samples": _ends(deal.slots(name), context.samples),
         **costs,
     }
-    around.record(step, event="exchange" if done else "joined", **row)
+    context.record(step, event="exchange" if done else "joined", **row)
     for island, (first, last) in row["lost"].items():
-        around.say(f"step {step}: lost: samples {first} to {last} of island {island}, which did not contribute")
+        context.say(f"step {step}: lost: samples {first} to {last} of island {island}, which did not contribute")
 
 
-def over_ranks(around: Surroundings, value: float) -> float:
+def over_ranks(context: IslandContext, value: float) -> float:
     """The sum over the ranks of the island. Collective."""
-    total = torch.tensor(value, dtype=torch.float64, device=around.agreement.device)
+    total = torch.tensor(value, dtype=torch.float64, device=context.agreement.device)
     if dist.is_initialized():
         dist.all_reduce(total)
     return float(total)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,58 +14,37 @@ from pipeline.run.groups.islands.build import curve_and_layout_digest, reach_oth
 from pipeline.run.groups.replicas.deal import Member
 from pipeline.run.groups.replicas.quorums import Quorums
 from pipeline.run.groups.replicas.record import ReplicaRecord
-from pipeline.run.groups.replicas.replica import Loader, ReplicaOfRun, Surroundings
-from pipeline.runtime.faults.agreement import Agreement
-from pipeline.runtime.faults.stop_signals import StopSignals
-from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.run.groups.replicas.replica import Loader, ReplicaContext, ReplicaOfRun
+from pipeline.run.rank_of_run import RankOfRun
 
 
-def open_replica(  # noqa: PLR0913  what a rank of a run has
-    run: ResolvedRun,
-    *,
-    rank: int,
-    engine: Engine,
-    stepper: GuardedStepper,
-    curve: dict[str, Any],
-    agreement: Agreement,
-    signals: StopSignals,
-    watchdog: Watchdog,
-    record: Callable[..., None],
-    say: Callable[[str], None],
-    load: Loader,
-    checkpoint: Checkpoint | None,
-    stack: ExitStack,
-) -> ReplicaOfRun | None:
-    """The replica of this rank; None for an ordinary run. Collective. `stack` closes it.
+def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> ReplicaOfRun | None:
+    """The replica of this rank; None for an ordinary run. Collective.
 
     Args:
-        run: the resolved config.
-        rank: of this process in the replica.
-        engine, stepper, load: see `Surroundings`.
-        curve: what all replicas must agree on.
-        agreement, signals, watchdog: see `Quorums`.
-        record, say: see `ReplicaRecord`.
-        checkpoint: where the run resumes; its state is loaded.
-        stack: closes it.
+        here: this rank; its stack closes the replica, whose state is loaded from its checkpoint.
+        stepper, load: see `ReplicaContext`.
     """
-    section = run.config.replicas
+    run, section, engine = here.run, here.run.config.replicas, here.engine
     if section is None or section.name is None:
         return None
-    lighthouse, peers = reach_others(section, rank=rank, parse=Member.from_plain, stack=stack, field="replicas")
-    around = Surroundings(
+    lighthouse, peers = reach_others(
+        section, rank=here.rank, parse=Member.from_plain, stack=here.stack, field="replicas"
+    )
+    context = ReplicaContext(
         section=section,
         total=run.steps,
         samples=run.batch.samples,
-        rank=rank,
+        rank=here.rank,
         engine=engine,
         stepper=stepper,
         load=load,
-        quorums=Quorums(agreement, signals, watchdog, lighthouse),
-        record=ReplicaRecord(record, say),
+        quorums=Quorums(here.agreement, here.signals, here.watchdog, lighthouse),
+        record=ReplicaRecord(here.record, here.say),
     )
-    member = member_at(section.name, checkpoint, layout=digest_of_run(run, engine, curve))
-    replica = ReplicaOfRun(around, peers=peers, member=member)
-    stack.callback(replica.close)
+    member = member_at(section.name, here.checkpoint, layout=digest_of_run(run, engine, here.curve))
+    replica = ReplicaOfRun(context, peers=peers, member=member)
+    here.stack.callback(replica.close)
     assert isinstance(engine, ExchangesGradients), "refused by the rules on `replicas`"
     engine.exchange_gradients_by(replica.sum_gradients)
     return replica

@@ -40,7 +40,7 @@ Loader = Callable[[Ranges, tuple[int, int]], StepLoader]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ReplicaContext:
     """What a replica has of its rank and its run.
 
     Attributes:
@@ -77,7 +77,7 @@ class ReplicaOfRun:
 
     excluded_from_step_time = False
 
-    def __init__(self, around: Surroundings, *, peers: Peers, member: Member) -> None:
+    def __init__(self, around: ReplicaContext, *, peers: Peers, member: Member) -> None:
         self._around, self._peers = around, peers
         self._me = replace(member, state=digest(around.stepper))
         self._part: Ranges = ()

@@ -19,10 +19,10 @@ from pipeline.config.schedule import Schedule
 from pipeline.config.sections.groups import IslandsSection
 from pipeline.engines.base import Engine
 from pipeline.run.groups.islands.asynchronous import AsynchronousIsland
+from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.holder import Holder
 from pipeline.run.groups.islands.holder_server import HolderServer
 from pipeline.run.groups.islands.peers import ExchangeError
-from pipeline.run.groups.islands.surroundings import Loader, Surroundings
 from pipeline.run.groups.islands.wire import Channel, HolderClient, WrongSecretError
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
@@ -75,7 +75,7 @@ class Site:
 
     def island(self, name: str, *, secret: bytes | None = None) -> ToyIsland:
         engine, rows = Weights(), list[dict[str, Any]]()
-        around = Surroundings(
+        around = IslandContext(
             section=IslandsSection.model_validate({**self.fields, "name": name}), total=TOTAL,
             schedule=Schedule("constant", 1.0), samples=1, layout="x", rank=0,
             engine=cast(Engine, engine), agreement=Agreement(torch.device("cpu")),

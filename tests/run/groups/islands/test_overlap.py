@@ -24,12 +24,12 @@ from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.groups import IslandsSection
 from pipeline.engines.base import Engine
+from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.island import Island
 from pipeline.run.groups.islands.ledger import Ledger, Member
 from pipeline.run.groups.islands.lighthouse import LighthouseMember
 from pipeline.run.groups.islands.local import LocalIsland
 from pipeline.run.groups.islands.peers import Peers, PeerStore
-from pipeline.run.groups.islands.surroundings import Loader, Surroundings
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
@@ -116,7 +116,7 @@ class Site:
         section = IslandsSection.model_validate(
             {"name": name, "count": count, "steps": STEPS, "overlap": OVERLAP, "outer": outer, "timeout_s": 5, **fields}
         )
-        around = Surroundings(
+        around = IslandContext(
             section=section, total=TOTAL, schedule=Schedule("constant", 1.0), samples=1, layout="x",
             rank=0, engine=cast(Engine, engine),
             agreement=Agreement(torch.device("cpu")), signals=StopSignals(announce=False), watchdog=Watchdog(),
@@ -232,7 +232,7 @@ def test_an_island_that_was_stopped_between_the_last_step_and_its_exchange_excha
 
 def asked_to_stop(toy: ToyIsland, *, after_s: float) -> None:
     def ask() -> None:
-        toy.island._around.signals.requested = Stop.TERMINATE
+        toy.island._context.signals.requested = Stop.TERMINATE
 
     timer = threading.Timer(after_s, ask)
     timer.daemon = True

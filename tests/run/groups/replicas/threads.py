@@ -21,7 +21,7 @@ from pipeline.run.groups.islands.peers import ExchangeError, Peers, PeerStore
 from pipeline.run.groups.replicas.deal import Member, Ranges
 from pipeline.run.groups.replicas.quorums import Quorums
 from pipeline.run.groups.replicas.record import ReplicaRecord
-from pipeline.run.groups.replicas.replica import ReplicaOfRun, Surroundings
+from pipeline.run.groups.replicas.replica import ReplicaContext, ReplicaOfRun
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import StopSignals
 
@@ -116,7 +116,7 @@ class Thread:
         self.lighthouse = LighthouseMember(
             self.address, self.name, store=self.store.address, secret=b"", parse=Member.from_plain
         )
-        around = Surroundings(
+        around = ReplicaContext(
             section=ReplicasSection(name=self.name, count=self.count, start_s=100),
             total=STEPS,
             samples=SAMPLES,

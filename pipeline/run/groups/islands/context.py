@@ -20,7 +20,7 @@ Loader = Callable[[int, int], Iterable[StepBatch]]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class IslandContext:
     """What an island has of its rank and its run.
 
     Attributes:

@@ -1,0 +1,88 @@
+"""The teacher of a distillation, found and compared with the student before anything is touched."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from headrace.base.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.data.mixture import DataMixture
+from pipeline.engines.common import model_dtype
+from pipeline.engines.parallel.checks import check_layout
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.hf_config import read_hf_config
+from pipeline.run.distillation.cached_logits import CachedLogits
+from pipeline.run.distillation.feature_checks import check_feature_models
+from pipeline.run.distillation.kv_cache import check_kv_cache
+from pipeline.run.distillation.open_logits import open_logits
+from pipeline.run.distillation.quantized import DequantizedValues, is_dequantized
+from pipeline.run.distillation.teacher import TeacherModel, teacher_run
+from pipeline.run.prepare import attention_of
+
+
+def find_teacher(
+    run: ResolvedRun, mixture: DataMixture, *, vocab_size: int
+) -> tuple[TeacherModel | None, CachedLogits | None]:
+    """The teacher of a distillation, or its cached logits.
+
+    Raises:
+        ConfigError, DataError: see `open_teacher` and `open_logits`.
+    """
+    section = run.config.distill
+    assert section is not None
+    if section.logits is None:
+        return open_teacher(run, vocab_size=vocab_size), None
+    return None, open_logits(run, mixture, vocab_size=vocab_size)
+
+
+def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
+    """Looks at a teacher, and refuses one that cannot be compared with the student, id by id, or that is not whole.
+
+    Raises:
+        ConfigError: its vocabulary is of another size, it holds fewer positions than the sequence, or it cannot be
+            computed in the student's layout or dtype.
+        DataError: the folder is no model, or its weights are not all there.
+    """
+    config, section = run.config, run.config.distill
+    assert section is not None
+    assert section.teacher is not None
+    folder, length = section.teacher, config.data.sequence_length
+    files = ModelFolder.open(folder)
+    quantized = is_dequantized(files)
+    theirs = read_hf_config(folder, dequantized=quantized)
+    if theirs.vocab_size != vocab_size:
+        why = f"the teacher has {theirs.vocab_size} ids, the student {vocab_size}"
+        raise ConfigError(
+            "distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs.vocab_size}"
+        )
+    longest = files.longest_sequence
+    if longest is not None and longest < length:
+        why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
+        raise ConfigError("distill.teacher", folder, why=why, remedy=f"set data.sequence_length to at most {longest}")
+    model = build_meta(theirs, dtype=model_dtype(config), attn_implementation=attention_of(run))
+    try:
+        check_layout(teacher_run(run), model)
+    except ConfigError as error:
+        raise ConfigError("distill.teacher", folder, why=str(error), remedy="change the student's layout") from None
+    return TeacherModel(model, DequantizedValues(folder) if quantized else FromSafetensors(folder, model=model))
+
+
+def check_student(run: ResolvedRun, student: nn.Module, teacher: TeacherModel | None) -> None:
+    """Refuses a student whose hidden states cannot be matched with the teacher's, or that cannot generate.
+
+    Args:
+        run: with a section `distill`.
+        student: on meta.
+        teacher: in memory; None with cached logits.
+
+    Raises:
+        ConfigError: see `check_feature_models` and `check_kv_cache`.
+    """
+    section = run.config.distill
+    assert section is not None
+    if teacher is not None:
+        check_feature_models(run, student=student, teacher=teacher.model)
+    if section.on_policy is not None and section.on_policy.kv_cache:
+        check_kv_cache(student, mask_documents=run.config.data.mask_documents)
