@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +80,18 @@ class Server:
             return
         child = os.fork()
         if not child:
-            become(request, files, self._executable, self._forget)
+            become(request, files, self._executable, partial(self._forget, client))
         for file in files:
             os.close(file)
         self._clients[child] = client
         self._selector.register(client, selectors.EVENT_READ, child)
 
-    def _forget(self) -> None:
+    def _forget(self, client: socket.socket) -> None:
         """In a child: closes what is the server's."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for each in (self._listening, self._wake, self._wakes, *self._clients.values()):
+        for each in (client, self._listening, self._wake, self._wakes, *self._clients.values()):
             each.close()
 
     def _hear(self, child: int) -> None:

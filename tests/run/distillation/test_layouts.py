@@ -74,7 +74,7 @@ from pipeline.data.mixture import open_mixture
 from pipeline.data.loader import StepLoader
 from pipeline.run.distillation.teacher import Teacher
 from pipeline.engines.parallel.mesh import build_mesh
-from pipeline.run.prepare import open_teacher
+from pipeline.run.distillation.find_teacher import open_teacher
 
 dist.init_process_group("gloo")
 run = resolve(read_config(sys.argv[1], ["distill.shard_teacher=true"]).config, world_size=2)
