@@ -49,11 +49,8 @@ def is_other(name: str) -> bool:
 def test_what_a_page_or_script_names_exists(name: str, text: str) -> None:
     paths = {found.rstrip("./") for found in PATH.findall(text)}
     absent = [path for path in paths if not list(ROOT.glob(path.replace("NAME", "*") + "*"))]
-    modules = [
-        found for found in set(MODULE.findall(text)) if found not in KEYS and not found.endswith((".py", ".sbatch"))
-    ]
-    absent += [module for module in modules if not is_module(module)]
-    assert absent == [], name
+    absent += [module for module in set(MODULE.findall(text)) if not (is_module(module) or is_other(module))]
+    assert set(absent) <= ELSEWHERE, name
 
 
 def test_pages_are_found() -> None:
