@@ -189,6 +189,10 @@ _INTEGRATION = (
     "tasks/test_merge.py",
     "distillation/test_distillation.py",
     "parity/test_shipped.py",
+    # half a minute of CPU each: steps of several layouts, measurements of this machine
+    "run/anomalies/test_deferred_steps.py",
+    "engines/test_shares.py",
+    "plan/test_calibrate.py",
 )
 """Files whose tests are `make test-integration`'s; single tests elsewhere carry the marker `integration` themselves."""
 
