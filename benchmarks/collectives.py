@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.plan.predict.collectives import Group, collective_s
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.collectives import RankGroup, collective_s
+from pipeline.plan.predict.links import Link, LinkTopology
 
 SIZES = [4 << shift for shift in range(8, 25, 2)]
 """Bytes: 1 KiB to 64 MiB."""
@@ -52,7 +52,7 @@ def main() -> None:
 
 def modelled(ranks: int, link: Link, size: int) -> float:
     """Seconds by the ring formula."""
-    return collective_s("all_reduce", "ring", Group(ranks, 1), Topology(ranks, link, link), size=size)
+    return collective_s("all_reduce", "ring", RankGroup(ranks, 1), LinkTopology(ranks, link, link), size=size)
 
 
 def fit(ranks: int, seconds: list[float]) -> Link:

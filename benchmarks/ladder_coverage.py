@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from pipeline.plan.ladder.fit import Points
-from pipeline.plan.ladder.prediction import Verdict, judge
+from pipeline.plan.ladder.prediction import PredictionVerdict, judge
 
 LARGEST_N, TOKENS_PER_PARAMETER = 4e5, 2.0
 E_RANGE, TERM_RANGE = (1.5, 2.5), (0.3, 1.5)
@@ -44,7 +44,7 @@ def made_ladder(
     return points, float(losses[-1])
 
 
-def judged(points: Points, *, times: float) -> Verdict:
+def judged(points: Points, *, times: float) -> PredictionVerdict:
     """What the ladder says of a run with `times` the largest rung's parameters."""
     names = [f"run-{number}" for number in range(len(points))]
     n = times * LARGEST_N

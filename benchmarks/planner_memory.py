@@ -120,14 +120,14 @@ def measured_peaks(case: Case, result: CaseResult) -> list[int]:
 
 def executed_peaks(cases: list[Case], work: Path) -> list[dict[int, int]]:
     """Pipeline rank -> bytes of a step on fake tensors; without those that cannot be executed."""
-    asked: list[tuple[int, int, fake.Case]] = []
+    asked: list[tuple[int, int, fake.StepCase]] = []
     for number, case in enumerate(cases):
         path = work / f"{number}.json"
         path.write_text(json.dumps(case.config))
         run = resolved(case)
         stages = range(run.topology.pp if run.config.engine == "torch" else 1)
         asked += [
-            (number, at, fake.Case(str(path), case.processes, at, VOCABULARY, (), STEPS, cpu=True)) for at in stages
+            (number, at, fake.StepCase(str(path), case.processes, at, VOCABULARY, (), STEPS, cpu=True)) for at in stages
         ]
     results = fake.run_cases([each for _, _, each in asked])
     found: list[dict[int, int]] = [{} for _ in cases]

@@ -59,3 +59,7 @@ def test_every_package_says_what_is_in_it() -> None:
     ]
     assert len(files) > 50
     assert [path for path in files if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_no_class_name_is_defined_twice_in_pipeline() -> None:
+    assert measure().defined_twice == {}

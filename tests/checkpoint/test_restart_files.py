@@ -229,6 +229,6 @@ def test_requests_without_the_token_get_nothing(tmp_path: Path) -> None:
             memory_server.Client(address).read("f", 5, 20)
         with pytest.raises(OSError, match="does not serve"):
             memory_server.Client(address).read("../f", 0, 1)
-        wrong = memory_server.ServerAddress(address.hosts, address.port, "0" * 32)
+        wrong = memory_server.MemoryServerAddress(address.hosts, address.port, "0" * 32)
         with pytest.raises(OSError, match="does not serve"):
             memory_server.Client(wrong).read("f", 0, 1)

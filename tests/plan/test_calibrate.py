@@ -14,8 +14,8 @@ from pipeline.plan.calibration import calibrate, measure
 from pipeline.plan.calibration.calibrate import calibrate_command
 from pipeline.plan.calibration.fit_links import link_of, links_of
 from pipeline.plan.calibration.measure_links import SIZES
-from pipeline.plan.predict.collectives import Group, collective_s
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.collectives import RankGroup, collective_s
+from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.plan.predict.plan import make_plan
 from pipeline.plan.predict.planned_run import open_run
 from pipeline.runtime.machines.known import load_machine
@@ -62,7 +62,7 @@ def rows_of(kind: Operation, link: Link, *, ranks: int, spread: float = 1.0) -> 
     """What is measured where the plan's formula holds; most seconds are `spread` times the others."""
     found = []
     for size in (1, 1 << 20, 1 << 26):
-        seconds = collective_s(kind, "ring", Group(ranks, 1), Topology(ranks, link, link), size=size)
+        seconds = collective_s(kind, "ring", RankGroup(ranks, 1), LinkTopology(ranks, link, link), size=size)
         ends = (seconds, seconds, spread * seconds)
         found.append(MeasuredCollective(kind=kind, axis="within", ranks=ranks, bytes=size, seconds=ends))
     return found

@@ -7,18 +7,18 @@ from typing import get_args
 
 import pytest
 
-from pipeline.plan.predict.collectives import Group, collective_s, fastest, group_of, send_s
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.collectives import RankGroup, collective_s, fastest, group_of, send_s
+from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.runtime.machines.machine import Operation
 
 # 450 GB/s and 3 us within nodes of 8, 50 GB/s and 10 us per device between them
-H100 = Topology(8, Link(450e9, 3e-6), Link(50e9, 10e-6))
+H100 = LinkTopology(8, Link(450e9, 3e-6), Link(50e9, 10e-6))
 GIB = 2.0**30
 
 
 def test_a_ring_in_a_node_by_hand() -> None:
     group = group_of(H100, size=8)
-    assert group == Group(8, 1)
+    assert group == RankGroup(8, 1)
     half = 7 * (3e-6 + GIB / 8 / 450e9)
     assert collective_s("all_gather", "ring", group, H100, size=GIB) == pytest.approx(half)
     assert collective_s("reduce_scatter", "ring", group, H100, size=GIB) == pytest.approx(half)
@@ -27,13 +27,13 @@ def test_a_ring_in_a_node_by_hand() -> None:
 
 def test_a_ring_over_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
     group = group_of(H100, size=16)
-    assert group == Group(16, 2)
+    assert group == RankGroup(16, 2)
     # 8 x 50 GB/s are less than 450; a chunk crosses the network once in 15 hops
     expected = 14 * 3e-6 + 10e-6 + 15 / 16 * GIB / 400e9
     assert collective_s("all_gather", "ring", group, H100, size=GIB) == pytest.approx(expected)
     # one device of each node: its own share alone
     apart = group_of(H100, size=16, stride=8)
-    assert apart == Group(16, 16)
+    assert apart == RankGroup(16, 16)
     expected = 15 * 10e-6 + 15 / 16 * GIB / 50e9
     assert collective_s("all_gather", "ring", apart, H100, size=GIB) == pytest.approx(expected)
 
@@ -42,7 +42,7 @@ def test_a_ring_over_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
     ("size", "stride", "nodes"), [(1, 1, 1), (8, 1, 1), (9, 1, 2), (4, 2, 1), (4, 4, 2), (3, 4, 2)]
 )
 def test_the_nodes_of_a_group(size: int, stride: int, nodes: int) -> None:
-    assert group_of(H100, size=size, stride=stride) == Group(size, nodes)
+    assert group_of(H100, size=size, stride=stride) == RankGroup(size, nodes)
 
 
 @pytest.mark.parametrize("operation", get_args(Operation))
@@ -51,7 +51,7 @@ def test_what_holds_of_every_collective(operation: Operation, ranks: int) -> Non
     group = group_of(H100, size=ranks)
     times = [fastest(operation, group, H100, size=size)[1] for size in (0.0, 1e3, 1e6, 1e9, 1e12)]
     assert times == sorted(times)
-    assert fastest(operation, Group(1, 1), H100, size=1e9)[1] == 0.0
+    assert fastest(operation, RankGroup(1, 1), H100, size=1e9)[1] == 0.0
     # every rank receives at least what it does not have, at its own full bandwidth
     assert times[-1] > 1e12 * (ranks - 1) / ranks / H100.within.bandwidth
 
@@ -80,7 +80,7 @@ def test_all_to_all_pairwise_by_hand() -> None:
 
 def test_an_algorithm_that_an_operation_has_not_is_refused() -> None:
     with pytest.raises(ValueError, match="all_gather has no algorithm tree"):
-        collective_s("all_gather", "tree", Group(8, 1), H100, size=1.0)
+        collective_s("all_gather", "tree", RankGroup(8, 1), H100, size=1.0)
 
 
 def test_a_message() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
-from pipeline.plan.predict.passes import Kind
+from pipeline.plan.predict.passes import PassKind
 from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
 from pipeline.plan.predict.schedule_programs import make_program, program_of
 from tests.conftest import ROOT, tiny_config, write_config
@@ -109,4 +109,4 @@ def test_the_program_is_the_order_of_passes_of_a_real_run(
         planned = [(each.kind, each.stage, each.micro_batch) for each in program.passes(rank)]
         assert len(steps) == 2
         for passes in steps:
-            assert [(Kind(kind), of, index) for kind, of, index, *_ in passes] == planned
+            assert [(PassKind(kind), of, index) for kind, of, index, *_ in passes] == planned

@@ -14,7 +14,7 @@ from benchmarks.planner import NATURAL
 from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.communication import Transfer
 from pipeline.plan.predict.gathered_units import units_of
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.plan.predict.plan import run_rates, typical_time
 from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.predict.rank_time import rank_time
@@ -86,7 +86,7 @@ def mixed(low: Rates, high: Rates, shares: list[float]) -> Rates:
         if each.type == "float"
     }
     near, far = link(low.topology.within, high.topology.within), link(low.topology.between, high.topology.between)
-    topology = Topology(low.topology.devices_per_node, near, far)
+    topology = LinkTopology(low.topology.devices_per_node, near, far)
     return replace(low, **values, topology=topology, host=link(low.host, high.host))
 
 

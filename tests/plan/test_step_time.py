@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from pipeline.plan.predict.closed_form_times import collective_seconds, pipeline_step
-from pipeline.plan.predict.collectives import Group, collective_s, group_of, send_s
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.collectives import RankGroup, collective_s, group_of, send_s
+from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.plan.predict.rates import Product, rates_of
 from pipeline.runtime.machines.known import load_machine
 from pipeline.runtime.machines.machine import HostSection, Machine, MeasuredProduct, MeasuredSection
 
-NODES = Topology(8, Link(450e9, 0.0), Link(50e9, 0.0))
+NODES = LinkTopology(8, Link(450e9, 0.0), Link(50e9, 0.0))
 
 
 def test_a_ring_sends_what_a_rank_lacks_and_an_all_reduce_twice_that() -> None:
@@ -32,7 +32,7 @@ def test_a_group_that_spans_nodes_has_the_adapters_of_its_ranks_in_a_node() -> N
 
 
 def test_each_collective_has_the_latency_of_a_tree() -> None:
-    slow = Topology(8, Link(450e9, 1e-3), Link(50e9, 1e-3))
+    slow = LinkTopology(8, Link(450e9, 1e-3), Link(50e9, 1e-3))
     assert collective_seconds("all_reduce", 0.0, range(8), slow, count=10) == pytest.approx(10 * 3 * 1e-3)
 
 
@@ -78,7 +78,7 @@ def test_attention_and_the_head_of_an_fp8_run_have_the_rate_of_bf16() -> None:
 def test_devices_that_are_linked_one_to_one_have_as_many_links_as_others_in_their_group(
     ranks: int, share: float
 ) -> None:
-    switch = Topology(8, Link(448e9, 0.0), Link(400e9, 0.0))
+    switch = LinkTopology(8, Link(448e9, 0.0), Link(400e9, 0.0))
     pairs = replace(switch, within_links=7)
     group, numbers = group_of(pairs, size=ranks), range(ranks)
     for kind in ("all_reduce", "all_gather"):
@@ -90,13 +90,13 @@ def test_devices_that_are_linked_one_to_one_have_as_many_links_as_others_in_thei
 
 
 def test_a_kind_of_collective_that_was_measured_has_its_own_link() -> None:
-    own = Topology(8, NODES.within, NODES.between, {"reduce_scatter": Link(1e9, 0.0)})
+    own = LinkTopology(8, NODES.within, NODES.between, {"reduce_scatter": Link(1e9, 0.0)})
     for kind in ("all_gather", "all_reduce", "send"):
         assert collective_seconds(kind, 8e9, range(8), own) == collective_seconds(kind, 8e9, range(8), NODES)
     assert collective_seconds("reduce_scatter", 8e9, range(8), own) == pytest.approx(7.0)
     far = collective_seconds("all_gather", 8e9, range(0, 64, 8), own)
     assert far == collective_seconds("all_gather", 8e9, range(0, 64, 8), NODES)
-    ring = collective_s("reduce_scatter", "ring", Group(8, 1), own, size=8e9)
+    ring = collective_s("reduce_scatter", "ring", RankGroup(8, 1), own, size=8e9)
     assert ring == pytest.approx(7.0)
 
 

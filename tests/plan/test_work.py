@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from pipeline.config.changes import changed
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.predict.communication import transfers
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.work import Work, work_of
@@ -33,7 +33,7 @@ PURPOSE = {
 
 
 @cache
-def planned(case: Case) -> Work:
+def planned(case: StepCase) -> Work:
     run, model = built(case)
     # steps on fake tensors are eager, so that operators are seen
     run = replace(run, config=changed(run.config, {"compile.enabled": None}))

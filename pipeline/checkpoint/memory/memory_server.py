@@ -27,7 +27,7 @@ _LINE_BYTES, _BACKLOG = 4096, 1024
 
 
 @dataclass(frozen=True)
-class ServerAddress:
+class MemoryServerAddress:
     """Where a rank serves its node's files.
 
     Attributes:
@@ -42,7 +42,7 @@ class ServerAddress:
 
 
 @contextmanager
-def served(files: Mapping[str, Path], *, master: str) -> Iterator[ServerAddress]:
+def served(files: Mapping[str, Path], *, master: str) -> Iterator[MemoryServerAddress]:
     """Serves files until the block ends.
 
     Args:
@@ -75,7 +75,7 @@ def served(files: Mapping[str, Path], *, master: str) -> Iterator[ServerAddress]
         port = server.socket.getsockname()[1]
         threading.Thread(target=server.serve_forever, args=(0.05,), name="checkpoint-server", daemon=True).start()
         try:
-            yield ServerAddress(_own_addresses(master), port, token)
+            yield MemoryServerAddress(_own_addresses(master), port, token)
         finally:
             server.shutdown()
 
@@ -88,7 +88,7 @@ class _Server(socketserver.ThreadingTCPServer):
 class Client:
     """Reads parts of files from one server. Not for several threads."""
 
-    def __init__(self, address: ServerAddress) -> None:
+    def __init__(self, address: MemoryServerAddress) -> None:
         self._address = address
         self._connection: socket.socket | None = None
         self._stream: IO[bytes] | None = None

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from headrace.base.directory import sha256_of_file
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder
-from pipeline.checkpoint.memory.memory_server import Client, ServerAddress, served
-from pipeline.checkpoint.memory.shard_files import FolderSource, NodeSource, ReadBytes, ShardFiles, Source
+from pipeline.checkpoint.memory.memory_server import Client, MemoryServerAddress, served
+from pipeline.checkpoint.memory.shard_files import FolderSource, NodeSource, ReadBytes, ShardFiles, ShardSource
 
 _HASH_THREADS = 4
 
@@ -127,7 +127,7 @@ class RestartFiles:
             files: file name -> its entry in the manifest.
         """
         found = self._found.get(path, _Found())
-        copies: dict[str, Source] = {}
+        copies: dict[str, ShardSource] = {}
         with ExitStack() as stack:
             if self._memory is not None:
                 folder = self._memory.folder(int(path.name.rpartition("-")[2]))
@@ -148,9 +148,9 @@ class RestartFiles:
         self._warnings.append(line)
         self._say(f"warning: {line}")
 
-    def _elsewhere(self, stack: ExitStack, found: _Found, folder: Path) -> dict[str, Source]:
+    def _elsewhere(self, stack: ExitStack, found: _Found, folder: Path) -> dict[str, ShardSource]:
         """Serves this rank's verified copies, and connects to those of other nodes when they are first read."""
-        own: ServerAddress | None = None
+        own: MemoryServerAddress | None = None
         try:
             if found.own:
                 own = stack.enter_context(served({name: folder / name for name in found.own}, master=self._master))

@@ -47,7 +47,7 @@ class ReadBytes:
         return {"memory": self.memory, "other_nodes": self.other_nodes, "run_dir": self.run_dir}
 
 
-class Source(Protocol):
+class ShardSource(Protocol):
     """Opens parts of files."""
 
     @property
@@ -78,7 +78,7 @@ class FolderSource:
 
     @contextmanager
     def opened(self, file: str, begin: int, length: int) -> Iterator[IO[bytes]]:
-        """See `Source.opened`."""
+        """See `ShardSource.opened`."""
         with (self.folder / file).open("rb") as opened:
             yield cast("IO[bytes]", _create_file_view(opened, begin, length))
 
@@ -97,7 +97,7 @@ class NodeSource:
 
     @contextmanager
     def opened(self, file: str, begin: int, length: int) -> Iterator[IO[bytes]]:
-        """See `Source.opened`."""
+        """See `ShardSource.opened`."""
         yield self.client.read(file, begin, length)
 
 
@@ -115,7 +115,7 @@ class ShardFiles:
     def __init__(
         self,
         directory: Path,
-        copies: Mapping[str, Source] | None = None,
+        copies: Mapping[str, ShardSource] | None = None,
         *,
         files: Mapping[str, Mapping[str, Any]] | None = None,
         reads: ReadBytes | None = None,
@@ -148,7 +148,7 @@ class ShardFiles:
                 self._verify(file)
         return self._read(self._directory, file, begin, length, parse)
 
-    def _read(self, source: Source, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T]) -> T:
+    def _read(self, source: ShardSource, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T]) -> T:
         with source.opened(file, begin, length) as view:
             value = parse(view, file)
         self._reads.add(source.name, length)

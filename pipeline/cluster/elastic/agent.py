@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.base.errors import EXIT_REQUEUE
-from pipeline.cluster.elastic.files import NodeState, Plan, StateFiles
+from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
 from pipeline.cluster.elastic.local_ranks import Command, LocalRanks
 from pipeline.cluster.elastic.slurm_requeue import SlurmJob
@@ -69,7 +69,7 @@ class Agent:
         self._state, self._began = NodeState(self.node, guest=self.guest, script=self.script), time.monotonic()
         self._host_seen, self._alive_at_end = self._began, {self.node: self._state}
 
-    def run(self) -> Plan:
+    def run(self) -> RanksPlan:
         """Follows and leads until there is an outcome; returns the last plan."""
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stopped)
@@ -115,7 +115,7 @@ class Agent:
         if ranks is not None and (ranks.codes() != self._state.codes or ranks.running != self._state.running):
             self._change(codes=ranks.codes(), running=ranks.running, error=self._state.error or ranks.error())
 
-    def _lead(self) -> Plan | None:
+    def _lead(self) -> RanksPlan | None:
         others = {node: self.files.read(node) for node in self.files.nodes if node != self.node}
         if any(map(self.files.unknown, others)):
             return None  # this node has just begun to lead, and has not looked at all others long enough
@@ -131,9 +131,9 @@ class Agent:
                 self.slurm.note(made)
         return made
 
-    def _first(self, alive: Mapping[str, NodeState]) -> Plan | None:
+    def _first(self, alive: Mapping[str, NodeState]) -> RanksPlan | None:
         if any(state.stop for state in alive.values()):
-            return Plan(version=1, outcome=EXIT_REQUEUE, reason="stopped before the start")
+            return RanksPlan(version=1, outcome=EXIT_REQUEUE, reason="stopped before the start")
         missing = [node for node in self.files.nodes if node not in alive]
         if missing and time.monotonic() - self._began < self.join_s:
             return None
@@ -141,7 +141,7 @@ class Agent:
             self.say(f"{', '.join(missing)} did not come within {self.join_s:g} s")
         return first_plan(self.terms, alive)
 
-    def _next(self, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+    def _next(self, plan: RanksPlan, alive: Mapping[str, NodeState]) -> RanksPlan | None:
         made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive))
         if made is None and not plan.growing and not plan.checking and time.monotonic() - self._looked > _GROW_S:
             self._looked = time.monotonic()
@@ -152,12 +152,12 @@ class Agent:
                 self._ask_for_nodes(self.slurm, plan, alive)
         return made
 
-    def _ask_for_nodes(self, slurm: SlurmJob, plan: Plan, alive: Mapping[str, NodeState]) -> None:
+    def _ask_for_nodes(self, slurm: SlurmJob, plan: RanksPlan, alive: Mapping[str, NodeState]) -> None:
         usable = [node for node in alive if node not in plan.excluded]
         guests = sum(alive[node].guest for node in alive)
         slurm.ask_for(self.terms.wanted - len(usable), guests=guests, excluded=[*plan.excluded, *usable], say=self.say)
 
-    def _waited(self, plan: Plan, alive: Mapping[str, NodeState]) -> float:
+    def _waited(self, plan: RanksPlan, alive: Mapping[str, NodeState]) -> float:
         """Seconds since the first exit of a start was seen here."""
         if not any(alive[node].codes for node in plan.members if node in alive and alive[node].start == plan.start):
             return 0.0
@@ -165,7 +165,7 @@ class Agent:
             self._exit_seen = plan.start, time.monotonic()
         return time.monotonic() - self._exit_seen[1]
 
-    def _tell(self, plan: Plan, alive: Mapping[str, NodeState]) -> None:
+    def _tell(self, plan: RanksPlan, alive: Mapping[str, NodeState]) -> None:
         if plan.outcome is not None:
             self.say(f"the run ends with code {plan.outcome}: {plan.reason}")
         elif plan.checking:
@@ -194,7 +194,7 @@ class Agent:
         script = any(state.script for state in alive.values())
         slurm.end(plan, step=self.terms.step(), nodes=len(nodes), script_lives=script, say=self.say)
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, plan: RanksPlan) -> None:
         self.files.add(plan.guests)
         starts = plan.start > self._state.plan.start
         if (starts or plan.checking) and self._ranks is not None:

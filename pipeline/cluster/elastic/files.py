@@ -22,7 +22,7 @@ DEAD_S = 20.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class RanksPlan:
     """Which nodes run the ranks, since when and why; made by the leader, and adopted by the others.
 
     Attributes:
@@ -80,7 +80,7 @@ class NodeState:
 
     node: str
     count: int = 0
-    plan: Plan = field(default_factory=Plan)
+    plan: RanksPlan = field(default_factory=RanksPlan)
     start: int = 0
     running: bool = False
     codes: Mapping[int, int] = field(default_factory=dict)
@@ -163,6 +163,6 @@ class StateFiles:
 
 def state_of(found: dict[str, Any]) -> NodeState:
     """A state from its JSON object."""
-    plan = Plan(**{**found["plan"], "members": tuple(found["plan"]["members"])})
+    plan = RanksPlan(**{**found["plan"], "members": tuple(found["plan"]["members"])})
     codes = {int(rank): code for rank, code in found["codes"].items()}
     return replace(NodeState(**found), plan=plan, codes=codes)

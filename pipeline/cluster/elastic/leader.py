@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
-from pipeline.cluster.elastic.files import NodeState, Plan
+from pipeline.cluster.elastic.files import NodeState, RanksPlan
 from pipeline.cluster.elastic.verdict import Verdict, verdict
 
 _FIRST_PORT, _PORTS = 10000, 20000  # below 32768, where Linux takes ports at random
@@ -49,21 +49,21 @@ class Terms:
     bad: Callable[[int], Mapping[str, str]] = lambda _version: {}
 
 
-def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> Plan:
+def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> RanksPlan:
     """The first plan: a start, or the checks before it.
 
     Args:
         terms: of the job.
         alive: the nodes that are.
     """
-    plan = Plan(step=terms.step(), excluded=dict(terms.left_out()))
+    plan = RanksPlan(step=terms.step(), excluded=dict(terms.left_out()))
     members = tuple(_ready(terms, plan, alive))
     if terms.checks and len(members) > 1:
         return _next(plan, members=members, checking=True, reason="start")
     return _start(terms, plan, alive, "start")
 
 
-def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float) -> Plan | None:
+def next_plan(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], *, waited_s: float) -> RanksPlan | None:
     """The next plan; None while there is nothing to decide.
 
     Args:
@@ -84,7 +84,7 @@ def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waite
     return None if found is None else _after_verdict(terms, plan, alive, found)
 
 
-def _after_verdict(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found: Verdict) -> Plan:
+def _after_verdict(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], found: Verdict) -> RanksPlan:
     if found.kind == "stopped" and plan.growing and not any(state.stop for state in alive.values()):
         return _start(terms, replace(plan, step=terms.step(), restarts=0), alive, "more nodes are there")
     if found.kind in ("finished", "stopped"):
@@ -96,7 +96,7 @@ def _after_verdict(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], fou
     return _after_loss(terms, plan, alive, "a rank was lost", begun=found.nodes, text=found.text)
 
 
-def _after_checks(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+def _after_checks(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> RanksPlan | None:
     """A start without the nodes that the checks have named, once all have made them."""
     if any(state.stop for state in alive.values()) and plan.start == 0:
         return _next(plan, checking=False, outcome=EXIT_REQUEUE, reason="stopped before the start")
@@ -113,7 +113,7 @@ def _after_checks(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> P
     return _after_loss(terms, left, alive, reason, begun=dead)
 
 
-def welcomed(plan: Plan, announced: Mapping[str, str]) -> Plan | None:
+def welcomed(plan: RanksPlan, announced: Mapping[str, str]) -> RanksPlan | None:
     """The plan that knows the guests; None where it knows them already.
 
     Args:
@@ -126,7 +126,7 @@ def welcomed(plan: Plan, announced: Mapping[str, str]) -> Plan | None:
     return _next(plan, guests=dict(announced), reason=reason)
 
 
-def grown(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+def grown(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> RanksPlan | None:
     """The plan that makes room for nodes without ranks; None where there are none, or no checkpoint is newer."""
     ready = _ready(terms, plan, alive)
     if plan.growing or len(ready) <= len(plan.members) or terms.step() <= plan.step:
@@ -136,7 +136,7 @@ def grown(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | No
     return None
 
 
-def _after_error(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found: Verdict) -> Plan:
+def _after_error(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], found: Verdict) -> RanksPlan:
     """One node's error may be the node's: the others go on without it, once until there is a new checkpoint."""
     step = terms.step()
     suspected = step <= plan.step and any(why.startswith("error") for why in plan.excluded.values())
@@ -151,8 +151,8 @@ def _after_error(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found
 
 
 def _after_loss(
-    terms: Terms, plan: Plan, alive: Mapping[str, NodeState], why: str, *, begun: Sequence[str], text: str = ""
-) -> Plan:
+    terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], why: str, *, begun: Sequence[str], text: str = ""
+) -> RanksPlan:
     step = terms.step()
     restarts = 1 if step > plan.step else plan.restarts + 1
     faults, excluded = dict(plan.faults), dict(plan.excluded)
@@ -169,7 +169,7 @@ def _after_loss(
     return _start(terms, plan, alive, reason)
 
 
-def _start(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], reason: str) -> Plan:
+def _start(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], reason: str) -> RanksPlan:
     """A start on as many nodes as there is a layout for; the others are spares."""
     ready, refusals = _ready(terms, plan, alive), []
     for count in range(len(ready), max(terms.least, 1) - 1, -1):
@@ -185,13 +185,13 @@ def _start(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], reason: str
     return _next(plan, outcome=EXIT_REQUEUE if waits else EXIT_USAGE, short=waits, reason=f"{reason}; {why}")
 
 
-def _ready(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> list[str]:
+def _ready(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> list[str]:
     return [node for node in _addresses(terms, plan) if node in alive and node not in plan.excluded]
 
 
-def _addresses(terms: Terms, plan: Plan) -> dict[str, str]:
+def _addresses(terms: Terms, plan: RanksPlan) -> dict[str, str]:
     return {**terms.addresses, **plan.guests}
 
 
-def _next(plan: Plan, **fields: Any) -> Plan:
+def _next(plan: RanksPlan, **fields: Any) -> RanksPlan:
     return replace(plan, version=plan.version + 1, **fields)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.cluster.elastic.files import Plan
+from pipeline.cluster.elastic.files import RanksPlan
 from pipeline.runtime.launch.environment import AGENT_STARTS
 from pipeline.runtime.launch.rank_process import RankProcess, start_rank, terminate
 
@@ -44,7 +44,7 @@ class LocalRanks:
     """
 
     command: Command
-    plan: Plan
+    plan: RanksPlan
     node: str
     take: Callable[..., RankProcess | None] | None = None
     _ranks: list[RankProcess] = field(default_factory=list)

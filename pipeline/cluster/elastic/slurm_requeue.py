@@ -17,7 +17,7 @@ from pathlib import Path
 from headrace.base.directory import write_text
 from headrace.base.errors import EXIT_REQUEUE
 from pipeline.cluster.elastic.commands import Commands
-from pipeline.cluster.elastic.files import Plan
+from pipeline.cluster.elastic.files import RanksPlan
 
 STARTS_WITHOUT_PROGRESS = 3
 """Starts of a job from the same checkpoint after which it is held rather than queued."""
@@ -85,11 +85,11 @@ class SlurmJob:
                 return
             say(f"job {submitted.stdout.strip()} is queued for another node")
 
-    def note(self, plan: Plan) -> None:
+    def note(self, plan: RanksPlan) -> None:
         """Tells the batch script the outcome, before any agent ends: it would start one that ends without again."""
         write_text(self.outcome, _end_of(plan))
 
-    def end(self, plan: Plan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
+    def end(self, plan: RanksPlan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
         """Ends the job or queues it again, by the outcome of the run.
 
         Args:
@@ -112,7 +112,7 @@ class SlurmJob:
         """Takes the jobs that wait for more nodes out of the queue."""
         self._run("scancel", f"--name={self._join_name}", "--state=PENDING")
 
-    def _queue_again(self, plan: Plan, *, step: int, nodes: int, say: Say) -> None:
+    def _queue_again(self, plan: RanksPlan, *, step: int, nodes: int, say: Say) -> None:
         """On the nodes that are left, without those that were left out; a start that had too few waits for all."""
         if self._starts_at(step) >= STARTS_WITHOUT_PROGRESS:
             remedy = f"raise --time or the 180 of --signal, then: scontrol release {self.number}"
@@ -147,7 +147,7 @@ class SlurmJob:
                 return
             time.sleep(1)
 
-    def _excluded(self, plan: Plan) -> str:
+    def _excluded(self, plan: RanksPlan) -> str:
         """The nodes that the user excludes, and those that were left out."""
         shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
         found = re.search(r" ExcNodeList=(\S+)", shown)
@@ -198,7 +198,7 @@ class SlurmJob:
         return ["--parsable", *(f"--{name}={value}" for name, value in options.items() if value)]
 
 
-def _end_of(plan: Plan) -> str:
+def _end_of(plan: RanksPlan) -> str:
     """The exit code and the reason, a line each, as slurm/ranks.sh reads them."""
     return f"{plan.outcome}\n{_in_a_line(plan.reason)}\n"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from pipeline.cluster.node_checks.records import Link, NodeRecord
+from pipeline.cluster.node_checks.records import NodeLink, NodeRecord
 from pipeline.config.sections.node_checks import NodeChecksSection
 
 VERDICT = "verdict.json"
@@ -106,19 +106,21 @@ def _silence(record: NodeRecord | None, timeout_s: float) -> str:
     return f"it did not finish its checks within {timeout_s:g} s; the last thing it did: {record.stage}"
 
 
-def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[Link]]:
+def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[NodeLink]]:
     """Node -> its links, those that the other end measured included."""
-    links: dict[str, list[Link]] = {node: [] for node in finished}
+    links: dict[str, list[NodeLink]] = {node: [] for node in finished}
     for node, record in finished.items():
         for link in record.links:
             links[node].append(link)
             if link.other in links:
                 clock = None if link.clock_s is None else -link.clock_s
-                links[link.other].append(Link(node, link.mb_s, clock, link.round_trip_ms, link.error))
+                links[link.other].append(NodeLink(node, link.mb_s, clock, link.round_trip_ms, link.error))
     return links
 
 
-def _speeds(links: Mapping[str, Sequence[Link]], bad: dict[str, list[str]], terms: NodeChecksSection) -> Iterator[str]:
+def _speeds(
+    links: Mapping[str, Sequence[NodeLink]], bad: dict[str, list[str]], terms: NodeChecksSection
+) -> Iterator[str]:
     """Nodes none of whose links is quick; yields slow links of nodes that have quick ones."""
     best = {node: max((link.mb_s or 0.0 for link in each), default=None) for node, each in links.items()}
     known = sorted(speed for speed in best.values() if speed is not None)
@@ -140,7 +142,7 @@ def _speeds(links: Mapping[str, Sequence[Link]], bad: dict[str, list[str]], term
     yield from _slow_links({node: each for node, each in links.items() if node not in slow}, _NOISE * least)
 
 
-def _slow_links(links: Mapping[str, Sequence[Link]], least: float) -> Iterator[str]:
+def _slow_links(links: Mapping[str, Sequence[NodeLink]], least: float) -> Iterator[str]:
     """Links between good nodes that failed or are very slow."""
     found = [
         f"the link of {node} and {link.other}: {_speed(link)}, and both are quick with others"
@@ -153,18 +155,20 @@ def _slow_links(links: Mapping[str, Sequence[Link]], least: float) -> Iterator[s
         yield f"{len(found) - _SHOWN} more links like these"
 
 
-def _slow(links: Sequence[Link], best: float, usual: float) -> str:
+def _slow(links: Sequence[NodeLink], best: float, usual: float) -> str:
     if not best:
         error = next((link.error for link in links if link.error), "no answer")
         return f"no other node can exchange data with it ({error})"
     return f"its fastest link of {len(links)} has {best:,.0f} MB/s, the median node's {usual:,.0f}"
 
 
-def _speed(link: Link) -> str:
+def _speed(link: NodeLink) -> str:
     return link.error or f"{link.mb_s or 0.0:,.0f} MB/s"
 
 
-def _clocks(links: Mapping[str, Sequence[Link]], bad: dict[str, list[str]], terms: NodeChecksSection) -> Iterator[str]:
+def _clocks(
+    links: Mapping[str, Sequence[NodeLink]], bad: dict[str, list[str]], terms: NodeChecksSection
+) -> Iterator[str]:
     """Nodes whose clock differs from every other's; yields a difference of two nodes."""
     nearest: dict[str, float] = {}
     for node, each in links.items():

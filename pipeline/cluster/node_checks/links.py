@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pipeline.cluster.node_checks.records import Link
+from pipeline.cluster.node_checks.records import NodeLink
 
 _CHUNK = 1 << 18
 _SEND_S, _TIMEOUT_S, _ANSWER_S = 1.0, 10.0, 3.0
@@ -84,7 +84,7 @@ class LinkServer:
             _send(connection, self.payload)
 
 
-def measure_link(other: str, address: tuple[str, int], *, attempt: str, payload: int, free: threading.Lock) -> Link:
+def measure_link(other: str, address: tuple[str, int], *, attempt: str, payload: int, free: threading.Lock) -> NodeLink:
     """Measures the link to another node.
 
     Args:
@@ -107,10 +107,10 @@ def measure_link(other: str, address: tuple[str, int], *, attempt: str, payload:
             finally:
                 free.release()
     except (OSError, ValueError) as error:
-        return Link(other, error=f"{other} at {address[0]}: {error}")
+        return NodeLink(other, error=f"{other} at {address[0]}: {error}")
 
 
-def _measure(other: str, connection: socket.socket, *, attempt: str, payload: int) -> Link:
+def _measure(other: str, connection: socket.socket, *, attempt: str, payload: int) -> NodeLink:
     connection.sendall(json.dumps(attempt).encode() + b"\n")
     answer = _read(connection, 1)
     connection.settimeout(_TIMEOUT_S)
@@ -125,7 +125,7 @@ def _measure(other: str, connection: socket.socket, *, attempt: str, payload: in
         there = _RECEIVED.unpack(_read(connection, _RECEIVED.size))
         back = _receive(connection)
         speeds.append(min(size / seconds for size, seconds in (there, back)) / 1e6)
-    return Link(other, round(max(speeds), 3), round(offset_s, 6), round(trip_s * 1e3, 4))
+    return NodeLink(other, round(max(speeds), 3), round(offset_s, 6), round(trip_s * 1e3, 4))
 
 
 def _clock(connection: socket.socket) -> tuple[float, float]:
@@ -187,9 +187,9 @@ def measure_links(
     pending: list[str],
     *,
     address_of: Callable[[str], tuple[str, int] | None],
-    measure: Callable[[str, tuple[str, int]], Link],
+    measure: Callable[[str, tuple[str, int]], NodeLink],
     deadline: float,
-) -> list[Link]:
+) -> list[NodeLink]:
     """Measures links in order; what cannot be measured yet is tried again until a deadline.
 
     Args:
@@ -201,7 +201,7 @@ def measure_links(
     Returns:
         The links that were measured, and those whose second attempt failed too.
     """
-    links: list[Link] = []
+    links: list[NodeLink] = []
     failed: set[str] = set()
     while pending and time.monotonic() < deadline:
         for other in list(pending):

@@ -12,7 +12,7 @@ from headrace.base.directory import write_json
 
 
 @dataclass(frozen=True)
-class Link:
+class NodeLink:
     """A measured link from a node to another one.
 
     Attributes:
@@ -56,7 +56,7 @@ class NodeRecord:
     problems: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    links: tuple[Link, ...] = ()
+    links: tuple[NodeLink, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -78,5 +78,5 @@ def read_records(directory: Path, nodes: Iterable[str], *, attempt: str) -> dict
         except (OSError, ValueError):  # not there yet, or on a file system that fails for a moment
             continue
         if raw.get("attempt") == attempt:
-            found[node] = NodeRecord(**{**raw, "links": tuple(Link(**link) for link in raw["links"])})
+            found[node] = NodeRecord(**{**raw, "links": tuple(NodeLink(**link) for link in raw["links"])})
     return found

@@ -19,7 +19,7 @@ from pipeline.cluster.status.find import found_runs, jobs_with_runs, not_begun, 
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of
 from pipeline.cluster.status.run import RunReader, RunStatus, has_begun, plain
-from pipeline.cluster.status.slurm import SlurmJob, output_files
+from pipeline.cluster.status.slurm import QueuedJob, output_files
 from pipeline.cluster.status.text import job_line, line, lines_of, state_text, step_text
 from pipeline.runtime.metrics.mfu import clock
 
@@ -164,7 +164,7 @@ def _read(run_dir: Path) -> RunStatus | None:
         return None
 
 
-def _table(statuses: Sequence[RunStatus], jobs: dict[Path, SlurmJob], root: Path) -> Table:
+def _table(statuses: Sequence[RunStatus], jobs: dict[Path, QueuedJob], root: Path) -> Table:
     table = Table()
     for name in ("run", "state", "step", "loss", "tokens/s", "goodput", "left", "job"):
         table.add_column(name, justify="left" if name in ("run", "state", "job") else "right", overflow="fold")

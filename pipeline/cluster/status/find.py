@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.base import configfile
 from headrace.base.directory import MANIFEST
 from headrace.base.errors import ConfigError, DataError
-from pipeline.cluster.status.slurm import SlurmJob, own_jobs, run_dir_of_job
+from pipeline.cluster.status.slurm import QueuedJob, own_jobs, run_dir_of_job
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
@@ -51,12 +51,12 @@ def found_runs(root: Path) -> list[Path]:
     return sorted(journals, key=_written, reverse=True)
 
 
-def waiting_jobs(run_dir: Path) -> list[SlurmJob]:
+def waiting_jobs(run_dir: Path) -> list[QueuedJob]:
     """This user's Slurm jobs that are to train in a directory."""
     return [job for job, where in jobs_with_runs() if where is not None and where.resolve() == run_dir.resolve()]
 
 
-def jobs_with_runs() -> list[tuple[SlurmJob, Path | None]]:
+def jobs_with_runs() -> list[tuple[QueuedJob, Path | None]]:
     """This user's Slurm jobs that wait or run, with the run directory where their command line tells it."""
     return [(job, run_dir_of_job(job)) for job in own_jobs()]
 

@@ -31,7 +31,7 @@ _HIDDEN = frozenset({"time", "attempt", "event", "kind", "step", "pid"})
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
+class LogEntry:
     """A line of the merged log; entries are in the order of `time`, which is in seconds since the epoch."""
 
     time: float
@@ -39,7 +39,7 @@ class Entry:
     text: str
 
 
-def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[Entry]:
+def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[LogEntry]:
     """All entries, oldest first.
 
     Args:
@@ -55,7 +55,7 @@ def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.time)
 
 
-def log_lines(entries: Sequence[Entry]) -> Iterator[str]:
+def log_lines(entries: Sequence[LogEntry]) -> Iterator[str]:
     """Entries with their local time and source."""
     width = max((len(entry.source) for entry in entries), default=0)
     for entry in entries:
@@ -63,7 +63,7 @@ def log_lines(entries: Sequence[Entry]) -> Iterator[str]:
         yield f"{stamp}  {entry.source:<{width}}  {entry.text}"
 
 
-def _attempts(run_dir: Path) -> Iterator[Entry]:
+def _attempts(run_dir: Path) -> Iterator[LogEntry]:
     events, _ = read_events(run_dir)
     numbers: dict[Any, int] = {}
     for event in events:
@@ -72,7 +72,7 @@ def _attempts(run_dir: Path) -> Iterator[Entry]:
         yield from _entry(event, f"attempt {number}", f"{event['event']}{step}{_fields(event)}")
 
 
-def _faults(run_dir: Path) -> Iterator[Entry]:
+def _faults(run_dir: Path) -> Iterator[LogEntry]:
     for row in read_faults(run_dir):
         first = (row.get("ranks") or [{}])[0]
         source = f"rank {first.get('rank', '?')}"
@@ -81,7 +81,7 @@ def _faults(run_dir: Path) -> Iterator[Entry]:
             yield from _entry(row, source, f"    {call}")
 
 
-def _metrics(run_dir: Path) -> Iterator[Entry]:
+def _metrics(run_dir: Path) -> Iterator[LogEntry]:
     path, shown = run_dir / METRICS, float("-inf")
     for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -98,10 +98,10 @@ def _metrics(run_dir: Path) -> Iterator[Entry]:
         yield from _entry(row, "rank 0", f"step {step}: {what}")
 
 
-def _entry(row: Mapping[str, Any], source: str, text: str) -> Iterator[Entry]:
+def _entry(row: Mapping[str, Any], source: str, text: str) -> Iterator[LogEntry]:
     time = seconds_of(row.get("time"))
     if time is not None:
-        yield Entry(time, source, text)
+        yield LogEntry(time, source, text)
 
 
 def _fields(row: Mapping[str, Any]) -> str:
@@ -113,7 +113,7 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _text(path: Path) -> Iterator[Entry]:
+def _text(path: Path) -> Iterator[LogEntry]:
     """The lines of a text log, with the time of the newest line before that has one."""
     try:
         with path.open("rb") as file:
@@ -128,7 +128,7 @@ def _text(path: Path) -> Iterator[Entry]:
     for text, time in zip(lines, times, strict=True):
         now = now if time is None else time
         if text.strip():
-            yield Entry(now, path.name, text.rpartition("\r")[2].rstrip())
+            yield LogEntry(now, path.name, text.rpartition("\r")[2].rstrip())
 
 
 def _time_of(text: str) -> float | None:

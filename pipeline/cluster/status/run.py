@@ -17,11 +17,11 @@ from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.cluster.status.agents import FOLDER as AGENTS
 from pipeline.cluster.status.agents import Agents, read_agents
 from pipeline.cluster.status.find import not_begun
-from pipeline.cluster.status.slurm import SlurmJob, find_jobs
+from pipeline.cluster.status.slurm import QueuedJob, find_jobs
 from pipeline.cluster.status.time_left import seconds_left
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.goodput.account import Goodput, goodput_of, submission_time
-from pipeline.runtime.goodput.attempts import Attempt, read_attempts
+from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
 from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
 from pipeline.runtime.launch.run_lock import is_training
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
@@ -86,9 +86,9 @@ class RunStatus:
     idle_seconds: float | None
     seconds_left: float | None
     goodput: Goodput | None
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[RecordedAttempt, ...]
     agents: Agents | None
-    jobs: tuple[SlurmJob, ...]
+    jobs: tuple[QueuedJob, ...]
     faults: tuple[dict[str, Any], ...]
     damaged_lines: int
     exchange: dict[str, Any] | None = None
@@ -167,7 +167,7 @@ class RunReader:
             exchange=metrics.exchange,
         )
 
-    def _job_ids(self, attempts: Sequence[Attempt]) -> list[str]:
+    def _job_ids(self, attempts: Sequence[RecordedAttempt]) -> list[str]:
         """The newest job that has started, the newest that Slurm has started, and those that are to train here."""
         started = [attempt.job for attempt in attempts if attempt.job][-1:]
         starts = self._dir / SLURM_STARTS

@@ -25,7 +25,7 @@ _FIELD_END = r"(?= +[A-Z][A-Za-z/:]*=| *\n| *$)"
 
 
 @dataclass(frozen=True)
-class SlurmJob:
+class QueuedJob:
     """A job as Slurm tells of it.
 
     Attributes:
@@ -55,7 +55,7 @@ class SlurmJob:
     workdir: str = ""
 
 
-def find_jobs(ids: Sequence[str]) -> list[SlurmJob]:
+def find_jobs(ids: Sequence[str]) -> list[QueuedJob]:
     """The jobs of these numbers that Slurm still knows; by sacct those that the controller has forgotten."""
     if not ids or shutil.which("squeue") is None:
         return []
@@ -64,14 +64,14 @@ def find_jobs(ids: Sequence[str]) -> list[SlurmJob]:
     return found + [job for each in ids if each not in known and (job := _accounted(each)) is not None]
 
 
-def own_jobs() -> list[SlurmJob]:
+def own_jobs() -> list[QueuedJob]:
     """This user's jobs that wait or run; none where there is no Slurm."""
     if shutil.which("squeue") is None:
         return []
     return _queue("--states=PENDING,RUNNING,COMPLETING,SUSPENDED,CONFIGURING,REQUEUED", f"--user={os.getuid()}")
 
 
-def run_dir_of_job(job: SlurmJob) -> Path | None:
+def run_dir_of_job(job: QueuedJob) -> Path | None:
     """The run directory of a job of `slurm/train.sbatch`; None where nothing tells.
 
     `headrace submit` leaves it in the job's comment; a plain submission has it in its command line.
@@ -116,19 +116,19 @@ def _configured(config: Path, workdir: Path) -> Path | None:
     return workdir / run["dir"] if isinstance(run, dict) and isinstance(run.get("dir"), str) else None
 
 
-def _queue(*options: str) -> list[SlurmJob]:
+def _queue(*options: str) -> list[QueuedJob]:
     text = _output("squeue", "--noheader", f"--format={_FORMAT}", *options)
     rows = [line.strip().split("|") for line in (text or "").splitlines()]
     return [_job(*row) for row in rows if len(row) == _FORMAT.count("|") + 1]
 
 
-def _job(number: str, name: str, state: str, reason: str, *rest: str) -> SlurmJob:
+def _job(number: str, name: str, state: str, reason: str, *rest: str) -> QueuedJob:
     names = ("elapsed", "left", "nodes", "nodelist", "start", "workdir")
     more: dict[str, Any] = dict(zip(names, rest, strict=True))
-    return SlurmJob(number, name, state, reason, in_words(reason), **more)
+    return QueuedJob(number, name, state, reason, in_words(reason), **more)
 
 
-def _accounted(number: str) -> SlurmJob | None:
+def _accounted(number: str) -> QueuedJob | None:
     if shutil.which("sacct") is None:
         return None
     fields = "JobName,State,Reason,Elapsed,NNodes,NodeList,Start"
@@ -138,7 +138,7 @@ def _accounted(number: str) -> SlurmJob | None:
         return None
     name, state, reason, elapsed, nodes, nodelist, start = row[0].split("|")
     more = {"elapsed": elapsed, "nodes": nodes, "nodelist": nodelist, "start": start}
-    return SlurmJob(number, name, state.partition(" ")[0], reason, in_words(reason), **more)
+    return QueuedJob(number, name, state.partition(" ")[0], reason, in_words(reason), **more)
 
 
 def _output(*command: str) -> str | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from pipeline.cluster.status.reason import agents_ended, reason_of
 from pipeline.cluster.status.run import RunStatus
-from pipeline.cluster.status.slurm import SlurmJob
+from pipeline.cluster.status.slurm import QueuedJob
 from pipeline.config.shares import shown
-from pipeline.runtime.goodput.attempts import Attempt, fault_line
+from pipeline.runtime.goodput.attempts import RecordedAttempt, fault_line
 from pipeline.runtime.goodput.text import goodput_text
 from pipeline.runtime.metrics.mfu import clock
 
@@ -41,7 +41,7 @@ def lines_of(status: RunStatus) -> Iterator[str]:
         yield line("reason", reason_of(status))
 
 
-def job_line(job: SlurmJob) -> str:
+def job_line(job: QueuedJob) -> str:
     """State of a job, and why it waits."""
     if job.state == "PENDING":
         start = f", expected to start at {job.start}" if job.start not in ("", "N/A") else ""
@@ -144,7 +144,7 @@ def _place(status: RunStatus) -> Iterator[str]:
         yield line("left out", f"{node}: {(why.splitlines() or [''])[0]}")
 
 
-def _read(attempts: Sequence[Attempt]) -> Iterator[str]:
+def _read(attempts: Sequence[RecordedAttempt]) -> Iterator[str]:
     """Where the newest start has read its checkpoint, if any of it came from memory."""
     read = attempts[-1].read if attempts else {}
     memory, others, files = (read.get(name, 0) / 1e9 for name in ("memory", "other_nodes", "run_dir"))
@@ -153,7 +153,7 @@ def _read(attempts: Sequence[Attempt]) -> Iterator[str]:
         yield line("restart", f"read {memory:.3g} GB of the checkpoint from memory, {rest}")
 
 
-def _attempts(attempts: Sequence[Attempt]) -> Iterator[str]:
+def _attempts(attempts: Sequence[RecordedAttempt]) -> Iterator[str]:
     if len(attempts) > 1:
         yield line("restarts", f"{len(attempts) - 1}")
     ended = [attempt for attempt in attempts[:-1] if attempt.ended is not None]

@@ -134,7 +134,7 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class PrunableTensor:
     """A tensor of the files.
 
     Attributes:
@@ -171,7 +171,7 @@ class Anatomy:
     architecture: Architecture
     keys: Mapping[str, str]
     sizes: Mapping[str, int]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, PrunableTensor]
     chosen_experts: int = 0
     uniform: bool = True
     scaled_by_layer: bool = False
@@ -204,7 +204,7 @@ class Anatomy:
                 self._kinds[kind] = self._kinds.get(kind, 0) + 1
         total = 0
         for (dims, in_layer, in_expert), count in self._kinds.items():
-            many = count * StoredTensor(dims, None, None).elements(sizes)
+            many = count * PrunableTensor(dims, None, None).elements(sizes)
             many = many * sizes[EXPERTS] // self.sizes[EXPERTS] if in_expert else many
             total += many * sizes[LAYERS] // self.sizes[LAYERS] if in_layer else many
         return total
@@ -239,7 +239,7 @@ def anatomy_of(source: ModelFolder) -> Anatomy:
     return Anatomy(architecture, keys, sizes, tensors, chosen, uniform, scaled)
 
 
-def _has(tensors: Mapping[str, StoredTensor], axis: str) -> bool:
+def _has(tensors: Mapping[str, PrunableTensor], axis: str) -> bool:
     return any(axis == each for tensor in tensors.values() for each, _ in tensor.dims)
 
 
@@ -256,7 +256,7 @@ def _sizes(keys: Mapping[str, str], source: ModelFolder) -> dict[str, int]:
     return {axis: int(size or 0) for axis, size in found.items()}
 
 
-def _tensor(architecture: Architecture, source: ModelFolder, name: str, sizes: Mapping[str, int]) -> StoredTensor:
+def _tensor(architecture: Architecture, source: ModelFolder, name: str, sizes: Mapping[str, int]) -> PrunableTensor:
     found, stored = architecture.matching(name), source.tensors[name].shape
     if found is None:
         why = f"the tensor {name} is not known of a {source.config['model_type']}"
@@ -270,4 +270,4 @@ def _tensor(architecture: Architecture, source: ModelFolder, name: str, sizes: M
     dims = tuple((axis, size // sizes[axis] if axis else size) for axis, size in zip(axes, stored, strict=True))
     groups = match.groupdict()
     numbers = {key: int(groups[key]) if groups.get(key) is not None else None for key in ("layer", "expert")}
-    return StoredTensor(dims, **numbers, parts=parts)
+    return PrunableTensor(dims, **numbers, parts=parts)

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headrace.base.directory import write_json
-from pipeline.compress.pruning.axes import EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, StoredTensor
+from pipeline.compress.pruning.axes import EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, PrunableTensor
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.search import Shape
 from pipeline.compress.pruning.selection import Kept
@@ -92,7 +92,7 @@ def _cut_file(
     return cut
 
 
-def renamed(name: str, tensor: StoredTensor, kept: Kept) -> str | None:
+def renamed(name: str, tensor: PrunableTensor, kept: Kept) -> str | None:
     """The name in the result, with the new numbers of layer and expert; None where it is not kept."""
     layer, expert = tensor.layer, tensor.expert
     if expert is not None and layer is not None and (chosen := kept.experts.get(layer)) is not None:
@@ -109,7 +109,7 @@ def renamed(name: str, tensor: StoredTensor, kept: Kept) -> str | None:
     return ".".join([*words[:place], str(number), *words[place + 1 :]])
 
 
-def cut_tensor(value: Tensor, tensor: StoredTensor, kept: Kept) -> Tensor:
+def cut_tensor(value: Tensor, tensor: PrunableTensor, kept: Kept) -> Tensor:
     """The kept part of a stored tensor."""
     for dim, (axis, width) in enumerate(tensor.dims):
         units = None if axis is None else kept.of(axis, tensor.layer, tensor.expert)

@@ -17,7 +17,7 @@ from pipeline.compress.pruning.report import details, step_numbers, table, unsee
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.selection import select, unseen_experts
 from pipeline.compress.pruning.stored_sums import remove_sums
-from pipeline.evaluation.consumers.gate import Sample
+from pipeline.evaluation.consumers.gate import GateSample
 from pipeline.evaluation.consumers.original import scored_original
 from pipeline.evaluation.consumers.pruned_gate import run_pruned_gate
 from pipeline.evaluation.consumers.table import consumer_table
@@ -54,7 +54,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
     if unseen := unseen_experts(sums, kept):
         console.print(unseen_line(unseen), markup=False)
-    sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
+    sample = GateSample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     scored = scored_original(
         plan.source.path, plan.config.data, sample, vocabulary=plan.source.vocab_size, console=console
     )

@@ -28,7 +28,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Unit:
+class QuantizedUnit:
     """Layers that share a scheme.
 
     Attributes:
@@ -52,7 +52,7 @@ class Budget:
 
     limit: int
     fixed: int
-    units: Mapping[str, Unit]
+    units: Mapping[str, QuantizedUnit]
 
     def total(self, chosen: Mapping[str, str]) -> int:
         """Bytes of the weight files, at most, for unit -> choice."""
@@ -119,7 +119,7 @@ def check_keys(config: QuantizeConfig) -> None:
 
 def _folder_units(
     config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]]
-) -> tuple[int, dict[str, Unit]]:
+) -> tuple[int, dict[str, QuantizedUnit]]:
     assert config.budget is not None
     size = _DTYPE_BYTES[config.dtype or source.dtype]
     given = {name: scheme for name, scheme in _given(config, layers).items() if scheme is not None}
@@ -136,7 +136,9 @@ def _folder_units(
             each: sum(scheme_of(each).stored_bytes(layers[name], scale_bytes=size) for name in names)
             for each in config.budget.candidates
         }
-        units[unit] = Unit(tuple(names), choices | {UNCHANGED: sum(size * prod(layers[name]) for name in names)})
+        units[unit] = QuantizedUnit(
+            tuple(names), choices | {UNCHANGED: sum(size * prod(layers[name]) for name in names)}
+        )
     return fixed, units
 
 
@@ -150,7 +152,7 @@ def scheme_of(choice: str) -> LayerScheme:
     return LayerScheme(choice, SCHEMES[choice].group)
 
 
-def _file_units(config: QuantizeConfig, plan: GgufPlan) -> tuple[int, dict[str, Unit]]:
+def _file_units(config: QuantizeConfig, plan: GgufPlan) -> tuple[int, dict[str, QuantizedUnit]]:
     assert config.budget is not None
     types = [GGMLQuantizationType[name] for name in config.budget.candidates]
     if not set(types) <= BY_GGUF and not libllama.installed():
@@ -165,7 +167,7 @@ def _file_units(config: QuantizeConfig, plan: GgufPlan) -> tuple[int, dict[str, 
             fixed += tensor.stored_bytes
             continue
         choices = {kind.name: replace(tensor, type=kind).stored_bytes for kind in sorted(fitted, key=_bits)}
-        units[tensor.name] = Unit(tensor.sources, choices | {UNCHANGED: tensor.stored_bytes})
+        units[tensor.name] = QuantizedUnit(tensor.sources, choices | {UNCHANGED: tensor.stored_bytes})
     return fixed, units
 
 

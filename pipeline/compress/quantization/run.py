@@ -21,7 +21,7 @@ from pipeline.compress.quantization.rules import LAYERS, QuantizationPlan, work_
 from pipeline.compress.quantization.streaming import stream, streamable
 from pipeline.compress.quantization.weights import calibration_batches, check_modules, pack, save
 from pipeline.evaluation.consumers.bounds import bound_within
-from pipeline.evaluation.consumers.gate import Sample, run_gate
+from pipeline.evaluation.consumers.gate import GateSample, run_gate
 from pipeline.evaluation.consumers.original import Original, scored_original
 from pipeline.evaluation.consumers.table import consumer_table
 from pipeline.evaluation.heldout.measure import measure
@@ -62,13 +62,13 @@ def quantize(plan: QuantizationPlan) -> Manifest:
 
 
 def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
-    sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
+    sample = GateSample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     how: dict[str, Any] = {"vocabulary": plan.source.vocab_size, "console": console}
     with scored_original(plan.source.path, plan.config.data, sample, **how) as original:
         return _quantize_beside(plan, sample, original, console)
 
 
-def _quantize_beside(plan: QuantizationPlan, sample: Sample, original: Original, console: Console) -> Manifest:
+def _quantize_beside(plan: QuantizationPlan, sample: GateSample, original: Original, console: Console) -> Manifest:
     plan, mixed = _decided(plan, console) if plan.budget else (plan, None)
     with staged(plan.output) as staging:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
@@ -99,7 +99,7 @@ def _check_budget(mixed: dict[str, Any], written: int) -> None:
 
 
 def _score(
-    plan: QuantizationPlan, staging: Path, sample: Sample, original: Original, console: Console
+    plan: QuantizationPlan, staging: Path, sample: GateSample, original: Original, console: Console
 ) -> dict[str, Any]:
     """The figures of every consumer."""
     bound = bound_within(plan.config.scheme, plan.config.max_mean_kl)

@@ -35,7 +35,7 @@ from pipeline.compress.quantization.weights import (
     scale_of,
     weight_args,
 )
-from pipeline.compress.quantization.work import Work
+from pipeline.compress.quantization.work import CalibrationWork
 from pipeline.models.build.buffers import fill_buffers
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.folder.loading import empty_model, pick_device
@@ -78,7 +78,7 @@ def stream(
         say: takes lines for people.
         progress: wraps the iteration over decoder layers.
     """
-    work = Work.open(plan)
+    work = CalibrationWork.open(plan)
     parts = _Parts(plan, dtype)
     count = len(parts.layers)
     if work.done:
@@ -90,7 +90,7 @@ def stream(
     parts.write_config(staging)
 
 
-def _calibrate(parts: _Parts, work: Work, progress: Progress) -> None:
+def _calibrate(parts: _Parts, work: CalibrationWork, progress: Progress) -> None:
     """The layers that are not done."""
     begin, count = work.done, len(parts.layers)
     hidden, arguments = parts.inputs()

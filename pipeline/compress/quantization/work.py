@@ -27,13 +27,13 @@ _USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size
 
 
 @dataclass(frozen=True)
-class Work:
-    """A work directory. Use `Work.open`."""
+class CalibrationWork:
+    """A work directory. Use `CalibrationWork.open`."""
 
     path: Path
 
     @classmethod
-    def open(cls, plan: QuantizationPlan) -> Work:
+    def open(cls, plan: QuantizationPlan) -> CalibrationWork:
         """That of a plan; emptied if it was made from another config, model, dataset or version."""
         path, about = work_path(plan.output) / LAYERS, {"fingerprint": _fingerprint(plan)}
         try:

@@ -22,7 +22,7 @@ from pipeline.models.decoder_layers import decoder_layers
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedFeatures:
     """Which layers are recorded.
 
     Attributes:
@@ -51,7 +51,7 @@ class Features:
 class FeatureLoss(Protocol):
     """An objective that also compares features of the student; the decoder calls it after the loss of the logits."""
 
-    wanted: Wanted
+    wanted: WantedFeatures
     """What is recorded of the student."""
 
     def matched(self, features: Features, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -67,7 +67,7 @@ class Recorded(Protocol):
 
 
 @contextmanager
-def recording(decoder: Recorded, wanted: Wanted) -> Iterator[Features]:
+def recording(decoder: Recorded, wanted: WantedFeatures) -> Iterator[Features]:
     """The features of the forward passes in this context; of several, those of the last."""
     features, layers = Features(), decoder_layers(decoder.causal)
     still = [True]

@@ -12,7 +12,7 @@ from enum import StrEnum
 from headrace.base.errors import ConfigError
 
 
-class Kind(StrEnum):
+class ParameterKind(StrEnum):
     """What a parameter is to the rules of muP and CompleteP."""
 
     EMBEDDING = "embedding"
@@ -28,26 +28,29 @@ class Kind(StrEnum):
     """Of a model whose head is not tied to its embedding."""
 
 
-Patterns = tuple[tuple[str, Kind], ...]
+Patterns = tuple[tuple[str, ParameterKind], ...]
 
 _LLAMA: Patterns = (
-    (r"embed_tokens\.weight", Kind.EMBEDDING),
-    (r"layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.weight", Kind.HIDDEN),
-    (r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.weight", Kind.BRANCH_OUTPUT),
-    (r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.bias", Kind.BRANCH_BIAS),
-    (r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight", Kind.BLOCK_VECTOR),
-    (r"layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.bias", Kind.BLOCK_VECTOR),
-    (r"norm\.weight", Kind.FINAL_NORM),
-    (r"lm_head\.weight", Kind.HEAD),
+    (r"embed_tokens\.weight", ParameterKind.EMBEDDING),
+    (r"layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.weight", ParameterKind.HIDDEN),
+    (r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.weight", ParameterKind.BRANCH_OUTPUT),
+    (r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.bias", ParameterKind.BRANCH_BIAS),
+    (
+        r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight",
+        ParameterKind.BLOCK_VECTOR,
+    ),
+    (r"layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.bias", ParameterKind.BLOCK_VECTOR),
+    (r"norm\.weight", ParameterKind.FINAL_NORM),
+    (r"lm_head\.weight", ParameterKind.HEAD),
 )
 _GPT2: Patterns = (
-    (r"w[tp]e\.weight", Kind.EMBEDDING),
-    (r"h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", Kind.HIDDEN),
-    (r"h\.\d+\.(attn|mlp)\.c_proj\.weight", Kind.BRANCH_OUTPUT),
-    (r"h\.\d+\.(attn|mlp)\.c_proj\.bias", Kind.BRANCH_BIAS),
-    (r"h\.\d+\.(ln_[12]\.(weight|bias)|attn\.c_attn\.bias|mlp\.c_fc\.bias)", Kind.BLOCK_VECTOR),
-    (r"ln_f\.(weight|bias)", Kind.FINAL_NORM),
-    (r"lm_head\.weight", Kind.HEAD),
+    (r"w[tp]e\.weight", ParameterKind.EMBEDDING),
+    (r"h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", ParameterKind.HIDDEN),
+    (r"h\.\d+\.(attn|mlp)\.c_proj\.weight", ParameterKind.BRANCH_OUTPUT),
+    (r"h\.\d+\.(attn|mlp)\.c_proj\.bias", ParameterKind.BRANCH_BIAS),
+    (r"h\.\d+\.(ln_[12]\.(weight|bias)|attn\.c_attn\.bias|mlp\.c_fc\.bias)", ParameterKind.BLOCK_VECTOR),
+    (r"ln_f\.(weight|bias)", ParameterKind.FINAL_NORM),
+    (r"lm_head\.weight", ParameterKind.HEAD),
 )
 FAMILIES: dict[str, Patterns] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
 """`model_type` -> patterns of parameter names, after `model.` or `transformer.`."""
@@ -55,7 +58,7 @@ FAMILIES: dict[str, Patterns] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _L
 _PREFIX = re.compile(r"^(model|transformer)\.")
 
 
-def kind_of(model_type: str, name: str) -> Kind:
+def kind_of(model_type: str, name: str) -> ParameterKind:
     """The kind of a parameter.
 
     Args:

@@ -22,7 +22,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import ModelSection
 from pipeline.engines.optim.groups import UpdateScale
 from pipeline.engines.parametrization.base_model import build_base
-from pipeline.engines.parametrization.kinds import Kind, kind_of
+from pipeline.engines.parametrization.kinds import ParameterKind, kind_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Scale:
         return Scale(self.init * a, self.lr * a, self.eps / a, self.weight_decay / a)
 
 
-def rule(kind: Kind, *, fan_in: float, width: float, depth: float, tied: bool) -> Scale:
+def rule(kind: ParameterKind, *, fan_in: float, width: float, depth: float, tied: bool) -> Scale:
     """The factors of a kind of parameters.
 
     Args:
@@ -60,16 +60,16 @@ def rule(kind: Kind, *, fan_in: float, width: float, depth: float, tied: bool) -
     outside, inside = 1 / width, 1 / (width * depth)  # epsilon: gradients are that much smaller
     hidden = Scale(init=1 / math.sqrt(fan_in), lr=1 / fan_in, eps=inside, weight_decay=fan_in)
     vector = Scale(eps=inside)
-    if kind is Kind.HIDDEN:
+    if kind is ParameterKind.HIDDEN:
         return hidden
-    if kind is Kind.BRANCH_OUTPUT:
+    if kind is ParameterKind.BRANCH_OUTPUT:
         return hidden.multiplied(1 / depth)
-    if kind is Kind.BLOCK_VECTOR:
+    if kind is ParameterKind.BLOCK_VECTOR:
         return vector
-    if kind is Kind.BRANCH_BIAS:
+    if kind is ParameterKind.BRANCH_BIAS:
         return vector.multiplied(1 / depth)
     plain = Scale(eps=outside)
-    carries_logits = kind is Kind.HEAD or (kind is Kind.FINAL_NORM and tied)
+    carries_logits = kind is ParameterKind.HEAD or (kind is ParameterKind.FINAL_NORM and tied)
     return plain.multiplied(1 / width) if carries_logits else plain
 
 
@@ -88,7 +88,7 @@ class Parametrization:
     base: nn.Module
     width: float
     depth: float
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, ParameterKind]
     scales: Mapping[str, Scale]
 
     def update_scale(self, name: str, *, decayed: bool) -> UpdateScale:
@@ -115,7 +115,7 @@ def find_parametrization(section: ModelSection, model: nn.Module) -> Parametriza
     base = build_base(section, config)
     width = config.hidden_size / base.config.hidden_size  # type: ignore[union-attr]
     depth = config.num_hidden_layers / base.config.num_hidden_layers  # type: ignore[union-attr]
-    tied = Kind.HEAD not in kinds.values()
+    tied = ParameterKind.HEAD not in kinds.values()
     scales = {
         name: rule(kind, fan_in=_fan_in_ratio(name, kind, model, base), width=width, depth=depth, tied=tied)
         for name, kind in kinds.items()
@@ -123,8 +123,8 @@ def find_parametrization(section: ModelSection, model: nn.Module) -> Parametriza
     return Parametrization(base, width, depth, kinds, scales)
 
 
-def _fan_in_ratio(name: str, kind: Kind, model: nn.Module, base: nn.Module) -> float:
-    if kind not in (Kind.HIDDEN, Kind.BRANCH_OUTPUT):
+def _fan_in_ratio(name: str, kind: ParameterKind, model: nn.Module, base: nn.Module) -> float:
+    if kind not in (ParameterKind.HIDDEN, ParameterKind.BRANCH_OUTPUT):
         return 1.0
     return _fan_in(model, name) / _fan_in(base, base_name(name))
 

@@ -18,7 +18,7 @@ from pipeline.engines.parallel.rank_model import RankModel, Widths
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrafficLayout:
     """What the formulas need.
 
     Attributes:
@@ -59,7 +59,7 @@ class Layout:
         return self.run.config.zero_optimization.stage
 
 
-def weights(layout: Layout) -> int:
+def weights(layout: TrafficLayout) -> int:
     """All-gathers of parameters: stage 3 twice per micro-batch, last layer and rest once; other stages once."""
     rank, stage = layout.rank, layout.stage
     if stage == 0:
@@ -70,13 +70,13 @@ def weights(layout: Layout) -> int:
     return layout.micro_batches * layout.size * (rank.parameters + again)
 
 
-def gradients(layout: Layout) -> int:
+def gradients(layout: TrafficLayout) -> int:
     """Reductions of gradients: once per micro-batch where they are sharded between micro-batches, else once."""
     sharded = layout.stage == 3 or (layout.stage == 2 and layout.run.topology.pp == 1)
     return (layout.micro_batches if sharded else 1) * layout.size * layout.rank.parameters
 
 
-def tensor_gathers(layout: Layout) -> int:
+def tensor_gathers(layout: TrafficLayout) -> int:
     """All-gathers of hidden states: before attention and MLP, in both passes; before the head, after the embedding.
 
     The backward pass of a gather is a scatter and the other way round. Source: Korthikanti et al. 2022
@@ -86,19 +86,19 @@ def tensor_gathers(layout: Layout) -> int:
     return layout.micro_batches * layout.hidden * (4 * len(layout.rank.layers) + ends)
 
 
-def tensor_scatters(layout: Layout) -> int:
+def tensor_scatters(layout: TrafficLayout) -> int:
     """Reduce-scatters of hidden states: as many as gathers."""
     return tensor_gathers(layout)
 
 
-def tensor_reductions(layout: Layout) -> int:
+def tensor_reductions(layout: TrafficLayout) -> int:
     """All-reduces over tp: the maximum and two sums of a vocabulary-parallel loss, in fp32; gradients of norms once."""
     loss = layout.micro_batches * layout.tokens * 3 * 4 if layout.rank.last else 0
     data = layout.run.topology.dp * layout.run.topology.cp if layout.stage else 1
     return loss + layout.size * -(-layout.rank.small // data)
 
 
-def attention_exchanges(layout: Layout) -> int:
+def attention_exchanges(layout: TrafficLayout) -> int:
     """Ulysses: all-to-alls of queries, keys, values and outputs forward, and of their gradients backward.
 
     Ring attention: keys and values to the next rank, cp - 1 times in either pass.
@@ -112,41 +112,41 @@ def attention_exchanges(layout: Layout) -> int:
     return layout.micro_batches * len(layout.rank.layers) * 2 * layout.tokens * each * layout.size
 
 
-def attention_gradients(layout: Layout) -> int:
+def attention_gradients(layout: TrafficLayout) -> int:
     """Ring attention: gradients of keys and values to the next rank, cp times; Ulysses has none apart."""
     return layout.run.topology.cp * _keys_and_values(layout) if layout.run.zigzag else 0
 
 
-def _keys_and_values(layout: Layout) -> int:
+def _keys_and_values(layout: TrafficLayout) -> int:
     """Bytes of a rank's keys and values, of all layers and micro-batches."""
     return layout.micro_batches * len(layout.rank.layers) * layout.tokens * 2 * layout.widths.key_value * layout.size
 
 
-def stage_messages(layout: Layout) -> int:
+def stage_messages(layout: TrafficLayout) -> int:
     """Bytes that a rank of a pipeline sends: hidden states to the next stage, gradients to the one before."""
     rank = layout.rank
     borders = 2 * rank.stages - int(rank.first) - int(rank.last)
     return layout.micro_batches * borders * layout.hidden // layout.run.topology.tp
 
 
-def received_messages(layout: Layout) -> int:
+def received_messages(layout: TrafficLayout) -> int:
     """Bytes that a rank of a pipeline receives: as many as it sends."""
     return stage_messages(layout)
 
 
-def tied_weights(layout: Layout) -> int:
+def tied_weights(layout: TrafficLayout) -> int:
     """The gradient of an embedding and head that are one, between the first and the last stage."""
     data = layout.run.topology.dp * layout.run.topology.cp if layout.stage else 1
     return layout.size * layout.rank.tied // data
 
 
-def numbers(layout: Layout) -> int:
+def numbers(layout: TrafficLayout) -> int:
     """One all-reduce of what the host is told: loss, its parts, the squared norm; the load of experts; fp64."""
     parts = 2 if layout.run.config.loss.z_loss else 0
     return 8 * (1 + parts + 1 + layout.routed)
 
 
-PURPOSES: dict[str, Callable[[Layout], int]] = {
+PURPOSES: dict[str, Callable[[TrafficLayout], int]] = {
     "weights": weights,
     "gradients": gradients,
     "tensor parallelism, gathers": tensor_gathers,

@@ -23,7 +23,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 32, 64
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ModelCandidate:
     """A model and what serves it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """Checked models and the data that all of them are scored on.
 
     Attributes:
@@ -81,7 +81,7 @@ class Comparison:
         wanted: what is measured.
     """
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ModelCandidate, ...]
     data: HeldOutData
     dataset: TokenDataset
     vocabulary: int
@@ -94,7 +94,7 @@ def check(
     data: HeldOutData,
     consumers: Sequence[str] | None = None,
     wanted: Wanted | None = None,
-) -> Comparison:
+) -> ModelComparison:
     """Opens every model and the data.
 
     Args:
@@ -132,10 +132,10 @@ def check(
         elif wanted.prompts:
             _check_has_tokenizer(folder.path)
     found = [row for name, (about, folder) in opened.items() for row in _rows(name, models[name], about, folder, names)]
-    return Comparison(tuple(found), data, dataset, min(sizes), wanted)
+    return ModelComparison(tuple(found), data, dataset, min(sizes), wanted)
 
 
-def parameters_of(candidate: Candidate) -> int | None:
+def parameters_of(candidate: ModelCandidate) -> int | None:
     """Of the manifest, of the headers, or of a quantized folder's architecture; tied parameters count once."""
     if (candidate.path / MANIFEST).is_file():
         recorded = read_manifest(candidate.path, kind="model").details.get("parameters")
@@ -185,15 +185,15 @@ def _check_has_tokenizer(path: Path) -> None:
 
 def _rows(
     name: str, path: Path, about: ModelDescription, folder: ModelFolder | None, consumers: Sequence[str]
-) -> Iterator[Candidate]:
+) -> Iterator[ModelCandidate]:
     """A row for each consumer of the model's format; one that says why where there is none."""
     own: dict[str, Any] = {"name": name, "path": Path(path), "about": about, "folder": folder}
     fitting = [each for each in consumers if (each == "llama.cpp") == (about.scheme_format == GGUF)]
     for each in fitting:
-        yield Candidate(**own, consumer=each, not_run=CONSUMERS[each].refuses(about) or CONSUMERS[each].missing())
+        yield ModelCandidate(**own, consumer=each, not_run=CONSUMERS[each].refuses(about) or CONSUMERS[each].missing())
     if not fitting:
         reason = "; ".join(f"{each}: {CONSUMERS[each].refuses(about)}" for each in consumers)
-        yield Candidate(**own, consumer="none", not_run=reason)
+        yield ModelCandidate(**own, consumer="none", not_run=reason)
 
 
 def _check_numbers(wanted: Wanted) -> None:

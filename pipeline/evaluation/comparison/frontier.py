@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from pipeline.data.dataset import choose_windows
-from pipeline.evaluation.comparison.candidates import Candidate, Comparison, Wanted, check, parameters_of
+from pipeline.evaluation.comparison.candidates import ModelCandidate, ModelComparison, Wanted, check, parameters_of
 from pipeline.evaluation.comparison.rows import Generated, Row
 from pipeline.evaluation.consumers.compare import compare
 from pipeline.evaluation.consumers.consumer import CONSUMERS
@@ -74,7 +74,7 @@ def frontier(
     return measure_all(check(models, data=data, consumers=consumers, wanted=wanted), say=say)
 
 
-def measure_all(comparison: Comparison, *, say: Say = lambda _line: None) -> list[Row]:
+def measure_all(comparison: ModelComparison, *, say: Say = lambda _line: None) -> list[Row]:
     """The rows of checked models.
 
     Raises:
@@ -108,7 +108,7 @@ def measure_all(comparison: Comparison, *, say: Say = lambda _line: None) -> lis
     return rows
 
 
-def _sample(comparison: Comparison) -> _Sample:
+def _sample(comparison: ModelComparison) -> _Sample:
     dataset = comparison.dataset
     chosen = choose_windows(dataset.windows, comparison.data.max_windows)
     limit = {"limit_bytes": LIMIT_BYTES, "limit_positions": comparison.wanted.positions}
@@ -116,7 +116,7 @@ def _sample(comparison: Comparison) -> _Sample:
     return _Sample(chosen, dataset.read(chosen).astype(np.int64), choose_windows(chosen.size, count))
 
 
-def _score(candidate: Candidate, comparison: Comparison, sample: _Sample) -> Scores:
+def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sample) -> Scores:
     """What the consumer makes of the windows: of transformers, whose loss is measured otherwise, of the kept ones."""
     windows, kept = sample.tokens, sample.kept
     if candidate.consumer == "transformers":
@@ -145,13 +145,13 @@ def _generation(wanted: Wanted, tokens: Windows) -> Generation:
     return Generation(tuple(tuple(row) for row in rows.tolist()), tuple(sorted(wanted.batches)), new)
 
 
-def _served(scores: Scores, comparison: Comparison) -> dict[str, Any]:
+def _served(scores: Scores, comparison: ModelComparison) -> dict[str, Any]:
     generation = tuple(Generated(**each) for each in scores.generation)
     samples = _texts(scores.samples, comparison)
     return {"version": scores.version, "threads": scores.threads, "generation": generation, "samples": samples}
 
 
-def _texts(samples: Sequence[Sequence[int]], comparison: Comparison) -> tuple[str, ...]:
+def _texts(samples: Sequence[Sequence[int]], comparison: ModelComparison) -> tuple[str, ...]:
     """Ids as text, up to the end-of-text token."""
     if not samples:
         return ()
@@ -161,7 +161,7 @@ def _texts(samples: Sequence[Sequence[int]], comparison: Comparison) -> tuple[st
     return tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in whole)
 
 
-def _loss(candidate: Candidate, comparison: Comparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
+def _loss(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
     if candidate.consumer == "transformers":
         return _loss_of_folder(candidate.path, comparison.data)
     return _loss_of_targets(comparison, sample, scores)
@@ -174,7 +174,7 @@ def _loss_of_folder(path: Path, data: HeldOutData) -> dict[str, Any]:
     return {**{key: found[key] for key in keys}, "scoring_tokens_per_second": found["tokens_per_second"]}
 
 
-def _loss_of_targets(comparison: Comparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
+def _loss_of_targets(comparison: ModelComparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
     """From a consumer's log-probabilities; nothing with a document mask, because consumers attend to whole windows."""
     dataset, masked = comparison.dataset, comparison.data.mask_documents
     if masked:

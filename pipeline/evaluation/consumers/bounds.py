@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log
 
-from pipeline.evaluation.consumers.compare import Comparison
+from pipeline.evaluation.consumers.compare import ScoreComparison
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
     return Bound(max_mean_kl, explained + known.perplexity_ratio - 1)
 
 
-def broken_bounds(found: Comparison, bound: Bound) -> list[str]:
+def broken_bounds(found: ScoreComparison, bound: Bound) -> list[str]:
     """What is outside the bound, as sentences; empty when nothing is."""
     ratio = found.perplexity / found.original_perplexity
     broken = []

@@ -16,7 +16,7 @@ from headrace.base.section import parse
 from pipeline.evaluation.consumers.bounds import Bound, bound_within
 from pipeline.evaluation.consumers.consumer import CONSUMERS, plan_consumers
 from pipeline.evaluation.consumers.description import describe
-from pipeline.evaluation.consumers.gate import POSITIONS, Sample, run_gate
+from pipeline.evaluation.consumers.gate import POSITIONS, GateSample, run_gate
 from pipeline.evaluation.consumers.pruned_gate import is_pruned, run_pruned_gate
 from pipeline.evaluation.consumers.table import consumer_table
 from pipeline.evaluation.heldout.command import add_window_arguments, window_fields
@@ -78,7 +78,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.not_run.items())
         raise ConfigError("consumers", why=f"none can be run: {reasons}", remedy="install one of them")
     vocabulary = original.vocab_size
-    sample = Sample.of(dataset, original.path, vocabulary=vocabulary, positions=arguments.positions)
+    sample = GateSample.of(dataset, original.path, vocabulary=vocabulary, positions=arguments.positions)
     console = Console(stderr=True)
     how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": plan}
     how |= {"say": lambda line: console.print(line, markup=False)}

@@ -14,7 +14,7 @@ LogProbabilities = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ScoreComparison:
     """Two models on the same positions.
 
     Attributes:
@@ -34,7 +34,7 @@ class Comparison:
     positions: int
 
 
-def compare(original: LogProbabilities, other: LogProbabilities, windows: npt.NDArray[np.int64]) -> Comparison:
+def compare(original: LogProbabilities, other: LogProbabilities, windows: npt.NDArray[np.int64]) -> ScoreComparison:
     """Compares log-probabilities [n, T - 1, V] of two models over windows [n, T].
 
     KL divergence in float64, sum over the vocabulary of p (log p - log q), p the original's; both are normalized again,
@@ -53,7 +53,7 @@ def compare(original: LogProbabilities, other: LogProbabilities, windows: npt.ND
         own -= float(log_p[picked].sum())
         others -= float(log_q[picked].sum())
     all_kl, count = np.concatenate(kls), len(targets)
-    return Comparison(
+    return ScoreComparison(
         mean_kl=float(all_kl.mean()),
         max_kl=float(all_kl.max()),
         top1_agreement=same / count,

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Sample:
+class GateSample:
     """What all consumers score.
 
     Attributes:
@@ -49,7 +49,7 @@ class Sample:
     texts: tuple[str, ...]
 
     @classmethod
-    def of(cls, dataset: TokenDataset, model: Path, *, vocabulary: int, positions: int = POSITIONS) -> Sample:
+    def of(cls, dataset: TokenDataset, model: Path, *, vocabulary: int, positions: int = POSITIONS) -> GateSample:
         """Windows evenly spread over a held-out split, and texts: theirs, and awkward ones.
 
         Args:
@@ -66,7 +66,7 @@ class Sample:
         return cls(windows, texts_of(model, windows))
 
 
-def score_original(model: Path, sample: Sample, *, vocabulary: int) -> Scores:
+def score_original(model: Path, sample: GateSample, *, vocabulary: int) -> Scores:
     """The reference: the original in floating point, by transformers.
 
     Raises:
@@ -80,7 +80,7 @@ def run_gate(
     result: Path,
     *,
     bound: Bound,
-    sample: Sample,
+    sample: GateSample,
     vocabulary: int,
     consumers: ConsumerPlan,
     say: Say = lambda _line: None,
@@ -119,7 +119,7 @@ def run_gate(
     return dict(sorted(figures.items()))
 
 
-def judged(scores: Scores, reference: Scores, sample: Sample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
+def judged(scores: Scores, reference: Scores, sample: GateSample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
     """A consumer's figures for the manifest, and what is outside of the bound, as sentences."""
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
     different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]

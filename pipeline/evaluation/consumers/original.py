@@ -16,7 +16,7 @@ from rich.progress import Progress as ProgressBar
 
 from headrace.base.directory import write_json
 from pipeline.evaluation.consumers.consumer import Consumer, Progress
-from pipeline.evaluation.consumers.gate import Sample
+from pipeline.evaluation.consumers.gate import GateSample
 from pipeline.evaluation.consumers.request import ScoreRequest, Scores
 from pipeline.evaluation.heldout.data import HeldOutData
 from pipeline.evaluation.heldout.measure import finite
@@ -54,7 +54,7 @@ class Original:
 
 @contextmanager
 def scored_original(
-    model: Path, data: HeldOutData, sample: Sample, *, vocabulary: int, console: Console
+    model: Path, data: HeldOutData, sample: GateSample, *, vocabulary: int, console: Console
 ) -> Iterator[Original]:
     """Evaluates and scores a model in one new process, with a progress bar; the scores are deleted afterwards.
 

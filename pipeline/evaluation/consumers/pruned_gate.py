@@ -15,7 +15,7 @@ from typing import Any
 from headrace.base.directory import MANIFEST, read_manifest
 from pipeline.evaluation.consumers.bounds import Bound, bound_of
 from pipeline.evaluation.consumers.consumer import ConsumerPlan
-from pipeline.evaluation.consumers.gate import Sample, Say, judged, refusal, score_original
+from pipeline.evaluation.consumers.gate import GateSample, Say, judged, refusal, score_original
 from pipeline.evaluation.consumers.request import ScoreRequest, Scores
 
 NO_BOUND = Bound(inf, inf)
@@ -32,7 +32,7 @@ def run_pruned_gate(
     result: Path,
     *,
     scheme: str,
-    sample: Sample,
+    sample: GateSample,
     vocabulary: int,
     consumers: ConsumerPlan,
     say: Say = lambda _line: None,

@@ -22,7 +22,7 @@ _EMPTY = np.empty(0)
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One run's metric in a chart.
 
     Attributes:
@@ -40,7 +40,7 @@ class Line:
     marks: tuple[Series, Series] = (_EMPTY, _EMPTY)
 
 
-Label = Callable[[Line], str]
+Label = Callable[[ChartLine], str]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Chart:
 
     name: str
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     show: Callable[[float], str] | None = None
     cut: bool = False
     from_zero: bool = False
@@ -148,7 +148,7 @@ def _y_formatter(chart: Chart) -> Formatter:
     return plain
 
 
-def _line(axes: Axes, line: Line, *, smoothed: bool) -> None:
+def _line(axes: Axes, line: ChartLine, *, smoothed: bool) -> None:
     """A thin line of all steps, a thick line of their moving mean, and held-out evaluations as points."""
     color, window = svg.color(line.index), smoothing_window(line.y.size) if smoothed else 1
     x = thin(line.x)
@@ -173,18 +173,18 @@ def _line(axes: Axes, line: Line, *, smoothed: bool) -> None:
     )
 
 
-def value_label(line: Line) -> str:
+def value_label(line: ChartLine) -> str:
     """The last held-out value, or else the last value."""
     return f"{_last(line):.2f}" if np.isfinite(_last(line)) else ""
 
 
-def name_label(line: Line) -> str:
+def name_label(line: ChartLine) -> str:
     """The run's name, shortened, and its last value."""
     name = line.name if len(line.name) <= _LABEL_CHARACTERS else line.name[: _LABEL_CHARACTERS - 1] + "…"
     return f"{name} {value_label(line)}".rstrip()
 
 
-def _last(line: Line) -> float:
+def _last(line: ChartLine) -> float:
     for values in (_finite(line.marks[1]), _finite(line.y)):
         if values.size:
             return float(values[-1])

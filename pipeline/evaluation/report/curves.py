@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.evaluation.report.charts import Chart, Line
+from pipeline.evaluation.report.charts import Chart, ChartLine
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.evaluation.report.series import POINTS, smoothing_window
 
@@ -15,29 +15,29 @@ COMPARABLE = 8.0
 
 
 @dataclass(frozen=True)
-class Group:
+class CurveGroup:
     """Runs that share axes, each with its index in the report."""
 
     name: str
     runs: tuple[tuple[int, RunRecord], ...]
 
 
-def groups(runs: Sequence[RunRecord]) -> list[Group]:
+def groups(runs: Sequence[RunRecord]) -> list[CurveGroup]:
     """All runs on the same axes, or each on its own if the longest is over `COMPARABLE` times the shortest."""
     placed = tuple(enumerate(runs))
     lengths = [run.tokens for run in runs]
     if max(lengths) <= COMPARABLE * min(lengths):
-        return [Group("all", placed)]
-    return [Group(f"run{index}", ((index, run),)) for index, run in placed]
+        return [CurveGroup("all", placed)]
+    return [CurveGroup(f"run{index}", ((index, run),)) for index, run in placed]
 
 
-def loss_chart(group: Group) -> Chart:
+def loss_chart(group: CurveGroup) -> Chart:
     """Training and held-out loss."""
     lines = [_line(place, run.loss_key, marks=True, run=run) for place, run in group.runs]
     return Chart(f"{group.name}-loss", "Loss, nats per token", lines, cut=True)
 
 
-def side_charts(group: Group) -> list[Chart]:
+def side_charts(group: CurveGroup) -> list[Chart]:
     """Learning rate, gradient norm, tokens/s; for distilled runs also the KL divergence from the teacher."""
 
     def chart(key: str, title: str, **how: Any) -> Chart:
@@ -53,7 +53,7 @@ def side_charts(group: Group) -> list[Chart]:
     return [one for one in charts if one.lines]
 
 
-def remarks(group: Group, chart: Chart) -> Iterator[str]:
+def remarks(group: CurveGroup, chart: Chart) -> Iterator[str]:
     """Sentences of the loss chart's caption: what lines and points show, and what was averaged or left out."""
     runs = [run for _, run in group.runs]
     if any(smoothing_window(len(run.steps)) > 1 for run in runs):
@@ -79,16 +79,16 @@ def cut_remark(chart: Chart) -> Iterator[str]:
         yield f"The first steps, up to {cut:.2f}, are above the chart."
 
 
-def _each(group: Group, texts: Sequence[str]) -> str:
+def _each(group: CurveGroup, texts: Sequence[str]) -> str:
     """One text if all are equal, else "9 (teacher), 5 (student)"."""
     if len(set(texts)) == 1:
         return texts[0]
     return ", ".join(f"{text} ({run.name})" for text, (_, run) in zip(texts, group.runs, strict=True))
 
 
-def _line(place: int, key: str, *, run: RunRecord, marks: bool = False) -> Line:
+def _line(place: int, key: str, *, run: RunRecord, marks: bool = False) -> ChartLine:
     held_out = {"marks": run.evaluated()} if marks else {}
-    return Line(place, run.name, run.series("tokens"), run.series(key), **held_out)
+    return ChartLine(place, run.name, run.series("tokens"), run.series(key), **held_out)
 
 
 def _short(value: float) -> str:

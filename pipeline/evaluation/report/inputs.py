@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.evaluation.comparison import candidates
-from pipeline.evaluation.comparison.candidates import Candidate, Comparison
+from pipeline.evaluation.comparison.candidates import ModelCandidate, ModelComparison
 from pipeline.evaluation.comparison.command import check_writable, consumers_of, named_paths, wanted_of
 from pipeline.evaluation.heldout.command import window_fields
 from pipeline.evaluation.heldout.data import HeldOutData
@@ -29,10 +29,10 @@ class Inputs:
 
     out: Path
     runs: tuple[RunRecord, ...]
-    comparison: Comparison | None
+    comparison: ModelComparison | None
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[ModelCandidate, ...]:
         """The models, once for each consumer."""
         return () if self.comparison is None else self.comparison.candidates
 

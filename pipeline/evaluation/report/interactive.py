@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.report import svg
-from pipeline.evaluation.report.charts import Chart, Label, Line, plot_area
+from pipeline.evaluation.report.charts import Chart, ChartLine, Label, plot_area
 from pipeline.evaluation.report.runs import Series
 from pipeline.evaluation.report.series import smooth, smoothing_window, thin
 
@@ -40,7 +40,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
     return {"x": [0, right], "y": list(chart.limits()), "lines": [_line(line, chart) for line in chart.lines]}
 
 
-def _line(line: Line, chart: Chart) -> dict[str, Any]:
+def _line(line: ChartLine, chart: Chart) -> dict[str, Any]:
     window = smoothing_window(line.y.size) if chart.smoothed else 1
     found: dict[str, Any] = {
         "name": line.name,

@@ -11,7 +11,7 @@ from headrace.base.directory import code_version
 from pipeline.evaluation.comparison.rows import Row
 from pipeline.evaluation.report import svg
 from pipeline.evaluation.report.charts import Chart, Label, draw, name_label, value_label
-from pipeline.evaluation.report.curves import Group, cut_remark, groups, loss_chart, remarks, side_charts
+from pipeline.evaluation.report.curves import CurveGroup, cut_remark, groups, loss_chart, remarks, side_charts
 from pipeline.evaluation.report.facts import SHORT, facts
 from pipeline.evaluation.report.goodput_section import goodput_section
 from pipeline.evaluation.report.inputs import Inputs
@@ -41,7 +41,7 @@ def page(inputs: Inputs, rows: Sequence[Row]) -> str:
     )
 
 
-def _groups(inputs: Inputs) -> list[Group]:
+def _groups(inputs: Inputs) -> list[CurveGroup]:
     return groups(inputs.runs) if inputs.runs else []
 
 
@@ -64,7 +64,7 @@ def _runs(inputs: Inputs) -> str:
     )
 
 
-def _group(group: Group, *, alone: bool) -> str:
+def _group(group: CurveGroup, *, alone: bool) -> str:
     """Legend, the loss chart in a wide and a narrow version of which the style sheet shows one, and small charts."""
     loss = loss_chart(group)
     wide = _plot(loss, width=960, height=340, label=name_label)

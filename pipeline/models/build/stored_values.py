@@ -25,7 +25,7 @@ _SCALE = "_scale_inv"
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """Where a tensor lies, and its shape."""
 
     file: Path
@@ -156,7 +156,7 @@ def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return weight.float() * full
 
 
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def _stored_tensors(folder: Path) -> dict[str, FileTensor]:
     index = folder / "model.safetensors.index.json"
     try:
         if not index.is_file():
@@ -170,9 +170,9 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         ) from None
 
 
-def _tensors_in(path: Path) -> dict[str, StoredTensor]:
+def _tensors_in(path: Path) -> dict[str, FileTensor]:
     with safe_open(path, framework="pt") as file:
-        return {name: StoredTensor(path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+        return {name: FileTensor(path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
 
 
 def _block_size(folder: Path) -> tuple[int, int]:

@@ -23,7 +23,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     """A kind of decoder.
 
     Attributes:
@@ -42,20 +42,20 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(MODEL_ARCH.LLAMA, permuted=True),
-    "mistral": Architecture(MODEL_ARCH.LLAMA, permuted=True),
-    "mixtral": Architecture(MODEL_ARCH.LLAMA, permuted=True),
-    "qwen2": Architecture(MODEL_ARCH.QWEN2),
-    "qwen3": Architecture(MODEL_ARCH.QWEN3),
-    "qwen3_moe": Architecture(MODEL_ARCH.QWEN3MOE),
-    "gemma": Architecture(MODEL_ARCH.GEMMA, norm_offset=1.0, kind="gemma"),
-    "gemma2": Architecture(MODEL_ARCH.GEMMA2, norm_offset=1.0, kind="gemma"),
-    "gpt2": Architecture(MODEL_ARCH.GPT2, transposed=True, kind="gpt2"),
+    "llama": GgufArchitecture(MODEL_ARCH.LLAMA, permuted=True),
+    "mistral": GgufArchitecture(MODEL_ARCH.LLAMA, permuted=True),
+    "mixtral": GgufArchitecture(MODEL_ARCH.LLAMA, permuted=True),
+    "qwen2": GgufArchitecture(MODEL_ARCH.QWEN2),
+    "qwen3": GgufArchitecture(MODEL_ARCH.QWEN3),
+    "qwen3_moe": GgufArchitecture(MODEL_ARCH.QWEN3MOE),
+    "gemma": GgufArchitecture(MODEL_ARCH.GEMMA, norm_offset=1.0, kind="gemma"),
+    "gemma2": GgufArchitecture(MODEL_ARCH.GEMMA2, norm_offset=1.0, kind="gemma"),
+    "gpt2": GgufArchitecture(MODEL_ARCH.GPT2, transposed=True, kind="gpt2"),
 }
 """By `model_type`."""
 
 
-def architecture_of(config: Config) -> Architecture:
+def architecture_of(config: Config) -> GgufArchitecture:
     """Of a Hugging Face config.
 
     Raises:
@@ -102,12 +102,12 @@ def head_size(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def write_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -> None:
+def write_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitecture) -> None:
     """Adds what llama.cpp has to know of the model."""
     (_gpt2_keys if architecture.kind == "gpt2" else _llama_keys)(writer, config, architecture)
 
 
-def _gpt2_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -> None:
+def _gpt2_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitecture) -> None:
     width = config["n_embd"]
     writer.add_block_count(config["n_layer"])
     writer.add_context_length(context_length(config, architecture))
@@ -117,7 +117,7 @@ def _gpt2_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
 
 
-def _llama_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -> None:
+def _llama_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitecture) -> None:
     size, rope = head_size(config), rope_parameters(config)
     heads = config["num_attention_heads"]
     writer.add_vocab_size(config["vocab_size"])
@@ -151,7 +151,7 @@ def _expert_keys(writer: GGUFWriter, config: Config) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def context_length(config: Config, architecture: Architecture) -> int:
+def context_length(config: Config, architecture: GgufArchitecture) -> int:
     """Positions of the file; no more than a sliding window where llama.cpp's loader has none for the architecture."""
     if architecture.kind == "gpt2":
         return int(config.get("n_ctx") or config["n_positions"])
@@ -180,7 +180,7 @@ def expert_number(name: str) -> int | None:
     return int(expert[2]) if expert else None
 
 
-def name_map(config: Config, architecture: Architecture) -> TensorNameMap:
+def name_map(config: Config, architecture: GgufArchitecture) -> TensorNameMap:
     """gguf's table for the architecture and the number of layers."""
     return get_tensor_name_map(architecture.arch, layer_count(config))
 
@@ -190,12 +190,12 @@ def layer_count(config: Config) -> int:
     return int(config.get("num_hidden_layers") or config["n_layer"])
 
 
-def stored_shape(name: str, shape: tuple[int, ...], architecture: Architecture) -> tuple[int, ...]:
+def stored_shape(name: str, shape: tuple[int, ...], architecture: GgufArchitecture) -> tuple[int, ...]:
     """The shape in the file, of one expert where there is one tensor for each."""
     return shape[::-1] if architecture.transposed and _is_conv1d(name) else shape
 
 
-def stored_value(name: str, value: Array, config: Config, architecture: Architecture) -> Array:
+def stored_value(name: str, value: Array, config: Config, architecture: GgufArchitecture) -> Array:
     """The values in the file.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, quant_shape_to_byte_shape
 
 from pipeline.models.gguf import architectures
-from pipeline.models.gguf.plan import GgufPlan, StoredTensor
+from pipeline.models.gguf.plan import GgufPlan, GgufTensor
 from pipeline.models.gguf.types import FILE_TYPES
 
 
@@ -48,7 +48,7 @@ def header_bytes(plan: GgufPlan) -> int:
         return file.stat().st_size
 
 
-def _announce(writer: GGUFWriter, tensor: StoredTensor) -> None:
+def _announce(writer: GGUFWriter, tensor: GgufTensor) -> None:
     if tensor.type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         dtype: Any = np.float32 if tensor.type is GGMLQuantizationType.F32 else np.float16
         size = int(np.prod(tensor.shape)) * np.dtype(dtype).itemsize

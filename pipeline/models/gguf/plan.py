@@ -11,13 +11,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from headrace.base.errors import ConfigError
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.gguf import architectures, libllama
-from pipeline.models.gguf.architectures import Architecture
+from pipeline.models.gguf.architectures import GgufArchitecture
 from pipeline.models.gguf.tokenizer import GgufTokenizer, read_tokenizer
 from pipeline.models.gguf.types import FILE_TYPES, FLOATING_POINT, FileType, type_of
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class GgufTensor:
     """A tensor of the file.
 
     Attributes:
@@ -53,12 +53,12 @@ class GgufPlan:
 
     source: ModelFolder
     type: str
-    architecture: Architecture
+    architecture: GgufArchitecture
     tokenizer: GgufTokenizer
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[GgufTensor, ...]
 
     @property
-    def quantized(self) -> tuple[StoredTensor, ...]:
+    def quantized(self) -> tuple[GgufTensor, ...]:
         """The tensors that are not in floating point."""
         return tuple(tensor for tensor in self.tensors if tensor.type not in FLOATING_POINT)
 
@@ -93,7 +93,7 @@ def plan_file(source: ModelFolder, type_name: str) -> GgufPlan:
     return GgufPlan(source, type_name, architecture, tokenizer, tuple(_tensors(source, architecture, file_type)))
 
 
-def _tensors(source: ModelFolder, architecture: Architecture, file_type: FileType) -> Iterator[StoredTensor]:
+def _tensors(source: ModelFolder, architecture: GgufArchitecture, file_type: FileType) -> Iterator[GgufTensor]:
     config = source.config
     names, layers = architectures.name_map(config, architecture), architectures.layer_count(config)
     groups: dict[str, list[str]] = {}
@@ -112,7 +112,7 @@ def _tensors(source: ModelFolder, architecture: Architecture, file_type: FileTyp
         one = architectures.stored_shape(sources[0], source.tensors[sources[0]].shape, architecture)
         shape = (len(ordered), *one) if architectures.expert_number(sources[0]) is not None else one
         kind = type_of(stored, shape, file_type, layers=layers, tied=source.tied)
-        yield StoredTensor(stored, ordered, shape, kind)
+        yield GgufTensor(stored, ordered, shape, kind)
 
 
 _COMPUTED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")

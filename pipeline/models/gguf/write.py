@@ -15,7 +15,7 @@ from headrace.base.errors import DataError
 from pipeline.models.gguf import architectures, libllama
 from pipeline.models.gguf.architectures import Array
 from pipeline.models.gguf.header import open_writer
-from pipeline.models.gguf.plan import GgufPlan, StoredTensor
+from pipeline.models.gguf.plan import GgufPlan, GgufTensor
 from pipeline.models.gguf.read_weights import Weights
 from pipeline.models.gguf.types import BY_GGUF, ROUNDING, UNWEIGHTED
 
@@ -76,7 +76,7 @@ def check(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _a
         progress(number + 1, len(plan.tensors))
 
 
-def _values(tensor: StoredTensor, weights: Weights, plan: GgufPlan) -> Array:
+def _values(tensor: GgufTensor, weights: Weights, plan: GgufPlan) -> Array:
     """fp32, in the file's shape."""
     config, kind = plan.source.config, plan.architecture
     values = [architectures.stored_value(name, weights.read(name), config, kind) for name in tensor.sources]

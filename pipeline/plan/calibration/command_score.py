@@ -14,7 +14,16 @@ from rich.table import Table
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 from pipeline.plan.calibration.fit import fitted
-from pipeline.plan.calibration.score import DRIFT, Comparison, Score, machine_of, read_measured, rescored, score, worst
+from pipeline.plan.calibration.score import (
+    DRIFT,
+    PredictionComparison,
+    Score,
+    machine_of,
+    read_measured,
+    rescored,
+    score,
+    worst,
+)
 from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.runtime.machines.machine import Machine
 
@@ -132,11 +141,11 @@ def _check_target(save: str | None) -> None:
         )
 
 
-def _cells(each: Comparison, text: Any) -> tuple[str, str, str]:
+def _cells(each: PredictionComparison, text: Any) -> tuple[str, str, str]:
     return text(each.predicted), text(each.measured), f"{each.error:+.1%}"
 
 
-def _plain(each: Comparison) -> dict[str, float]:
+def _plain(each: PredictionComparison) -> dict[str, float]:
     return {"predicted": each.predicted, "measured": each.measured, "error": each.error}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.plan.predict.collectives import Group, collective_s
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.collectives import RankGroup, collective_s
+from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.runtime.machines.machine import MeasuredCollective, Operation
 
 _LEAST_S = 1e-9
@@ -58,4 +58,4 @@ def link_of(rows: Sequence[MeasuredCollective]) -> Link:
 def _formula(row: MeasuredCollective, *, latency: bool) -> float:
     """Seconds with a latency of 1 s and bandwidth without limit, or with no latency and 1 byte/s."""
     link = Link(float("inf"), 1.0) if latency else Link(1.0, 0.0)
-    return collective_s(row.kind, "ring", Group(row.ranks, 1), Topology(row.ranks, link, link), size=row.bytes)
+    return collective_s(row.kind, "ring", RankGroup(row.ranks, 1), LinkTopology(row.ranks, link, link), size=row.bytes)

@@ -35,7 +35,7 @@ _RESIDENT, _ALLOCATED, _RESERVED = "memory_resident_bytes", "memory_allocated_by
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictionComparison:
     """A quantity, predicted and measured, in the same unit."""
 
     predicted: float
@@ -96,8 +96,8 @@ class Score:
 
     measured: MeasuredRun
     planned: PlannedRun
-    memory: Comparison
-    step: Comparison
+    memory: PredictionComparison
+    step: PredictionComparison
     parts: StepTime
     tensors: Bytes
     drift: float | None
@@ -177,16 +177,16 @@ def rescored(run: MeasuredRun, planned: PlannedRun, machine: Machine) -> Score:
     tensors = max(ranks, key=lambda each: each.total)
     allocated, resident = run.peak(_ALLOCATED), run.peak(_RESIDENT)
     memory = (
-        Comparison(tensors.total, allocated)
+        PredictionComparison(tensors.total, allocated)
         if allocated
-        else Comparison(typical_peak(of, costs, machine), resident or float("nan"))
+        else PredictionComparison(typical_peak(of, costs, machine), resident or float("nan"))
     )
     recorded = run.record.get("predicted_memory_bytes")
     return Score(
         measured=run,
         planned=planned,
         memory=memory,
-        step=Comparison(parts.total - parts.checkpoint, run.step_s[1]),
+        step=PredictionComparison(parts.total - parts.checkpoint, run.step_s[1]),
         parts=parts,
         tensors=tensors,
         drift=None if not recorded else tensors.total / max(recorded) - 1,

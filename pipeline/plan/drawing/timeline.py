@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
-from pipeline.plan.predict.passes import Kind
+from pipeline.plan.predict.passes import PassKind
 from pipeline.plan.predict.pipeline_simulation import TimedPass, Timeline
 
 _COLORS = {
-    Kind.FORWARD: "#4c78a8",
-    Kind.BACKWARD: "#e4a43c",
-    Kind.INPUT_BACKWARD: "#e4a43c",
-    Kind.WEIGHT_BACKWARD: "#6aa86a",
+    PassKind.FORWARD: "#4c78a8",
+    PassKind.BACKWARD: "#e4a43c",
+    PassKind.INPUT_BACKWARD: "#e4a43c",
+    PassKind.WEIGHT_BACKWARD: "#6aa86a",
 }
 _NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_BACKWARD: "backward of the inputs",
-    Kind.WEIGHT_BACKWARD: "backward of the weights",
+    PassKind.FORWARD: "forward",
+    PassKind.BACKWARD: "backward",
+    PassKind.INPUT_BACKWARD: "backward of the inputs",
+    PassKind.WEIGHT_BACKWARD: "backward of the weights",
 }
 
 

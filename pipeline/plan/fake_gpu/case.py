@@ -18,7 +18,7 @@ EAGER = "compile.enabled=false"
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """A step to be executed.
 
     Attributes:
@@ -47,7 +47,7 @@ class Case:
 
 
 def run_cases(
-    cases: Sequence[Case], *, timeout_s: float | None = None, cwd: Path | None = None
+    cases: Sequence[StepCase], *, timeout_s: float | None = None, cwd: Path | None = None
 ) -> list[dict[str, Any]]:
     """Executes cases in a new process, because the fake device must be there before torch is imported.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.plan.fake_gpu.case import EAGER, Case, run_cases
+from pipeline.plan.fake_gpu.case import EAGER, StepCase, run_cases
 from pipeline.run.before.memory_summary import Executed, shown_bytes
 from pipeline.run.before.summary import Entry
 
@@ -75,7 +75,7 @@ def step_entries(executed: Executed) -> Iterator[Entry]:
     yield Entry("step", text, {**values, "collectives": collectives, "seconds_to_execute": executed.seconds})
 
 
-def _result_of(case: Case) -> dict[str, Any]:
+def _result_of(case: StepCase) -> dict[str, Any]:
     try:
         [result] = run_cases([case])
         why = result.get("error")
@@ -88,11 +88,11 @@ def _result_of(case: Case) -> dict[str, Any]:
     return result
 
 
-def _case(run: ResolvedRun, source: Source, rank: int) -> Case:
+def _case(run: ResolvedRun, source: Source, rank: int) -> StepCase:
     # DeepSpeed makes the optimizer's states in its first step, and the peak is that of the last
     steps = 2 if run.config.engine == "deepspeed" else 1
     overrides = (*source.overrides, EAGER)
-    return Case(source.config, source.processes, rank, source.vocabulary, overrides, steps, source.begun)
+    return StepCase(source.config, source.processes, rank, source.vocabulary, overrides, steps, source.begun)
 
 
 def _times(count: int) -> str:

@@ -25,7 +25,7 @@ from pipeline.engines.torch_native.single import TorchSingle
 from pipeline.models.build.initial_values import Zeros
 from pipeline.models.build.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.fake_gpu.kinds import makers, modules_of, name_weights, optimizer_of, state_of, watched
 from pipeline.plan.fake_gpu.memory import Memory
 from pipeline.plan.fake_gpu.recorder import Recorder, pin
@@ -34,7 +34,7 @@ from pipeline.run.prepare import attention_of
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """What a step did. All figures are of one rank.
 
     Attributes:
@@ -60,8 +60,8 @@ class Report:
     parameters: int = 0
 
 
-def run_step(case: Case) -> dict[str, Any]:
-    """Runs a case; a `Report` as a dictionary."""
+def run_step(case: StepCase) -> dict[str, Any]:
+    """Runs a case; a `StepReport` as a dictionary."""
     run, model = _run_and_model(case)
     hf_config: Any = model.config
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
@@ -102,10 +102,10 @@ def run_step(case: Case) -> dict[str, Any]:
     waited, deferred, copies = (
         dict(sorted(each.items())) for each in (recorder.host_reads, recorder.deferred_reads, recorder.unpinned)
     )
-    return asdict(Report(run.layout, rows, waited, deferred, copies, recorder.flops, peak.bytes, peak.kinds, held))
+    return asdict(StepReport(run.layout, rows, waited, deferred, copies, recorder.flops, peak.bytes, peak.kinds, held))
 
 
-def run_compiled_step(case: Case) -> None:
+def run_compiled_step(case: StepCase) -> None:
     """Runs a step of a case of the native engine without counting: a mode that sees operators hides compiled ones."""
     run, model = _run_and_model(case)
     hf_config: Any = model.config
@@ -122,7 +122,7 @@ def run_compiled_step(case: Case) -> None:
                 engine.train_step(_batch(run, number), lr=1e-4)
 
 
-def _run_and_model(case: Case) -> tuple[ResolvedRun, nn.Module]:
+def _run_and_model(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
     """The run of a case and its model on meta."""
     run = case.resolved()
     tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}

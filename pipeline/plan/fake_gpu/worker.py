@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from pipeline.plan.fake_gpu.step import run_step  # isort: skip  before anything that imports torch
 from headrace.base.errors import HeadraceError
 from headrace.base.processes import die_with_parent
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 
 _PACKAGE = Path(__file__).parents[2]
 
@@ -31,12 +31,12 @@ def main() -> None:
     for line in sys.stdin:
         began = time.monotonic()
         fields = json.loads(line)
-        result = _forked(Case(**{**fields, "overrides": tuple(fields["overrides"])}))
+        result = _forked(StepCase(**{**fields, "overrides": tuple(fields["overrides"])}))
         result["seconds"] = round(time.monotonic() - began, 1)
         print(json.dumps(result), flush=True)
 
 
-def _forked(case: Case) -> dict[str, Any]:
+def _forked(case: StepCase) -> dict[str, Any]:
     """The result of a case, executed by a fork of this process."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -55,7 +55,7 @@ def _forked(case: Case) -> dict[str, Any]:
     return {"error": f"the process that executed the step ended early ({why})", "traceback": ""}
 
 
-def _execute(case: Case, reader: int, writer: int) -> NoReturn:
+def _execute(case: StepCase, reader: int, writer: int) -> NoReturn:
     """In the fork: executes a case, writes its result to the pipe and ends the process without the parent's cleanup."""
     code = 1
     try:

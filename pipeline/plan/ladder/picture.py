@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.base.directory import write_text
 from pipeline.plan.ladder.plan import Ladder
-from pipeline.plan.ladder.prediction import LEVEL, Verdict
+from pipeline.plan.ladder.prediction import LEVEL, PredictionVerdict
 from pipeline.plan.ladder.runs import Done
 
 _WIDTH, _HEIGHT = 8.0, 5.0  # inches
@@ -19,7 +19,9 @@ _COLORS = ("#1f5fa8", "#b3541e", "#2f7d4f", "#7a4fa3", "#a33b53", "#5a636b")
 _TARGET, _TEXT = "#1d2125", "#1d2125"
 
 
-def save_picture(path: Path, ladder: Ladder, done: Sequence[Done], verdict: Verdict, *, measured: float | None) -> None:
+def save_picture(
+    path: Path, ladder: Ladder, done: Sequence[Done], verdict: PredictionVerdict, *, measured: float | None
+) -> None:
     """Writes an SVG file, atomically.
 
     Args:
@@ -53,7 +55,7 @@ def save_picture(path: Path, ladder: Ladder, done: Sequence[Done], verdict: Verd
     write_text(path, drawn.getvalue())
 
 
-def _rung(axes: Any, runs: Sequence[Done], verdict: Verdict, *, color: str, ladder: Ladder) -> None:
+def _rung(axes: Any, runs: Sequence[Done], verdict: PredictionVerdict, *, color: str, ladder: Ladder) -> None:
     if not runs:
         return
     parameters = runs[0].run.rung.counts.multiplied
@@ -63,14 +65,14 @@ def _rung(axes: Any, runs: Sequence[Done], verdict: Verdict, *, color: str, ladd
     _curve(axes, verdict, parameters, min(tokens), max(*tokens, ladder.large.tokens / 2), color=color)
 
 
-def _curve(axes: Any, verdict: Verdict, parameters: int, first: float, last: float, *, color: str) -> None:
+def _curve(axes: Any, verdict: PredictionVerdict, parameters: int, first: float, last: float, *, color: str) -> None:
     if verdict.law is None:
         return
     at = np.geomspace(first, last, 60)
     axes.plot(at, verdict.law.predict(np.full_like(at, parameters), at)[0], color=color, linewidth=1.2, alpha=0.7)
 
 
-def _large(axes: Any, ladder: Ladder, verdict: Verdict, *, measured: float | None) -> None:
+def _large(axes: Any, ladder: Ladder, verdict: PredictionVerdict, *, measured: float | None) -> None:
     large, found = ladder.large, verdict.prediction
     if found is not None:
         _curve(axes, verdict, large.counts.multiplied, large.tokens / 4, large.tokens, color=_TARGET)

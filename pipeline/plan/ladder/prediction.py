@@ -40,7 +40,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PredictionVerdict:
     """What a ladder says.
 
     Attributes:
@@ -58,7 +58,7 @@ class Verdict:
 
 def judge(
     points: Points, names: Sequence[str], *, parameters: float, tokens: float, tolerance: float, seed: int = 0
-) -> Verdict:
+) -> PredictionVerdict:
     """Fits, tests and, where the test is passed, predicts.
 
     Args:
@@ -72,7 +72,7 @@ def judge(
     tests = sorted(left_out(points), key=lambda each: each.rms)
     if not tests:
         reasons.append(f"{len(points)} finished runs are too few for a law whose rungs are left out in turn")
-        return Verdict(None, (), tuple(reasons), None)
+        return PredictionVerdict(None, (), tuple(reasons), None)
     best = tests[0]
     law = fit(points, best.form)
     passed = [each for each in tests if max(each.rms, each.largest) <= tolerance]
@@ -82,14 +82,14 @@ def judge(
             f" {tolerance:.1%} is allowed"
         )
     if reasons:
-        return Verdict(law, tuple(tests), tuple(reasons), None)
+        return PredictionVerdict(law, tuple(tests), tuple(reasons), None)
     law = fit(points, passed[0].form)
     found = _interval(points, passed, law, parameters=parameters, tokens=tokens, seed=seed)
     if (found.high - found.low) / 2 > _TOO_WIDE * found.loss:
         reasons.append(
             f"the interval of the prediction, {found.low:.3f} to {found.high:.3f}, is wider than +-{_TOO_WIDE:.0%}"
         )
-    return Verdict(law, tuple(tests), tuple(reasons), None if reasons else found)
+    return PredictionVerdict(law, tuple(tests), tuple(reasons), None if reasons else found)
 
 
 def _disagreements(points: Points, names: Sequence[str], tolerance: float) -> Iterator[str]:

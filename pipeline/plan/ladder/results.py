@@ -16,7 +16,7 @@ from pipeline.plan.ladder.learning_rate import Chosen
 from pipeline.plan.ladder.left_out import LeftOut
 from pipeline.plan.ladder.picture import save_picture
 from pipeline.plan.ladder.plan import Ladder
-from pipeline.plan.ladder.prediction import LEVEL, Verdict, judge
+from pipeline.plan.ladder.prediction import LEVEL, PredictionVerdict, judge
 from pipeline.plan.ladder.runs import Done, finished_loss
 
 RESULTS, PICTURE, CONFIG = "results.json", "ladder.svg", "config.json"
@@ -37,7 +37,7 @@ class Outcome:
     ladder: Ladder
     done: Sequence[Done]
     chosen: Chosen
-    verdict: Verdict
+    verdict: PredictionVerdict
     measured: float | None
 
     @property

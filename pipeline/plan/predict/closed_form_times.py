@@ -10,14 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.plan.predict.links import Topology
+from pipeline.plan.predict.links import LinkTopology
 
 _ZERO_BUBBLE = 1 / 3
 """Bubble of zero_bubble over that of 1F1B: T_F + T_B - T_W to T_F + T_B + T_W, where the three take equally long
 (Qi et al. 2023, arXiv:2401.10241, section 2.3)."""
 
 
-def collective_seconds(kind: str, size_bytes: float, ranks: Sequence[int], topology: Topology, count: int = 1) -> float:
+def collective_seconds(
+    kind: str, size_bytes: float, ranks: Sequence[int], topology: LinkTopology, count: int = 1
+) -> float:
     """Seconds of collectives one after the other.
 
     A ring moves (n - 1) / n of the whole tensor of an all-gather, a reduce-scatter or an all-to-all through each of its

@@ -32,14 +32,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.runtime.machines.machine import Operation
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """The ranks of a collective.
 
     Attributes:
@@ -56,7 +56,7 @@ class Group:
         return math.ceil(self.size / self.nodes)
 
 
-def group_of(topology: Topology, *, size: int, stride: int = 1) -> Group:
+def group_of(topology: LinkTopology, *, size: int, stride: int = 1) -> RankGroup:
     """The group of `size` ranks, each `stride` ranks after the one before, from the first rank of a node on.
 
     Args:
@@ -65,10 +65,12 @@ def group_of(topology: Topology, *, size: int, stride: int = 1) -> Group:
         stride: e.g. tp for a data-parallel group, whose members are tp ranks apart.
     """
     nodes = {rank * stride // topology.devices_per_node for rank in range(size)}
-    return Group(size, len(nodes))
+    return RankGroup(size, len(nodes))
 
 
-def collective_s(operation: Operation, algorithm: Algorithm, group: Group, topology: Topology, *, size: float) -> float:
+def collective_s(
+    operation: Operation, algorithm: Algorithm, group: RankGroup, topology: LinkTopology, *, size: float
+) -> float:
     """Seconds of a collective.
 
     Args:
@@ -88,7 +90,7 @@ def collective_s(operation: Operation, algorithm: Algorithm, group: Group, topol
     return _ALGORITHMS[operation, algorithm](group, topology.of(operation).among(group.per_node), size)
 
 
-def fastest(operation: Operation, group: Group, topology: Topology, *, size: float) -> tuple[Algorithm, float]:
+def fastest(operation: Operation, group: RankGroup, topology: LinkTopology, *, size: float) -> tuple[Algorithm, float]:
     """The algorithm that takes the fewest seconds, and these."""
     found = [
         (algorithm, collective_s(operation, algorithm, group, topology, size=size))
@@ -98,12 +100,12 @@ def fastest(operation: Operation, group: Group, topology: Topology, *, size: flo
     return min(found, key=lambda each: each[1])
 
 
-def send_s(topology: Topology, *, size: float, same_node: bool) -> float:
+def send_s(topology: LinkTopology, *, size: float, same_node: bool) -> float:
     """Seconds of a message between two ranks."""
     return (topology.among(2).within if same_node else topology.between).seconds(size)
 
 
-def _bandwidth(group: Group, topology: Topology) -> float:
+def _bandwidth(group: RankGroup, topology: LinkTopology) -> float:
     """What a ring or tree over the group moves in bytes per second: B above."""
     if group.nodes == 1:
         return topology.within.bandwidth
@@ -116,8 +118,8 @@ def _shares(ranks: int, link: Link, size: float) -> float:
     return (ranks - 1) * link.seconds(size / ranks)
 
 
-def _ring(times: int) -> Callable[[Group, Topology, float], float]:
-    def seconds(group: Group, topology: Topology, size: float) -> float:
+def _ring(times: int) -> Callable[[RankGroup, LinkTopology, float], float]:
+    def seconds(group: RankGroup, topology: LinkTopology, size: float) -> float:
         near = (group.size - group.nodes) * topology.within.latency_s
         latency = near + (group.nodes - 1) * topology.between.latency_s
         return times * (latency + (group.size - 1) * size / (group.size * _bandwidth(group, topology)))
@@ -125,37 +127,37 @@ def _ring(times: int) -> Callable[[Group, Topology, float], float]:
     return seconds
 
 
-def _tree(group: Group, topology: Topology, size: float) -> float:
+def _tree(group: RankGroup, topology: LinkTopology, size: float) -> float:
     """A chain within each node, a double binary tree over the nodes; reduction, then broadcast."""
     near = (group.per_node - 1) * topology.within.latency_s
     latency = near + math.ceil(math.log2(group.nodes)) * topology.between.latency_s
     return 2 * (latency + size / _bandwidth(group, topology))
 
 
-def _hierarchical_all_reduce(group: Group, topology: Topology, size: float) -> float:
+def _hierarchical_all_reduce(group: RankGroup, topology: LinkTopology, size: float) -> float:
     """Reduce-scatter within nodes, all-reduce of the shares between nodes, all-gather within nodes."""
     return 2 * _hierarchical_half(group, topology, size)
 
 
-def _hierarchical_half(group: Group, topology: Topology, size: float) -> float:
+def _hierarchical_half(group: RankGroup, topology: LinkTopology, size: float) -> float:
     """Reduce-scatter within nodes, then of the shares between nodes; an all-gather the other way round."""
     within = _shares(group.per_node, topology.within, size)
     return within + _shares(group.nodes, topology.between, size / group.per_node)
 
 
-def _pairwise(group: Group, topology: Topology, size: float) -> float:
+def _pairwise(group: RankGroup, topology: LinkTopology, size: float) -> float:
     """Each rank sends every other its share; those of the same node over the links within."""
     share = size / group.size
     near, far = group.per_node - 1, group.size - group.per_node
     return near * topology.within.seconds(share) + far * topology.between.seconds(share)
 
 
-def _hierarchical_all_to_all(group: Group, topology: Topology, size: float) -> float:
+def _hierarchical_all_to_all(group: RankGroup, topology: LinkTopology, size: float) -> float:
     """First within nodes, so that each rank has what its node sends to its peers; then one message to each node."""
     return _shares(group.per_node, topology.within, size) + _shares(group.nodes, topology.between, size)
 
 
-_ALGORITHMS: dict[tuple[Operation, Algorithm], Callable[[Group, Topology, float], float]] = {
+_ALGORITHMS: dict[tuple[Operation, Algorithm], Callable[[RankGroup, LinkTopology, float], float]] = {
     ("all_reduce", "ring"): _ring(2),
     ("all_reduce", "tree"): _tree,
     ("all_reduce", "hierarchical"): _hierarchical_all_reduce,

@@ -13,7 +13,7 @@ from typing import Literal
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import AXES, Topology
 from pipeline.engines.sizes import traffic
-from pipeline.engines.sizes.traffic import Layout
+from pipeline.engines.sizes.traffic import TrafficLayout
 from pipeline.runtime.machines.machine import Operation
 
 _GRADIENT_BYTES = 4
@@ -39,13 +39,13 @@ class Transfer:
     ranks: tuple[int, ...]
 
 
-def transfers(layout: Layout) -> list[Transfer]:
+def transfers(layout: TrafficLayout) -> list[Transfer]:
     """Collectives and messages of a step, by purpose; those of a single rank, and of a few numbers, are left out."""
     found = [*_data_parallel(layout), *_within_layers(layout), *_pipeline(layout)]
     return [each for each in found if len(each.ranks) > 1 and each.bytes]
 
 
-def _data_parallel(layout: Layout) -> Iterator[Transfer]:
+def _data_parallel(layout: TrafficLayout) -> Iterator[Transfer]:
     run, stage = layout.run, layout.stage
     units, micro_batches = len(layout.rank.layers) + 2, layout.micro_batches
     data = group_of(run.topology, ("dp", "cp"))
@@ -61,7 +61,7 @@ def _data_parallel(layout: Layout) -> Iterator[Transfer]:
         yield Transfer("gradients", "all_reduce", gradients / shard, reductions, data[::shard])
 
 
-def _weights(layout: Layout) -> float:
+def _weights(layout: TrafficLayout) -> float:
     """Bytes of all-gathers: FSDP2 gathers the last layer again too."""
     least, rank, run = traffic.weights(layout), layout.rank, layout.run
     if layout.stage < 3:
@@ -80,7 +80,7 @@ def _gradient_size(run: ResolvedRun) -> int:
     return 2 if run.config.communication_data_type == "bf16" else _GRADIENT_BYTES
 
 
-def _within_layers(layout: Layout) -> Iterator[Transfer]:
+def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
     run, layers = layout.run, len(layout.rank.layers) * layout.micro_batches
     full = run.config.memory.activation_checkpointing == "full"
     repeated = 1 / run.config.memory.every_n_layers if full else 0.0
@@ -103,7 +103,7 @@ def _within_layers(layout: Layout) -> Iterator[Transfer]:
             yield Transfer("context", "all_to_all", exchanged, round(layers * 8 * (1 + repeated / 2)), ranks)
 
 
-def _pipeline(layout: Layout) -> Iterator[Transfer]:
+def _pipeline(layout: TrafficLayout) -> Iterator[Transfer]:
     run, rank = layout.run, layout.rank
     borders = 2 * rank.stages - int(rank.first) - int(rank.last)
     ranks = group_of(run.topology, ("pp",))

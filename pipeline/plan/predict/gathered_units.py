@@ -8,7 +8,7 @@ from pipeline.plan.predict.rank_time import RankTime
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class GatheredUnit:
     """A unit of sharded weights.
 
     Attributes:
@@ -23,14 +23,14 @@ class Unit:
     backward_s: float
 
 
-def units_of(rank: RankTime) -> list[Unit]:
+def units_of(rank: RankTime) -> list[GatheredUnit]:
     """In the order of the forward pass.
 
     The layers of a stage take equally long. A final norm counts with the head; a tied head with the embedding.
     """
     model = rank.work.layout.rank
     head = model.rest if not model.first else model.head if model.last and model.separate else 0
-    embedding = [Unit("embedding", model.rest - head, 0.0, 0.0)] if model.first else []
+    embedding = [GatheredUnit("embedding", model.rest - head, 0.0, 0.0)] if model.first else []
     each = rank.inside / max(1, len(model.layers))
     seconds = [
         (stage.decoder.forward / stage.layers + each / 3, stage.decoder.backward / stage.layers + each * 2 / 3)
@@ -38,9 +38,9 @@ def units_of(rank: RankTime) -> list[Unit]:
         for _ in range(stage.layers)
     ]
     layers = [
-        Unit(f"layer {number}", elements, *passes)
+        GatheredUnit(f"layer {number}", elements, *passes)
         for number, (elements, passes) in enumerate(zip(model.layers, seconds, strict=True))
     ]
     last = [stage.head for stage in rank.stages if stage.head.forward]
-    heads = [Unit("head", head, part.forward, part.backward) for part in last]
+    heads = [GatheredUnit("head", head, part.forward, part.backward) for part in last]
     return [*embedding, *layers, *heads]

@@ -24,7 +24,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class LinkTopology:
     """Nodes of equal devices: ranks are numbered node by node.
 
     Attributes:
@@ -41,12 +41,12 @@ class Topology:
     operations: Mapping[str, Link] = field(default_factory=dict, hash=False)
     within_links: int = 1
 
-    def of(self, kind: str) -> Topology:
+    def of(self, kind: str) -> LinkTopology:
         """The links as one kind of collective meets them: all_reduce, all_gather, reduce_scatter or all_to_all."""
         own = self.operations.get(kind)
         return self if own is None else replace(self, within=own, operations={})
 
-    def among(self, devices: int) -> Topology:
+    def among(self, devices: int) -> LinkTopology:
         """The links as so many devices of a node meet them: where each has a link to every other one, of these."""
         if self.within_links == 1 or devices < 2:
             return self

@@ -36,7 +36,7 @@ class StageFlops:
 
 
 @dataclass(frozen=True)
-class Shares:
+class CostShares:
     """What the ranks of a pipeline hold and compute.
 
     Attributes:
@@ -62,7 +62,7 @@ class ModelCosts:
     size: ModelSize
     routed: int
     _layers: tuple[list[float], list[float], float]
-    _shares: dict[tuple[float, ...], Shares | ConfigError] = field(default_factory=dict)
+    _shares: dict[tuple[float, ...], CostShares | ConfigError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, *, sequence_length: int) -> ModelCosts:
@@ -85,7 +85,7 @@ class ModelCosts:
         routed = sum(2 * router.experts for router in find_routers(model))
         return cls(model, size, routed, (linear, attention, head))
 
-    def shares(self, run: ResolvedRun) -> Shares:
+    def shares(self, run: ResolvedRun) -> CostShares:
         """What each rank of a run's pipeline holds and computes.
 
         Raises:
@@ -104,7 +104,7 @@ class ModelCosts:
             raise found
         return found
 
-    def _counted(self, run: ResolvedRun) -> Shares:
+    def _counted(self, run: ResolvedRun) -> CostShares:
         footprint = footprint_of(run, self.model)
         assert footprint is not None  # `of` has refused the others
         linear, attention, head = self._layers
@@ -115,4 +115,4 @@ class ModelCosts:
             last = stage.index == len(stages) - 1
             flops = StageFlops(len(linear[part]), sum(linear[part]), sum(attention[part]), head if last else 0.0)
             ranks[stage.index % run.topology.pp].append(flops)
-        return Shares(footprint, tuple(map(tuple, ranks)))
+        return CostShares(footprint, tuple(map(tuple, ranks)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class PassKind(StrEnum):
     """Kinds of instructions; the letters of passes are those of the zero-bubble paper (arXiv:2401.10241)."""
 
     FORWARD = "F"
@@ -19,8 +19,8 @@ class Kind(StrEnum):
     RECEIVE_BACKWARD = "receive B"
 
 
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+SENDS = frozenset({PassKind.SEND_FORWARD, PassKind.SEND_BACKWARD})
+RECEIVES = frozenset({PassKind.RECEIVE_FORWARD, PassKind.RECEIVE_BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Instruction:
         micro_batch: from 0.
     """
 
-    kind: Kind
+    kind: PassKind
     stage: int
     micro_batch: int
 

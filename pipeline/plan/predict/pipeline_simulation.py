@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipeline.plan.predict.passes import RECEIVES, SENDS, Instruction, Kind, Program
+from pipeline.plan.predict.passes import RECEIVES, SENDS, Instruction, PassKind, Program
 
 
 class PassTimes(Protocol):
@@ -41,10 +41,10 @@ class StageTimes:
         backward = self.input_backward_s + self.weight_backward_s
         first = instruction.stage == 0
         return {
-            Kind.FORWARD: self.forward_s,
-            Kind.BACKWARD: backward,
-            Kind.INPUT_BACKWARD: 0.0 if first else self.input_backward_s,
-            Kind.WEIGHT_BACKWARD: backward if first else self.weight_backward_s,
+            PassKind.FORWARD: self.forward_s,
+            PassKind.BACKWARD: backward,
+            PassKind.INPUT_BACKWARD: 0.0 if first else self.input_backward_s,
+            PassKind.WEIGHT_BACKWARD: backward if first else self.weight_backward_s,
         }[instruction.kind]
 
 
@@ -98,9 +98,9 @@ class Timeline:
         held, peak = 0, 0
         own = [each.instruction.kind for each in self.passes if each.rank == rank]
         for kind in own:
-            held += kind is Kind.FORWARD
+            held += kind is PassKind.FORWARD
             peak = max(peak, held)
-            held -= kind in (Kind.BACKWARD, Kind.WEIGHT_BACKWARD)
+            held -= kind in (PassKind.BACKWARD, PassKind.WEIGHT_BACKWARD)
         return peak
 
 
@@ -174,13 +174,13 @@ class _Rank:
     def _execute(self, instruction: Instruction) -> bool:
         stage, micro_batch = instruction.stage, instruction.micro_batch
         if instruction.kind in SENDS:
-            forward = instruction.kind is Kind.SEND_FORWARD
+            forward = instruction.kind is PassKind.SEND_FORWARD
             message = (forward, stage + 1 if forward else stage - 1, micro_batch)
             self.mail.sent[message] = self.now
             self.unfinished_sends.append(message)
             return True
         if instruction.kind in RECEIVES:
-            self.mail.asked[instruction.kind is Kind.RECEIVE_FORWARD, stage, micro_batch] = self.now
+            self.mail.asked[instruction.kind is PassKind.RECEIVE_FORWARD, stage, micro_batch] = self.now
             return True
         needed = [self._input(instruction)] + (self.unfinished_sends if self.program.waits_for_sends else [])
         arrivals = [self.mail.arrival(message) for message in needed if message is not None]
@@ -195,9 +195,9 @@ class _Rank:
 
     def _input(self, instruction: Instruction) -> _Message | None:
         """The message that a pass needs; None where its input is this rank's own."""
-        forward, stage = instruction.kind is Kind.FORWARD, instruction.stage
+        forward, stage = instruction.kind is PassKind.FORWARD, instruction.stage
         source = stage - 1 if forward else stage + 1
-        own = instruction.kind is Kind.WEIGHT_BACKWARD or not 0 <= source < self.program.stages
+        own = instruction.kind is PassKind.WEIGHT_BACKWARD or not 0 <= source < self.program.stages
         if own or self.program.rank_of(source) == self.rank:
             return None
         return forward, stage, instruction.micro_batch

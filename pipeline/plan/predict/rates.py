@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from pipeline.config.sections.run import Config
-from pipeline.plan.predict.links import Link, Topology
+from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.runtime.machines.machine import LinkSection, Machine, MeasuredProduct
 
 LOW, TYPICAL, HIGH = 0, 1, 2
@@ -49,7 +49,7 @@ class Rates:
     head: float
     attention: float
     memory: float
-    topology: Topology
+    topology: LinkTopology
     host: Link
     storage: float
     overlap: float
@@ -84,7 +84,7 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         head=_products(machine, unquantized, end, product),
         attention=attention,
         memory=machine.memory.bytes_per_s * efficiency.memory[end],
-        topology=Topology(
+        topology=LinkTopology(
             machine.devices_per_node,
             _link(links.within, share),
             _link(links.between, share),

@@ -15,25 +15,25 @@ from typing import Any
 
 from headrace.base.log_filters import quiet_deepspeed
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.plan.predict.passes import Instruction, Kind, Program
+from pipeline.plan.predict.passes import Instruction, PassKind, Program
 
 _TORCH_KINDS = {
-    "F": Kind.FORWARD,
-    "B": Kind.BACKWARD,
-    "I": Kind.INPUT_BACKWARD,
-    "W": Kind.WEIGHT_BACKWARD,
-    "SEND_F": Kind.SEND_FORWARD,
-    "RECV_F": Kind.RECEIVE_FORWARD,
-    "SEND_B": Kind.SEND_BACKWARD,
-    "RECV_B": Kind.RECEIVE_BACKWARD,
+    "F": PassKind.FORWARD,
+    "B": PassKind.BACKWARD,
+    "I": PassKind.INPUT_BACKWARD,
+    "W": PassKind.WEIGHT_BACKWARD,
+    "SEND_F": PassKind.SEND_FORWARD,
+    "RECV_F": PassKind.RECEIVE_FORWARD,
+    "SEND_B": PassKind.SEND_BACKWARD,
+    "RECV_B": PassKind.RECEIVE_BACKWARD,
 }
 _DEEPSPEED_KINDS = {
-    "ForwardPass": Kind.FORWARD,
-    "BackwardPass": Kind.BACKWARD,
-    "SendActivation": Kind.SEND_FORWARD,
-    "RecvActivation": Kind.RECEIVE_FORWARD,
-    "SendGrad": Kind.SEND_BACKWARD,
-    "RecvGrad": Kind.RECEIVE_BACKWARD,
+    "ForwardPass": PassKind.FORWARD,
+    "BackwardPass": PassKind.BACKWARD,
+    "SendActivation": PassKind.SEND_FORWARD,
+    "RecvActivation": PassKind.RECEIVE_FORWARD,
+    "SendGrad": PassKind.SEND_BACKWARD,
+    "RecvGrad": PassKind.RECEIVE_BACKWARD,
 }
 
 
@@ -110,27 +110,27 @@ class _Stage:
         self.is_first, self.is_last = index == 0, index == stages - 1
         self.noted: list[Instruction] = []
 
-    def _note(self, kind: Kind, micro_batch: int) -> list[Any]:
+    def _note(self, kind: PassKind, micro_batch: int) -> list[Any]:
         self.noted.append(Instruction(kind, self.stage_index, micro_batch))
         return []
 
     def get_fwd_recv_ops(self, index: int) -> list[Any]:
-        return [] if self.is_first else self._note(Kind.RECEIVE_FORWARD, index)
+        return [] if self.is_first else self._note(PassKind.RECEIVE_FORWARD, index)
 
     def get_fwd_send_ops(self, index: int) -> list[Any]:
-        return [] if self.is_last else self._note(Kind.SEND_FORWARD, index)
+        return [] if self.is_last else self._note(PassKind.SEND_FORWARD, index)
 
     def get_bwd_recv_ops(self, index: int) -> list[Any]:
-        return [] if self.is_last else self._note(Kind.RECEIVE_BACKWARD, index)
+        return [] if self.is_last else self._note(PassKind.RECEIVE_BACKWARD, index)
 
     def get_bwd_send_ops(self, index: int) -> list[Any]:
-        return [] if self.is_first else self._note(Kind.SEND_BACKWARD, index)
+        return [] if self.is_first else self._note(PassKind.SEND_BACKWARD, index)
 
     def forward_one_chunk(self, index: int, *_: Any, **__: Any) -> None:
-        self._note(Kind.FORWARD, index)
+        self._note(PassKind.FORWARD, index)
 
     def backward_one_chunk(self, index: int, **_: Any) -> None:
-        self._note(Kind.BACKWARD, index)
+        self._note(PassKind.BACKWARD, index)
 
     def perform_reduce_grad(self, *_: Any) -> None:
         """Follows the passes."""
@@ -141,7 +141,7 @@ def _deepspeed(rank: int, ranks: int, micro_batches: int) -> Iterator[Instructio
     quiet_deepspeed()  # a plan prints JSON there
     from deepspeed.runtime.pipe.schedule import TrainSchedule  # noqa: PLC0415  imports torch
 
-    done: Counter[Kind] = Counter()
+    done: Counter[PassKind] = Counter()
     for commands in TrainSchedule(micro_batches, ranks, rank).steps():
         for command in commands:
             kind = _DEEPSPEED_KINDS.get(command.name)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.closed_form_times import PipelineTime
-from pipeline.plan.predict.collectives import Algorithm, Group, collective_s, send_s
+from pipeline.plan.predict.collectives import Algorithm, RankGroup, collective_s, send_s
 from pipeline.plan.predict.communication import Transfer
-from pipeline.plan.predict.gathered_units import Unit, units_of
+from pipeline.plan.predict.gathered_units import GatheredUnit, units_of
 from pipeline.plan.predict.overlap import LayerCosts, overlapped
 from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
 from pipeline.plan.predict.rank_time import RankTime
@@ -43,7 +43,7 @@ class SimulatedStep:
         size = transfer.bytes / transfer.count
         if transfer.kind == "send":
             return transfer.count * send_s(rates.topology, size=size, same_node=nodes == 1)
-        group = Group(len(transfer.ranks), nodes)
+        group = RankGroup(len(transfer.ranks), nodes)
         return transfer.count * min(
             collective_s(transfer.kind, algorithm, group, rates.topology, size=size)
             for algorithm in algorithms(transfer.kind, gpu=rates.gpu)
@@ -110,7 +110,7 @@ def _stage_times(rank: RankTime, number: int) -> StageTimes:
     )
 
 
-def layer_costs(units: Sequence[Unit], *, gather_s: float, reduce_s: float, regather: bool) -> list[LayerCosts]:
+def layer_costs(units: Sequence[GatheredUnit], *, gather_s: float, reduce_s: float, regather: bool) -> list[LayerCosts]:
     """The communication of a micro-batch spread over the units of a rank by their elements.
 
     Args:

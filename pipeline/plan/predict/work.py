@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.costs import update_bytes
 from pipeline.engines.sizes.memory import layer_activations
-from pipeline.engines.sizes.traffic import Layout
+from pipeline.engines.sizes.traffic import TrafficLayout
 from pipeline.plan.predict.model_costs import ModelCosts, StageFlops
 
 ATTENTION_BACKWARD = 2.5
@@ -92,7 +92,7 @@ class Work:
         update_bytes: read and written in a step by the optimizer, and to add up gradients.
     """
 
-    layout: Layout
+    layout: TrafficLayout
     stages: tuple[StageWork, ...]
     update_bytes: float
 
@@ -118,7 +118,7 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
     """
     shares = costs.shares(run)
     rank = shares.footprint.ranks[pp_rank]
-    layout = Layout(run, rank, shares.footprint.widths, costs.routed)
+    layout = TrafficLayout(run, rank, shares.footprint.widths, costs.routed)
     activations = layer_activations(run, shares.footprint, pp_rank=pp_rank) * (1.0 if compiled(run) else EAGER_PASSES)
     stages = tuple(
         StageWork(flops.layers, _decoder(layout, flops, activations * flops.layers), _head(layout, flops))
@@ -127,7 +127,7 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
     return Work(layout, stages, update_bytes(run, rank.parameters))
 
 
-def _decoder(layout: Layout, flops: StageFlops, activations: float) -> Passes:
+def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float) -> Passes:
     """The layers of a stage, whose activations are so many bytes."""
     memory, layers = layout.run.config.memory, len(layout.rank.layers)
     tokens = layout.tokens / layout.run.topology.tp
@@ -144,7 +144,7 @@ def _decoder(layout: Layout, flops: StageFlops, activations: float) -> Passes:
     return Passes(forward, backward)
 
 
-def _head(layout: Layout, flops: StageFlops) -> Passes:
+def _head(layout: TrafficLayout, flops: StageFlops) -> Passes:
     """Head and loss of the last stage."""
     if not flops.head:
         return Passes(_NOTHING, _NOTHING)
@@ -158,7 +158,7 @@ def compiled(run: ResolvedRun) -> bool:
     return run.config.compile.enabled is not False and not run.plain
 
 
-def _last_product(layout: Layout) -> float:
+def _last_product(layout: TrafficLayout) -> float:
     """FLOPs per token of the MLP's last product, before which a recomputation stops (not DeepSpeed's)."""
     widths = layout.widths
     return 2.0 * widths.hidden * widths.intermediate if not widths.experts else 0.0

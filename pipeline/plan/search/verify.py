@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.config.changes import as_overrides
 from pipeline.engines.sizes.memory import peak_memory
-from pipeline.plan.fake_gpu.case import Case, run_cases
+from pipeline.plan.fake_gpu.case import StepCase, run_cases
 from pipeline.plan.predict.memory_plan import memory_plan
 from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.search import Candidate
@@ -47,7 +47,7 @@ def verify(
         config: path of its config.
         overrides: as of `--set`.
     """
-    cases: dict[int, Case] = {}
+    cases: dict[int, StepCase] = {}
     found: dict[int, Verified] = {}
     for number, each in enumerate(candidates):
         rank = memory_plan(each.run, planned.costs, planned.machine).pp_rank
@@ -60,7 +60,7 @@ def verify(
         sets = (*overrides, *as_overrides(each.sets))
         world = each.run.topology.world_size
         cpu = not planned.machine.gpu
-        cases[number] = Case(config, world, rank, planned.vocabulary, sets, 2 if deepspeed else 1, cpu)
+        cases[number] = StepCase(config, world, rank, planned.vocabulary, sets, 2 if deepspeed else 1, cpu)
     numbers = list(cases)
     shares = [numbers[first::_PROCESSES] for first in range(_PROCESSES)]
     with ThreadPoolExecutor(_PROCESSES) as threads:

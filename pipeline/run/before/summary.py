@@ -148,13 +148,15 @@ def _rounding(run: ResolvedRun) -> Iterator[Entry]:
 
 def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
     """The learning rate of every kind of parameter relative to the run's."""
-    from pipeline.engines.parametrization.kinds import Kind  # noqa: PLC0415
+    from pipeline.engines.parametrization.kinds import ParameterKind  # noqa: PLC0415
     from pipeline.engines.parametrization.scales import find_parametrization  # noqa: PLC0415  imports torch
 
     found = find_parametrization(prepared.run.config.model, prepared.model)
     if found is None:
         return
-    rates = {f"{kind}": sorted({found.scales[n].lr for n, k in found.kinds.items() if k is kind}) for kind in Kind}
+    rates = {
+        f"{kind}": sorted({found.scales[n].lr for n, k in found.kinds.items() if k is kind}) for kind in ParameterKind
+    }
     shown = ", ".join(f"{kind} x {' and '.join(f'{x:.4g}' for x in each)}" for kind, each in rates.items() if each)
     sizes = f"{found.width:g} x the base model's width, {found.depth:g} x its depth"
     values = {"kind": "completep", "width": found.width, "depth": found.depth, "learning_rates": rates}

@@ -17,7 +17,7 @@ from pipeline.config.rules.distillation import ATTENTIONS, HIDDEN, layer_map, re
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.objective import Loss
-from pipeline.engines.parallel.features import Features, Wanted, recording
+from pipeline.engines.parallel.features import Features, WantedFeatures, recording
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.models.decoder_layers import decoder_layers
@@ -100,8 +100,8 @@ def make_matchings(
     return made
 
 
-def _union(wanted: list[Wanted]) -> Wanted:
-    return Wanted(
+def _union(wanted: list[WantedFeatures]) -> WantedFeatures:
+    return WantedFeatures(
         frozenset().union(*(each.hidden for each in wanted)), frozenset().union(*(each.attention for each in wanted))
     )
 

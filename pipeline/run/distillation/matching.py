@@ -31,7 +31,7 @@ from pipeline.config.sections.compression import AttentionsSection, HiddenStates
 from pipeline.config.topology import sequence_chunks
 from pipeline.data.loader import IGNORE, MicroBatch
 from pipeline.engines.parallel.collectives import all_gather
-from pipeline.engines.parallel.features import Features, Wanted
+from pipeline.engines.parallel.features import Features, WantedFeatures
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.run.distillation.relations import Pairs, Vectors, relation_loss
 
@@ -93,9 +93,9 @@ class HiddenStateLoss:
         self.weight, self.shard = section.weight, shard
         self._kind, self._layers = section.loss, dict(layers)
 
-    def wanted(self, *, teacher: bool) -> Wanted:
+    def wanted(self, *, teacher: bool) -> WantedFeatures:
         """The layers to record."""
-        return Wanted(hidden=frozenset(self._layers.values() if teacher else self._layers))
+        return WantedFeatures(hidden=frozenset(self._layers.values() if teacher else self._layers))
 
     def __call__(self, student: Features, teacher: Features, batch: MicroBatch) -> Tensor:
         """The mean over layers of the loss, summed over this rank's targets."""
@@ -138,9 +138,9 @@ class AttentionLoss:
         self._ranks = 1 if shard.tp is None else dist.get_world_size(shard.tp)
         self._heads = heads // self._ranks
 
-    def wanted(self, *, teacher: bool) -> Wanted:
+    def wanted(self, *, teacher: bool) -> WantedFeatures:
         """The layers to record."""
-        return Wanted(attention=frozenset(self._layers.values() if teacher else self._layers))
+        return WantedFeatures(attention=frozenset(self._layers.values() if teacher else self._layers))
 
     def __call__(self, student: Features, teacher: Features, batch: MicroBatch) -> Tensor:
         """The mean over layers and relations of the loss, summed over targets; of this rank's relation heads."""

@@ -54,7 +54,7 @@ def passes_per_step(batch: BatchSizes, section: OnPolicySection, *, chosen: I64)
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedSamples:
     """What a step has generated, over all ranks.
 
     Attributes:
@@ -106,7 +106,7 @@ class OnPolicySamples:
             compiled=compiles(run.config.compile),
             on_progress=on_progress,
         )
-        self._generated: dict[int, Generated] = {}
+        self._generated: dict[int, GeneratedSamples] = {}
 
     def complete(self, step: StepBatch) -> StepBatch:
         """The step's batch with the chosen samples continued by the student, on this rank's device. Collective."""
@@ -122,7 +122,7 @@ class OnPolicySamples:
         tokens = self._continued(batch, rows, groups=groups, step=step.step)
         whole = with_samples(batch, rows, tokens, prompt=self._section.prompt_tokens, end_id=self._end_id)
         targets, sampled = self._counted(whole)
-        self._generated[step.step] = Generated(len(chosen), sampled, time.perf_counter() - started)
+        self._generated[step.step] = GeneratedSamples(len(chosen), sampled, time.perf_counter() - started)
         return StepBatch(step.step, whole.split(self._batch.micro), max(1, targets))
 
     def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
-from pipeline.runtime.goodput.attempts import Attempt, read_attempts
+from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
 from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
 from pipeline.runtime.metrics.time_sums import TimeSums
 from pipeline.runtime.metrics.times import seconds_of
@@ -149,7 +149,7 @@ def _submitted(path: Path) -> float | None:
 
 
 def goodput_of(
-    metrics: Metrics, attempts: Sequence[Attempt], *, now: float, submitted: float | None = None
+    metrics: Metrics, attempts: Sequence[RecordedAttempt], *, now: float, submitted: float | None = None
 ) -> Goodput | None:
     """The goodput of a run; None before its first step.
 
@@ -185,12 +185,12 @@ def _without_attempts(metrics: Metrics, parts: Sequence[TimeSums]) -> Goodput | 
     return Goodput((AttemptTime(1, metrics.last_time - spent.wall, metrics.last_time, spent),))
 
 
-def _is_of(attempt: Attempt, part: TimeSums, until: float | None) -> bool:
+def _is_of(attempt: RecordedAttempt, part: TimeSums, until: float | None) -> bool:
     assert part.since is not None
     return attempt.started <= part.since and (until is None or part.since < until)
 
 
-def _spent(attempt: Attempt, parts: Sequence[TimeSums], *, begin: float, end: float) -> TimeSpent:
+def _spent(attempt: RecordedAttempt, parts: Sequence[TimeSums], *, begin: float, end: float) -> TimeSpent:
     launched = min(max(begin, attempt.launched), end)
     trained = min(end if attempt.trained is None else max(launched, attempt.trained), end)
     unfinished = _unfinished(attempt, parts, end) if attempt.trained is not None else 0.0
@@ -223,7 +223,7 @@ def _of_steps(parts: Sequence[TimeSums]) -> TimeSpent:
     return found
 
 
-def _unfinished(attempt: Attempt, parts: Sequence[TimeSums], end: float) -> float:
+def _unfinished(attempt: RecordedAttempt, parts: Sequence[TimeSums], end: float) -> float:
     """Seconds from an attempt's last row to its end, where it has not ended between two steps: nothing came of them."""
     if attempt.ended is None or attempt.code in STOPPED:
         return 0.0

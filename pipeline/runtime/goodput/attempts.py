@@ -24,7 +24,7 @@ _UNKNOWN = "killed without a word: SIGKILL of all ranks (scancel, out of memory)
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RecordedAttempt:
     """One start of a run. Times are seconds since the epoch.
 
     Attributes:
@@ -70,7 +70,7 @@ class Attempt:
 
 def read_attempts(
     run_dir: Path, *, training: bool | None, last_step: int, last_time: float | None
-) -> tuple[list[Attempt], int]:
+) -> tuple[list[RecordedAttempt], int]:
     """The attempts of a run, oldest first, and the number of damaged lines in their journal.
 
     Args:
@@ -114,7 +114,7 @@ def _attempt(
     lost: list[LostSteps],
     *,
     runs: bool,
-) -> Attempt:
+) -> RecordedAttempt:
     of: dict[str, dict[str, Any]] = {}
     for event in group:
         of.setdefault(event["event"], event)  # a rollback trains more than once
@@ -127,7 +127,7 @@ def _attempt(
     ended = seconds_of(end["time"]) if end else None if runs and not faults else last_sign
     step = int(training.get("step", 0))
     reached = last.get("step") if training else None
-    return Attempt(
+    return RecordedAttempt(
         number=number,
         launched=min(started, seconds_of(start.get("process_start")) or started),
         started=started,

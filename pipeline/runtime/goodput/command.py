@@ -18,9 +18,9 @@ from pipeline.runtime.goodput.failures.model import (
     expected_goodput,
     with_best_interval,
 )
-from pipeline.runtime.goodput.failures.sensitivity import Gain, sensitivity
+from pipeline.runtime.goodput.failures.sensitivity import GoodputGain, sensitivity
 from pipeline.runtime.goodput.failures.simulation import Simulated, simulate
-from pipeline.runtime.goodput.measured import MeasuredRun, inputs_of, kept_share, read_measured
+from pipeline.runtime.goodput.measured import MeasuredGoodput, inputs_of, kept_share, read_measured
 from pipeline.runtime.goodput.text import goodput_text
 from pipeline.runtime.metrics.mfu import clock
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(model: FailureModel, found: Simulated, gains: Sequence[Gain], *, auto: bool) -> Iterator[str]:
+def _lines(model: FailureModel, found: Simulated, gains: Sequence[GoodputGain], *, auto: bool) -> Iterator[str]:
     best = daly_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s)
     which = "chosen" if auto else "given"
     yield _line("cluster", f"{model.nodes:,} nodes, {model.nodes * model.gpus_per_node:,} GPUs, {model.spares} spares")
@@ -87,7 +87,7 @@ def _lines(model: FailureModel, found: Simulated, gains: Sequence[Gain], *, auto
         yield f"{gain.change:>24} {gain.value:>12,.0f}   {100 * gain.simulated:+.3f} ({100 * gain.formula:+.3f})"
 
 
-def _measured_lines(runs: Sequence[MeasuredRun], found: Simulated) -> Iterator[str]:
+def _measured_lines(runs: Sequence[MeasuredGoodput], found: Simulated) -> Iterator[str]:
     """What each run measured, and all of them together beside the prediction for their failures and times."""
     if not runs:
         return
@@ -102,12 +102,12 @@ def _measured_lines(runs: Sequence[MeasuredRun], found: Simulated) -> Iterator[s
     yield _line("predicted", f"{found.mean:.2%} (90 % of simulated runs {low:.2%} to {high:.2%})")
 
 
-def _measured(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+def _measured(runs: Sequence[MeasuredGoodput]) -> dict[str, Any]:
     rows = [{"run": str(run.path), "crashes": run.crashes, **run.goodput.row()} for run in runs]
     return {"runs": rows, "kept_share": kept_share(runs)}
 
 
-def _plain(model: FailureModel, found: Simulated, gains: Sequence[Gain]) -> dict[str, Any]:
+def _plain(model: FailureModel, found: Simulated, gains: Sequence[GoodputGain]) -> dict[str, Any]:
     return {
         "inputs": asdict(model),
         "goodput": {

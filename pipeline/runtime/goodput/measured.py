@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.base.errors import DataError
 from pipeline.runtime.goodput.account import STOPPED, Goodput, TimeSpent, goodput_of, submission_time
-from pipeline.runtime.goodput.attempts import Attempt, read_attempts
+from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
 from pipeline.runtime.goodput.failures.model import DAY
 from pipeline.runtime.goodput.metrics import MetricsReader
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
@@ -18,7 +18,7 @@ from pipeline.runtime.metrics.journal import read_rows
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
+class MeasuredGoodput:
     """A run as its journals have it; up to its last sign of life, so that a run that trains counts as far as it is.
 
     Attributes:
@@ -30,7 +30,7 @@ class MeasuredRun:
 
     path: Path
     goodput: Goodput
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[RecordedAttempt, ...]
     saves: tuple[float, ...]
 
     @property
@@ -59,7 +59,7 @@ class MeasuredRun:
         return found + TimeSpent(evaluation=-found.evaluation, other=-found.other)
 
 
-def read_measured(path: Path) -> MeasuredRun:
+def read_measured(path: Path) -> MeasuredGoodput:
     """Reads a run's directory.
 
     Raises:
@@ -75,16 +75,16 @@ def read_measured(path: Path) -> MeasuredRun:
         raise DataError(f"{why}\n  try: the directory that run.dir named in the config, after the run's first step")
     rows = (row for row in read_rows(path, kind="event") if row.get("event") == "checkpoint")
     saves = tuple(max(0.0, row["seconds"] - row["waited_seconds"]) for row in rows)
-    return MeasuredRun(path, goodput, tuple(attempts), saves)
+    return MeasuredGoodput(path, goodput, tuple(attempts), saves)
 
 
-def kept_share(runs: Sequence[MeasuredRun]) -> float:
+def kept_share(runs: Sequence[MeasuredGoodput]) -> float:
     """Time of steps that count, over it and what restarts and checkpoints took: what the simulation predicts."""
     spent = sum((run.after_the_start for run in runs), TimeSpent())
     return _kept(spent) / spent.wall if spent.wall > 0 else 0.0
 
 
-def inputs_of(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+def inputs_of(runs: Sequence[MeasuredGoodput]) -> dict[str, Any]:
     """Fields of `FailureModel` that runs of one setup have measured; those that none has are left out."""
     spent = sum((run.after_the_start for run in runs), TimeSpent())
     wall, nodes = sum(run.seconds for run in runs), max(run.nodes for run in runs)

@@ -24,7 +24,7 @@ from pathlib import Path
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.runtime.launch.environment import POD
 from pipeline.runtime.launch.host_memory import HOST_MEMORY, out_of_memory_kills
-from pipeline.runtime.launch.pod import Place
+from pipeline.runtime.launch.pod import PodPlace
 from pipeline.runtime.launch.rank_process import RankProcess, start_rank, terminate
 from pipeline.runtime.launch.rendezvous import format_ranks
 
@@ -38,7 +38,7 @@ _GRACE_S = 5.0
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def supervise_pod(command: Sequence[str], place: Place) -> int:
+def supervise_pod(command: Sequence[str], place: PodPlace) -> int:
     """As `supervise`, for the ranks of one of several hosts; the other hosts' ranks are not known here."""
     return _run(command, place, {POD: "1"})
 
@@ -57,10 +57,10 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
         watchdog of the other ranks has reported a lost one, and `EXIT_FOLLOWED` when the failed rank does not exit.
     """
     with _reserved_port() as port:
-        return _run(command, Place(0, processes, processes, "127.0.0.1", port), {"HEADRACE_NPROC": str(processes)})
+        return _run(command, PodPlace(0, processes, processes, "127.0.0.1", port), {"HEADRACE_NPROC": str(processes)})
 
 
-def _run(command: Sequence[str], place: Place, marker: dict[str, str]) -> int:
+def _run(command: Sequence[str], place: PodPlace, marker: dict[str, str]) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
         before = out_of_memory_kills()
@@ -85,7 +85,9 @@ def _run(command: Sequence[str], place: Place, marker: dict[str, str]) -> int:
         return _report_failure(own[0], place.world_size, oom=out_of_memory_kills() > before)
 
 
-def _start(command: Sequence[str], local_rank: int, place: Place, folder: Path, marker: dict[str, str]) -> RankProcess:
+def _start(
+    command: Sequence[str], local_rank: int, place: PodPlace, folder: Path, marker: dict[str, str]
+) -> RankProcess:
     threads, rank = max(1, (os.cpu_count() or 1) // place.processes), place.first + local_rank
     environ = {
         "OMP_NUM_THREADS": str(threads),
@@ -142,7 +144,7 @@ def _report_loss(ranks: Sequence[RankProcess], dead: Sequence[RankProcess], *, o
     return EXIT_LOST
 
 
-def _report_no_cause(ranks: Sequence[RankProcess], place: Place) -> int:
+def _report_no_cause(ranks: Sequence[RankProcess], place: PodPlace) -> int:
     """All exited ranks have followed another rank's error; that rank has not exited, or is on another host."""
     left = [rank.number for rank in ranks if rank.process.poll() is None]
     terminate(ranks, signal.SIGTERM)

@@ -25,7 +25,7 @@ _COUNTED = ("auto", "gpu")
 
 
 @dataclass(frozen=True)
-class Place:
+class PodPlace:
     """The ranks of this host among those of a run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
     port: int
 
 
-def place_of_pod(environ: Mapping[str, str] = os.environ, *, gpus: Callable[[], int] | None = None) -> Place | None:
+def place_of_pod(environ: Mapping[str, str] = os.environ, *, gpus: Callable[[], int] | None = None) -> PodPlace | None:
     """The place of this pod; None where the variables are not set, or torchrun has started this process in the pod.
 
     Args:
@@ -64,7 +64,7 @@ def place_of_pod(environ: Mapping[str, str] = os.environ, *, gpus: Callable[[], 
     processes = max(1, (gpus or _gpus)()) if counted else _number(_PROCESSES, environ)
     if processes < 1:
         raise ConfigError(_PROCESSES, processes, why="it is a number of processes", remedy="use 1 or more")
-    return Place(node_rank * processes, processes, nodes * processes, environ[_ADDRESS], port)
+    return PodPlace(node_rank * processes, processes, nodes * processes, environ[_ADDRESS], port)
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

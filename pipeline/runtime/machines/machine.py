@@ -40,7 +40,7 @@ Range = Annotated[tuple[_NotNegative, _NotNegative, _NotNegative], AfterValidato
 """Low, typical and high value."""
 
 
-class MemorySection(Section):
+class MachineMemory(Section):
     """Memory of a device."""
 
     bytes: PositiveFloat = Field(description="Memory of a device, e.g. 80e9")
@@ -159,7 +159,7 @@ class Machine(Section):
     devices: tuple[str, ...] = Field((), strict=False, description="Words in torch's name of the device, e.g. H100")
     devices_per_node: Count
     gpu: bool = Field(True, description="false: devices are cores of a CPU, on which nothing is compiled by default")
-    memory: MemorySection
+    memory: MachineMemory
     peak_flops: dict[Dtype, PositiveFloat] = Field(description="Dense FLOP/s by dtype")
     links: LinksSection
     efficiency: EfficiencySection

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.cluster.elastic.files import NodeState, Plan, StateFiles
+from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 
 NODES = ("a", "b")
 
@@ -16,7 +16,7 @@ def files_of(directory: Path, node: str, *, dead_s: float = 0.3) -> StateFiles:
 
 
 def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = Plan(3, 2, ("b", "a"), "10.0.0.2", 12345, "start", None, True, 1, 40, {"a": 1}, {"c": "error: x"})
+    plan = RanksPlan(3, 2, ("b", "a"), "10.0.0.2", 12345, "start", None, True, 1, 40, {"a": 1}, {"c": "error: x"})
     state = NodeState("b", 1, plan, 2, True, {1: -9, 0: 0}, "rank 1 was ended", True)
     writer, reader = files_of(tmp_path, "b"), files_of(tmp_path, "a")
     writer.write(state)
@@ -42,7 +42,7 @@ def test_a_node_is_dead_when_its_count_stands_still_and_alive_when_it_moves_agai
 
 def test_a_node_leads_only_when_those_before_it_have_had_time_to_come(tmp_path: Path) -> None:
     reader = files_of(tmp_path, "b")
-    files_of(tmp_path, "a").write(NodeState("a", 7, Plan(9, 4, ("a",), outcome=0)))  # of a job that has ended
+    files_of(tmp_path, "a").write(NodeState("a", 7, RanksPlan(9, 4, ("a",), outcome=0)))  # of a job that has ended
     waiting = reader.leader()
     assert waiting is not None
     assert waiting.plan.version == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE
-from pipeline.cluster.elastic.files import NodeState, Plan
+from pipeline.cluster.elastic.files import NodeState, RanksPlan
 from pipeline.cluster.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
 from pipeline.cluster.elastic.verdict import CAUSE_S, FOLLOWED_S, SAVED_S
 
@@ -35,12 +35,12 @@ class World:
         refusal = {n: None if n in self.sizes else f"no layout for {n}" for n in range(4)}
         return Terms(addresses, self.least, self.restarts, 7, refusal.__getitem__, lambda: self.step)
 
-    def start(self) -> Plan:
+    def start(self) -> RanksPlan:
         return first_plan(self.terms, states())
 
 
 def states(
-    plan: Plan | None = None,
+    plan: RanksPlan | None = None,
     *,
     codes: Mapping[str, Mapping[int, int]] | None = None,
     running: tuple[str, ...] = NODES,
@@ -49,7 +49,7 @@ def states(
     stop: bool = False,
 ) -> dict[str, NodeState]:
     """Nodes that have begun a plan."""
-    plan, codes, errors = plan or Plan(), codes or {}, errors or {}
+    plan, codes, errors = plan or RanksPlan(), codes or {}, errors or {}
     return {
         n: NodeState(n, 1, plan, plan.start, n in running, codes.get(n, {}), errors.get(n, ""), stop)
         for n in NODES
@@ -57,7 +57,7 @@ def states(
     }
 
 
-def decided(world: World, plan: Plan, waited_s: float = CAUSE_S, **given: object) -> Plan:
+def decided(world: World, plan: RanksPlan, waited_s: float = CAUSE_S, **given: object) -> RanksPlan:
     made = next_plan(world.terms, plan, states(plan, **given), waited_s=waited_s)  # type: ignore[arg-type]
     assert made is not None
     assert made.version == plan.version + 1

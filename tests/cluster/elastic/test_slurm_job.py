@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.elastic.commands import Commands
-from pipeline.cluster.elastic.files import Plan
+from pipeline.cluster.elastic.files import RanksPlan
 from pipeline.cluster.elastic.slurm_requeue import SlurmJob
 from tests.conftest import room_for
 
-ENDED = Plan(reason="rank 3 on n2 has died: out of memory", outcome=1)
+ENDED = RanksPlan(reason="rank 3 on n2 has died: out of memory", outcome=1)
 TEXT = "1\nrank 3 on n2 has died: out of memory\n"
 
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cluster.node_checks.decide import NodesVerdict, decide
-from pipeline.cluster.node_checks.records import Link, NodeRecord
+from pipeline.cluster.node_checks.records import NodeLink, NodeRecord
 from pipeline.cluster.node_checks.tournament import partners_of, rounds
 from pipeline.config.sections.node_checks import NodeChecksSection
 
 TERMS = NodeChecksSection()
 
 
-def finished(node: str, *links: Link, **fields: Any) -> NodeRecord:
+def finished(node: str, *links: NodeLink, **fields: Any) -> NodeRecord:
     return NodeRecord(node, stage="finished", links=links, **fields)
 
 
@@ -29,7 +29,7 @@ def linked(speeds: dict[str, float], **fields: Any) -> list[NodeRecord]:
     """Four nodes with links such as "ab"; those that are not given have 1000 MB/s."""
     pairs = ["ab", "ac", "ad", "bc", "bd", "cd"]
     return [
-        finished(node, *(Link(p[1], speeds.get(p, 1000.0), 0.0) for p in pairs if p[0] == node), **fields)
+        finished(node, *(NodeLink(p[1], speeds.get(p, 1000.0), 0.0) for p in pairs if p[0] == node), **fields)
         for node in "abcd"
     ]
 
@@ -51,7 +51,9 @@ def test_the_common_member_of_slow_links_is_named(bad: str) -> None:
 
 
 def test_of_three_nodes_the_slow_one_is_named_although_two_of_three_links_are_slow() -> None:
-    found = verdict(finished("a", Link("b", 900.0), Link("c", 10.0)), finished("b", Link("c", 12.0)), finished("c"))
+    found = verdict(
+        finished("a", NodeLink("b", 900.0), NodeLink("c", 10.0)), finished("b", NodeLink("c", 12.0)), finished("c")
+    )
     assert list(found.bad) == ["c"]
 
 
@@ -64,7 +66,7 @@ def test_a_slow_link_of_two_quick_nodes_is_a_warning() -> None:
 def test_links_that_are_slow_everywhere_name_nobody() -> None:
     found = verdict(*linked({}), min_bandwidth=5000.0)
     assert found == NodesVerdict(warnings=("no node has a link of 5,000 MB/s; the median node's fastest has 1,000",))
-    refused = [Link(other, error=f"{other}: refused") for other in "bcdefghijkl"]
+    refused = [NodeLink(other, error=f"{other}: refused") for other in "bcdefghijkl"]
     found = verdict(finished("a", *refused), *(finished(node) for node in "bcdefghijkl"))
     assert found.bad == {}
     assert len(found.warnings) == 9
@@ -72,20 +74,22 @@ def test_links_that_are_slow_everywhere_name_nobody() -> None:
 
 
 def test_of_two_nodes_none_can_be_told() -> None:
-    found = verdict(finished("a", Link("b", 10.0)), finished("b"), min_bandwidth=100.0)
+    found = verdict(finished("a", NodeLink("b", 10.0)), finished("b"), min_bandwidth=100.0)
     assert found.bad == {}
     assert "which of the two is to blame is unknown" in found.warnings[0]
 
 
 def test_a_node_that_no_other_reaches_is_named() -> None:
-    links = [Link("b", 900.0), Link("c", error="c at 10.0.0.3: timed out")]
-    found = verdict(finished("a", *links), finished("b", Link("c", error="c at 10.0.0.3: timed out")), finished("c"))
+    links = [NodeLink("b", 900.0), NodeLink("c", error="c at 10.0.0.3: timed out")]
+    found = verdict(
+        finished("a", *links), finished("b", NodeLink("c", error="c at 10.0.0.3: timed out")), finished("c")
+    )
     assert found.bad == {"c": ("no other node can exchange data with it (c at 10.0.0.3: timed out)",)}
 
 
 def test_a_node_without_a_record_and_one_that_did_not_finish_are_named() -> None:
     hanging = NodeRecord("c", stage="file system")
-    found = verdict(finished("a", Link("b", 900.0)), finished("b"), hanging, nodes="abcd")
+    found = verdict(finished("a", NodeLink("b", 900.0)), finished("b"), hanging, nodes="abcd")
     assert found.bad["c"] == ("it did not finish its checks within 60 s; the last thing it did: file system",)
     assert found.bad["d"][0].startswith("no sign of it within 60 s")
 
@@ -114,10 +118,10 @@ def test_a_node_with_fewer_devices_than_most_is_named() -> None:
 @pytest.mark.parametrize(("offset", "words"), [(30.0, "30.0 s ahead of"), (-30.0, "30.0 s behind")])
 def test_a_clock_that_differs_from_all_others_is_named(offset: float, words: str) -> None:
     quick = {"mb_s": 900.0}
-    a = finished("a", Link("b", clock_s=0.01, **quick), Link("c", clock_s=offset, **quick))
-    found = verdict(a, finished("b", Link("c", clock_s=offset, **quick)), finished("c"))
+    a = finished("a", NodeLink("b", clock_s=0.01, **quick), NodeLink("c", clock_s=offset, **quick))
+    found = verdict(a, finished("b", NodeLink("c", clock_s=offset, **quick)), finished("c"))
     assert found.bad == {"c": (f"its clock is {words} the others'",)}
-    two = verdict(finished("a", Link("b", clock_s=offset, **quick)), finished("b"))
+    two = verdict(finished("a", NodeLink("b", clock_s=offset, **quick)), finished("b"))
     assert two.bad == {}
     assert "the nodes' clocks differ" in two.warnings[0]
 

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError, DataError
-from pipeline.cluster.elastic.files import NodeState, Plan
+from pipeline.cluster.elastic.files import NodeState, RanksPlan
 from pipeline.cluster.status.command import show_log
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of
@@ -195,7 +195,10 @@ def test_the_merged_log_is_in_the_order_of_time_with_every_source(twice_started:
 def test_the_agents_newest_plan_is_shown_with_who_is_silent_and_left_out(twice_started: Path) -> None:
     folder = twice_started / ".agents"
     folder.mkdir()
-    old, new = Plan(1, 1, ("n1", "n2")), Plan(2, 2, ("n2",), reason="n1 does not answer", excluded={"n1": "3 faults"})
+    old, new = (
+        RanksPlan(1, 1, ("n1", "n2")),
+        RanksPlan(2, 2, ("n2",), reason="n1 does not answer", excluded={"n1": "3 faults"}),
+    )
     for node, plan in (("n1", old), ("n2", new)):
         (folder / f"{node}.json").write_text(json.dumps(asdict(NodeState(node, plan=plan))))
     (folder / "other.json").write_text("{")
@@ -210,8 +213,8 @@ def test_the_agents_newest_plan_is_shown_with_who_is_silent_and_left_out(twice_s
 
 def test_under_slurm_the_agents_of_the_newest_start_of_a_job_are_shown(tmp_path: Path) -> None:
     """slurm/ranks.sh gives each start a directory `.agents/JOB.N`."""
-    refused = Plan(1, 0, (), reason="start; error: tokens: no such directory\n  try: ...", outcome=2)
-    for name, plan, written in (("7.0", Plan(9, 9, ("n1",)), T0), ("14.0", refused, T0 + 100)):
+    refused = RanksPlan(1, 0, (), reason="start; error: tokens: no such directory\n  try: ...", outcome=2)
+    for name, plan, written in (("7.0", RanksPlan(9, 9, ("n1",)), T0), ("14.0", refused, T0 + 100)):
         folder = tmp_path / ".agents" / name
         (folder / "logs").mkdir(parents=True)
         (folder / "n1.json").write_text(json.dumps(asdict(NodeState("n1", plan=plan))))
@@ -232,7 +235,7 @@ def test_the_agents_of_an_earlier_start_do_not_explain_the_end_of_a_later_one(tw
     folder = twice_started / ".agents/7.0"
     folder.mkdir(parents=True)
     before = reason_of(read_status(twice_started))
-    ended = NodeState("n1", plan=Plan(1, 1, ("n1",), reason="too few nodes", outcome=2))
+    ended = NodeState("n1", plan=RanksPlan(1, 1, ("n1",), reason="too few nodes", outcome=2))
     (folder / "n1.json").write_text(json.dumps(asdict(ended)))
     os.utime(folder / "n1.json", (T0 - 1000, T0 - 1000))
     assert reason_of(read_status(twice_started)) == before

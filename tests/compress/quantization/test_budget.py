@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace.base.section import parse
 from pipeline.compress.quantization.assignment import LayerScheme, unit_of
-from pipeline.compress.quantization.budget import UNCHANGED, Budget, Unit
+from pipeline.compress.quantization.budget import UNCHANGED, Budget, QuantizedUnit
 from pipeline.compress.quantization.choice import choose
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import prepare
@@ -33,12 +33,12 @@ CHOICES = ("W4A16", "W8A8", UNCHANGED)
 def random_budget(seed: int, *, units: int) -> tuple[Budget, dict[str, dict[str, float]]]:
     """Sizes that grow and KL divergences that fall with the bits; a limit between the smallest and the largest size."""
     draw = random.Random(seed)
-    found: dict[str, Unit] = {}
+    found: dict[str, QuantizedUnit] = {}
     measured: dict[str, dict[str, float]] = {}
     for number in range(units):
         weights = draw.randrange(1_000, 50_000)
         name = f"layer.{number}"
-        found[name] = Unit((name,), {"W4A16": weights // 2, "W8A8": weights, UNCHANGED: 2 * weights})
+        found[name] = QuantizedUnit((name,), {"W4A16": weights // 2, "W8A8": weights, UNCHANGED: 2 * weights})
         worst = 10 ** draw.uniform(-5, -1)
         measured[name] = {"W4A16": worst, "W8A8": worst * draw.uniform(0.001, 0.5)}
     smallest = sum(unit.bytes["W4A16"] for unit in found.values())
@@ -123,7 +123,7 @@ def test_fewer_bits_cost_more_and_every_unit_is_measured(model: Path) -> None:
     loaded = load_model(model, dtype=torch.float32)
     sizes = dict.fromkeys(("W4A16", "W8A8", "Q4_0", "Q8_0", UNCHANGED), 1)
     names = [f"model.layers.{n}.mlp.{each}_proj" for n in range(2) for each in ("up", "down")]
-    budget = Budget(1, 0, {name: Unit((name,), sizes) for name in names})
+    budget = Budget(1, 0, {name: QuantizedUnit((name,), sizes) for name in names})
     found = measure_units(loaded, budget, [torch.arange(60).reshape(2, 30)], dtype=torch.float32)
     assert set(found) == set(names)
     for kl in found.values():

@@ -17,7 +17,7 @@ from pipeline.compress.quantization import work
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import QuantizationPlan, prepare, work_path
 from pipeline.compress.quantization.streaming import stream, streamable
-from pipeline.compress.quantization.work import Work
+from pipeline.compress.quantization.work import CalibrationWork
 from pipeline.models.folder.loading import empty_model, load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from tests import warm
@@ -102,7 +102,7 @@ def test_a_killed_calibration_goes_on_at_its_layer_and_gives_the_same_bytes(
 
     with pytest.raises(KilledError):
         streamed(plan, progress=until)
-    assert Work.open(plan).done == done
+    assert CalibrationWork.open(plan).done == done
     said: list[str] = []
     ran: list[int] = []
 
@@ -119,13 +119,13 @@ def test_layers_of_edited_code_are_not_used(
     model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(tmp_path, model, tokens, **GPTQ)
-    Work.open(plan).finish(0, {"weight": torch.ones(1)}, [])
-    assert Work.open(plan).done == 1
+    CalibrationWork.open(plan).finish(0, {"weight": torch.ones(1)}, [])
+    assert CalibrationWork.open(plan).done == 1
     gptq, *others = sorted(work.sources(), key=lambda file: file.name != "gptq.py")
     edited = tmp_path / gptq.name
     edited.write_text(gptq.read_text().replace("_LEAF = 8", "_LEAF = 4"))
     monkeypatch.setattr(work, "sources", lambda: [edited, *others])
-    assert Work.open(plan).done == 0
+    assert CalibrationWork.open(plan).done == 0
 
 
 @pytest.mark.parametrize("other", [{"calibration": {"samples": 16}}, {"scheme": "W8A8"}, {"smoothing": 0.5}])
@@ -133,13 +133,13 @@ def test_layers_of_another_config_are_not_used(
     other: dict[str, Any], model: Path, tokens: Path, tmp_path: Path
 ) -> None:
     streamed(plan_of(tmp_path, model, tokens, **GPTQ))
-    assert Work.open(plan_of(tmp_path, model, tokens, **GPTQ)).done == 2
-    assert Work.open(plan_of(tmp_path, model, tokens, **{**GPTQ, **other})).done == 0
+    assert CalibrationWork.open(plan_of(tmp_path, model, tokens, **GPTQ)).done == 2
+    assert CalibrationWork.open(plan_of(tmp_path, model, tokens, **{**GPTQ, **other})).done == 0
 
 
 def test_layers_of_another_model_are_not_used(model: Path, untied: Path, tokens: Path, tmp_path: Path) -> None:
     streamed(plan_of(tmp_path, model, tokens, **GPTQ))
-    assert Work.open(plan_of(tmp_path, untied, tokens, **GPTQ)).done == 0
+    assert CalibrationWork.open(plan_of(tmp_path, untied, tokens, **GPTQ)).done == 0
 
 
 def test_one_layer_is_in_memory_at_a_time(model: Path, tokens: Path, tmp_path: Path, monkeypatch: Any) -> None:

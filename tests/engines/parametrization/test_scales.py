@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.sections.deepspeed import OptimizerParams
 from pipeline.engines.optim.groups import UpdateScale, parameter_groups, set_learning_rate
-from pipeline.engines.parametrization.kinds import Kind
+from pipeline.engines.parametrization.kinds import ParameterKind
 from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import Parametrization, Scale, find_parametrization, rule
 from pipeline.models.build.initial_values import InitByName
@@ -28,20 +28,20 @@ LR, EPS, DECAY = 5e-3, 1e-3, 0.1
 
 def test_the_factors_are_those_of_the_published_table() -> None:
     # m_N = 4, m_L = 3, an MLP six times as wide; Dey et al. 2025, table 1, with alpha = 1
-    def of(kind: Kind, *, fan_in: float = 1.0, tied: bool = False) -> Scale:
+    def of(kind: ParameterKind, *, fan_in: float = 1.0, tied: bool = False) -> Scale:
         return rule(kind, fan_in=fan_in, width=4.0, depth=3.0, tied=tied)
 
-    assert of(Kind.EMBEDDING) == Scale(eps=1 / 4)
-    assert of(Kind.HIDDEN, fan_in=4.0) == Scale(init=1 / 2, lr=1 / 4, eps=1 / 12, weight_decay=4.0)
-    assert of(Kind.BLOCK_VECTOR) == Scale(eps=1 / 12)
-    assert of(Kind.FINAL_NORM) == Scale(eps=1 / 4)
+    assert of(ParameterKind.EMBEDDING) == Scale(eps=1 / 4)
+    assert of(ParameterKind.HIDDEN, fan_in=4.0) == Scale(init=1 / 2, lr=1 / 4, eps=1 / 12, weight_decay=4.0)
+    assert of(ParameterKind.BLOCK_VECTOR) == Scale(eps=1 / 12)
+    assert of(ParameterKind.FINAL_NORM) == Scale(eps=1 / 4)
     # with the multiplier 1 / m_L of the branch, then 1 / m_N of the logits
-    folded = of(Kind.BRANCH_OUTPUT, fan_in=6.0)
+    folded = of(ParameterKind.BRANCH_OUTPUT, fan_in=6.0)
     assert folded.lr == pytest.approx(1 / 18)
     assert folded.init == pytest.approx(6**-0.5 / 3)
     assert (folded.eps, folded.weight_decay) == pytest.approx((1 / 4, 18.0))
-    assert of(Kind.HEAD) == Scale(init=1 / 4, lr=1 / 4, eps=1.0, weight_decay=4.0)
-    assert of(Kind.FINAL_NORM, tied=True) == of(Kind.HEAD)
+    assert of(ParameterKind.HEAD) == Scale(init=1 / 4, lr=1 / 4, eps=1.0, weight_decay=4.0)
+    assert of(ParameterKind.FINAL_NORM, tied=True) == of(ParameterKind.HEAD)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_folded_multipliers_train_as_the_published_multipliers_do(family: str, t
 
 def _multiplier(found: Parametrization, name: str, *, tied: bool) -> float:
     kind = found.kinds[name]
-    if kind in (Kind.BRANCH_OUTPUT, Kind.BRANCH_BIAS):
+    if kind in (ParameterKind.BRANCH_OUTPUT, ParameterKind.BRANCH_BIAS):
         return 1 / found.depth
-    return 1 / found.width if kind is Kind.HEAD or (kind is Kind.FINAL_NORM and tied) else 1.0
+    return 1 / found.width if kind is ParameterKind.HEAD or (kind is ParameterKind.FINAL_NORM and tied) else 1.0
 
 
 def _unfolded(found: Parametrization, name: str, *, tied: bool) -> Scale:
@@ -104,7 +104,7 @@ def _multiply_outputs(model: nn.Module, found: Parametrization) -> None:
         return lambda _module, _inputs, output: output * factor
 
     for name, kind in found.kinds.items():
-        if kind is Kind.BRANCH_OUTPUT:
+        if kind is ParameterKind.BRANCH_OUTPUT:
             model.get_submodule(name.rpartition(".")[0]).register_forward_hook(times(1 / found.depth))
     head: Any = model
     head.get_output_embeddings().register_forward_hook(times(1 / found.width))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipeline.compress.quantization.config import SCHEMES, SchemeName
 from pipeline.evaluation.consumers.bounds import BOUNDS, Bound, bound_of, broken_bounds
-from pipeline.evaluation.consumers.compare import Comparison, compare
+from pipeline.evaluation.consumers.compare import ScoreComparison, compare
 from pipeline.models.gguf.types import FILE_TYPES
 
 N, T, V = 3, 9, 700
@@ -44,8 +44,8 @@ def test_a_model_is_no_distance_from_itself() -> None:
     assert (found.mean_kl, found.max_kl, found.top1_agreement) == (0.0, 0.0, 1.0)
 
 
-def compared(mean_kl: float, perplexity: float) -> Comparison:
-    return Comparison(mean_kl, mean_kl, 1.0, perplexity, 10.0, 100)
+def compared(mean_kl: float, perplexity: float) -> ScoreComparison:
+    return ScoreComparison(mean_kl, mean_kl, 1.0, perplexity, 10.0, 100)
 
 
 def test_what_is_outside_a_bound_is_said_with_both_numbers() -> None:

@@ -22,7 +22,7 @@ from pipeline.evaluation.consumers.bounds import Bound, bound_of, bound_within
 from pipeline.evaluation.consumers.command_compress import bound_of_folder
 from pipeline.evaluation.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescription, describe
-from pipeline.evaluation.consumers.gate import Sample, run_gate
+from pipeline.evaluation.consumers.gate import GateSample, run_gate
 from pipeline.evaluation.consumers.request import ScoreRequest
 from pipeline.evaluation.consumers.texts import AWKWARD
 from pipeline.models.gguf import libllama
@@ -61,9 +61,9 @@ def int8(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def sample(model: Path, tokens: Path) -> Sample:
+def sample(model: Path, tokens: Path) -> GateSample:
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
-    return Sample.of(dataset, model, vocabulary=VOCAB)
+    return GateSample.of(dataset, model, vocabulary=VOCAB)
 
 
 def test_the_manifest_has_the_figures_of_llama_cpp_and_names_who_was_not_run(gguf: Made) -> None:
@@ -82,7 +82,7 @@ def test_the_manifest_has_the_figures_of_llama_cpp_and_names_who_was_not_run(ggu
 
 @pytest.mark.integration
 def test_activations_that_are_quantized_while_serving_are_scored_so(
-    int8: Made, sample: Sample, capfd: pytest.CaptureFixture[str]
+    int8: Made, sample: GateSample, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Weights in int8 alone would be nearer: what is scored is what is served."""
     figures = int8.manifest.details["consumers"]["transformers"]
@@ -144,7 +144,7 @@ def test_a_bound_of_any_size_can_be_given() -> None:
     assert bound_within("W8A8", 1e6) == Bound(1e6, np.inf)
 
 
-def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Sample, tmp_path: Path) -> None:
+def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: GateSample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
     file = copied / "model.gguf"
     raw = bytearray(file.read_bytes())
@@ -159,7 +159,7 @@ def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Sa
 
 @pytest.mark.integration
 def test_a_tokenizer_with_other_ids_is_refused_by_the_text(
-    int8: Made, model: Path, sample: Sample, tmp_path: Path
+    int8: Made, model: Path, sample: GateSample, tmp_path: Path
 ) -> None:
     copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
     (copied / MANIFEST).unlink()  # whose sizes would tell
@@ -171,7 +171,7 @@ def test_a_tokenizer_with_other_ids_is_refused_by_the_text(
 
 @pytest.mark.integration
 def test_a_model_whose_weights_are_wrong_in_one_layer_names_that_layer(
-    int8: Made, model: Path, sample: Sample, tmp_path: Path
+    int8: Made, model: Path, sample: GateSample, tmp_path: Path
 ) -> None:
     copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
     file = copied / "model.safetensors"
@@ -222,7 +222,7 @@ def test_a_consumer_that_cannot_take_a_scheme_is_refused_before_the_work(
 
 
 @pytest.mark.skipif(not libllama.installed(), reason="needs llama.cpp's library (pip install xllamacpp)")
-def test_a_consumer_that_ends_says_the_end_of_its_output(sample: Sample, tmp_path: Path) -> None:
+def test_a_consumer_that_ends_says_the_end_of_its_output(sample: GateSample, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(DataError, match="cannot score") as caught:
         CONSUMERS["llama.cpp"].score(ScoreRequest(tmp_path, sample.windows, (), VOCAB))

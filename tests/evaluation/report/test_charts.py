@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.report import svg
-from pipeline.evaluation.report.charts import Chart, Line, draw, name_label
+from pipeline.evaluation.report.charts import Chart, ChartLine, draw, name_label
 from pipeline.evaluation.report.curves import groups, loss_chart, remarks, side_charts
 from pipeline.evaluation.report.runs import read_run
 from tests.evaluation.report.made import TOKENS_PER_STEP, make_run
 
 
 def chart_of(*values: np.ndarray, name: str = "a run") -> Chart:
-    lines = [Line(i, name, 1.0 + np.arange(y.size), y, (np.array([1.0]), y[:1])) for i, y in enumerate(values)]
+    lines = [ChartLine(i, name, 1.0 + np.arange(y.size), y, (np.array([1.0]), y[:1])) for i, y in enumerate(values)]
     return Chart("loss", "Loss", lines, cut=True)
 
 

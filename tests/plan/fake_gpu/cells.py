@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.load import load_config
 from pipeline.plan.fake_gpu import case
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from tests.config.test_layouts import shipped
 from tests.conftest import ROOT
 
@@ -54,12 +54,12 @@ GATING = {
 its pipeline: what `make test` has time for."""
 
 
-def gating_cases() -> dict[str, Case]:
+def gating_cases() -> dict[str, StepCase]:
     """Name -> case: one config of each kind."""
     worlds = shipped()
     return {
         # in their first step, pipeline stages tell each other shapes
-        f"gate: {name}": Case(
+        f"gate: {name}": StepCase(
             f"ds_configs/{file}", worlds[file], pp_rank=rank, overrides=overrides, steps=2 if rank else 1
         )
         for name, (file, rank, overrides) in GATING.items()
@@ -67,7 +67,7 @@ def gating_cases() -> dict[str, Case]:
 
 
 VARIANTS = {
-    "zero1.json, ZeRO stage 0": Case(
+    "zero1.json, ZeRO stage 0": StepCase(
         "ds_configs/zero1.json",
         2,
         vocabulary=DEMO_VOCABULARY,
@@ -78,13 +78,13 @@ VARIANTS = {
 """Name -> case of a layout that no shipped config has: DeepSpeed's optimizer with states on every rank."""
 
 
-def shipped_cases() -> dict[str, Case]:
+def shipped_cases() -> dict[str, StepCase]:
     """Name -> case: one for each rank of the pipeline of every shipped config, and the variants."""
     cases = {name: case for file, processes in sorted(shipped().items()) for name, case in _stages(file, processes)}
     return cases | VARIANTS
 
 
-def engine_of(case: Case) -> str:
+def engine_of(case: StepCase) -> str:
     """deepspeed or torch."""
     return case.resolved().config.engine
 
@@ -136,19 +136,19 @@ def differences(report: dict[str, Any], committed: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def run_cases(cases: Sequence[Case], *, timeout_s: float = 3600) -> list[dict[str, Any]]:
+def run_cases(cases: Sequence[StepCase], *, timeout_s: float = 3600) -> list[dict[str, Any]]:
     """Runs cases whose configs are shipped ones in one new process; see `case.run_cases`."""
     return case.run_cases(cases, timeout_s=timeout_s, cwd=ROOT)
 
 
-def _stages(file: str, processes: int) -> Iterator[tuple[str, Case]]:
+def _stages(file: str, processes: int) -> Iterator[tuple[str, StepCase]]:
     path = ROOT / "ds_configs" / file
     demo = "out/demo" in str(load_config(path).data.sources[0].path)
-    vocabulary = DEMO_VOCABULARY if demo else Case.vocabulary
-    run = Case(str(path), processes).resolved()
+    vocabulary = DEMO_VOCABULARY if demo else StepCase.vocabulary
+    run = StepCase(str(path), processes).resolved()
     count = run.topology.pp
     # DeepSpeed makes the moments in its first step, and stage 3 keeps weights by what it has seen there
     steps = 2 if run.config.engine == "deepspeed" else 1
     for rank in range(count):
         name = f"{file} pp {rank}" if count > 1 else file
-        yield name, Case(f"ds_configs/{file}", processes, pp_rank=rank, vocabulary=vocabulary, steps=steps)
+        yield name, StepCase(f"ds_configs/{file}", processes, pp_rank=rank, vocabulary=vocabulary, steps=steps)

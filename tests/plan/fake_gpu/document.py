@@ -16,11 +16,11 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.rank_model import Footprint
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import Bytes, peak_memory
-from pipeline.engines.sizes.traffic import PURPOSES, Layout
+from pipeline.engines.sizes.traffic import PURPOSES, TrafficLayout
 from pipeline.models.build.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.routers import find_routers
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.run.prepare import attention_of
 from tests.conftest import ROOT
 from tests.plan.fake_gpu.cells import gating_cases, keep, measured, run_cases, shipped_cases
@@ -53,7 +53,7 @@ DEEPSPEED_REASONS = {
 SLACK = 1.05
 
 
-def built(case: Case) -> tuple[ResolvedRun, nn.Module]:
+def built(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
     """The run of a case and its model on meta."""
     run = case.resolved()
     tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
@@ -62,16 +62,16 @@ def built(case: Case) -> tuple[ResolvedRun, nn.Module]:
     return run, build_meta(config, dtype=model_dtype(run.config), attn_implementation=attention_of(run))
 
 
-def facts(case: Case) -> tuple[Layout, Footprint]:
+def facts(case: StepCase) -> tuple[TrafficLayout, Footprint]:
     """The inputs of the formulas for a case."""
     run, model = built(case)
     footprint = footprint_of(run, model)
     assert footprint is not None
     routed = sum(2 * router.experts for router in find_routers(model))
-    return Layout(run, footprint.ranks[case.pp_rank], footprint.widths, routed), footprint
+    return TrafficLayout(run, footprint.ranks[case.pp_rank], footprint.widths, routed), footprint
 
 
-def formula_peak(case: Case) -> Bytes:
+def formula_peak(case: StepCase) -> Bytes:
     """The peak by the formulas."""
     layout, footprint = facts(case)
     return peak_memory(layout.run, footprint, pp_rank=case.pp_rank)
@@ -95,7 +95,7 @@ def purpose_of(kind: str, axes: str, dtype: str, size: int) -> str:
     return "weights" if kind in ("all_gather", "broadcast") else "gradients"
 
 
-def rows(case: Case, report: dict[str, Any]) -> Iterator[tuple[str, int, int, str, int]]:
+def rows(case: StepCase, report: dict[str, Any]) -> Iterator[tuple[str, int, int, str, int]]:
     """(purpose and kind, count, bytes, dtype, least bytes) of every collective of a step."""
     layout, _ = facts(case)
     for kind, axes, dtype, count, size in report["collectives"]:
@@ -124,7 +124,7 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _communication(cases: dict[str, Case], found: dict[str, Any]) -> Iterator[str]:
+def _communication(cases: dict[str, StepCase], found: dict[str, Any]) -> Iterator[str]:
     for name, case in cases.items():
         report = found[name]
         if not report["collectives"]:
@@ -141,7 +141,7 @@ def _communication(cases: dict[str, Case], found: dict[str, Any]) -> Iterator[st
         yield ""
 
 
-def reason_of(case: Case, purpose: str, ratio: float) -> str:
+def reason_of(case: StepCase, purpose: str, ratio: float) -> str:
     """Why a row is not at its minimum; empty where it is."""
     deepspeed = case.resolved().config.engine == "deepspeed"
     if deepspeed and ratio < 2 - SLACK and purpose == "weights":
@@ -151,7 +151,7 @@ def reason_of(case: Case, purpose: str, ratio: float) -> str:
     return (DEEPSPEED_REASONS if deepspeed else {}).get(purpose, REASONS[purpose])
 
 
-def _memory(cases: dict[str, Case], found: dict[str, Any]) -> Iterator[str]:
+def _memory(cases: dict[str, StepCase], found: dict[str, Any]) -> Iterator[str]:
     yield "| config | peak | weights | gradients | optimizer | activations | logits | formula | ratio | of 141 GB |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for name, case in cases.items():
@@ -166,7 +166,7 @@ def _memory(cases: dict[str, Case], found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _host(cases: dict[str, Case], found: dict[str, Any]) -> Iterator[str]:
+def _host(cases: dict[str, StepCase], found: dict[str, Any]) -> Iterator[str]:
     yield "| config | waits | deferred | copies from pageable memory | where |"
     yield "|---|---:|---:|---:|---|"
     for name in cases:

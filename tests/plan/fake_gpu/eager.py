@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.engines.base import TrainsStepByStep
-from pipeline.plan.fake_gpu.case import EAGER, Case
+from pipeline.plan.fake_gpu.case import EAGER, StepCase
 from tests.plan.fake_gpu.lowering import flops_of
 
 aten: Any = torch.ops.aten
@@ -58,7 +58,7 @@ class OperatorCosts(TorchDispatchMode):
         return result
 
 
-def costs_of(case: Case, part: str) -> Counter[tuple[int, int]]:
+def costs_of(case: StepCase, part: str) -> Counter[tuple[int, int]]:
     """Costs of one micro-batch, forward and backward: of all layers of the case, or of what is outside of them."""
     layers = case.resolved().config.model.config["num_hidden_layers"]  # type: ignore[index]
     few, many = (_costs(replace(case, overrides=(*case.overrides, EAGER, _layers(n * layers)))) for n in (1, 2))
@@ -66,7 +66,7 @@ def costs_of(case: Case, part: str) -> Counter[tuple[int, int]]:
     return added if part == "layers" else few - added
 
 
-def _costs(case: Case) -> Counter[tuple[int, int]]:
+def _costs(case: StepCase) -> Counter[tuple[int, int]]:
     costs = OperatorCosts()
     with _during_steps(costs):
         run_compiled_step(case)
@@ -111,7 +111,7 @@ def main() -> None:
     The head's products are counted elsewhere.
     """
     fields, part = json.loads(sys.argv[1]), sys.argv[2]
-    costs = costs_of(Case(**{**fields, "overrides": tuple(fields["overrides"])}), part)
+    costs = costs_of(StepCase(**{**fields, "overrides": tuple(fields["overrides"])}), part)
     products = [list(cost) for cost in sorted(costs.elements()) if cost[0]] if part == "layers" else []
     others = sum(size * count for (flops, size), count in costs.items() if not flops)
     print(json.dumps({"part": part, "eager": True, "calls": 1, "fused_bytes": others, "products": products}))

@@ -13,10 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 from pipeline.plan.fake_gpu import worker
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 
 
-def step(case: Case) -> dict[str, Any]:
+def step(case: StepCase) -> dict[str, Any]:
     """Ends by SIGKILL as one process, returns as two, and tells its process id and hangs as three."""
     if case.processes == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -27,6 +27,6 @@ def step(case: Case) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdin = io.StringIO("".join(json.dumps(asdict(Case("run.json", int(n)))) + "\n" for n in sys.argv[1:]))
+    sys.stdin = io.StringIO("".join(json.dumps(asdict(StepCase("run.json", int(n)))) + "\n" for n in sys.argv[1:]))
     with patch.object(worker, "run_step", step):
         worker.main()

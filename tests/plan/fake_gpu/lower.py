@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.plan.fake_gpu.step import run_compiled_step  # isort: skip  before anything that imports torch
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from tests.plan.fake_gpu.lowering import BACKEND, build_cubins, lowering
 
 CAPABILITIES = (90, 100)
@@ -18,7 +18,7 @@ CAPABILITIES = (90, 100)
 def main() -> None:
     """Entry point."""
     fields = json.loads(sys.argv[1])
-    case = Case(**{**fields, "overrides": tuple(fields["overrides"])})
+    case = StepCase(**{**fields, "overrides": tuple(fields["overrides"])})
     compiled = ("compile.enabled=true", f"compile.backend={BACKEND}")
     with lowering() as graphs:
         run_compiled_step(replace(case, overrides=(*case.overrides, *compiled)))

@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.engines.parallel.costs import update_bytes
 from pipeline.engines.sizes.traffic import PURPOSES
 from pipeline.models.count import measure as size_of
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from tests.conftest import ROOT
 from tests.plan.fake_gpu.cells import measured
 from tests.plan.fake_gpu.document import built, facts
@@ -111,7 +111,7 @@ class Time:
 _facts, _built = cache(facts), cache(built)
 
 
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, StepCase]:
     """Row -> a step with few layers and one micro-batch."""
     return {name: row.lowered() for name, row in ROWS.items()}
 
@@ -128,7 +128,7 @@ def measure(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def work_of(case: Case, graphs: list[dict[str, Any]], *, cell: str | None) -> Work:
+def work_of(case: StepCase, graphs: list[dict[str, Any]], *, cell: str | None) -> Work:
     """What a rank of a case does.
 
     Args:
@@ -155,7 +155,7 @@ def work_of(case: Case, graphs: list[dict[str, Any]], *, cell: str | None) -> Wo
     return Work(tuple(products), kernel_bytes, held_bytes, bubble, tuple(_sent(case, cell)))
 
 
-def _sent(case: Case, cell: str | None) -> list[Sent]:
+def _sent(case: StepCase, cell: str | None) -> list[Sent]:
     """What the committed fake step sends; without one, the least by the formulas."""
     layout, _ = _facts(case)
     report = measured().get(cell or "")
@@ -185,7 +185,7 @@ def time_of(work: Work, gpu: str) -> Time:
     )
 
 
-def slowest(row: Row, graphs: list[dict[str, Any]]) -> tuple[Case, Work]:
+def slowest(row: Row, graphs: list[dict[str, Any]]) -> tuple[StepCase, Work]:
     """The rank of the pipeline that computes longest, on an H200, and what it does."""
     found = [(case, work_of(case, graphs, cell=row.traffic_cell(case.pp_rank))) for case in row.stages()]
     return max(found, key=lambda pair: time_of(pair[1], "H200").computing)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from tests.conftest import ROOT
 from tests.plan.fake_gpu.cells import measured
 from tests.plan.fake_gpu.document import H200_BYTES, formula_peak
@@ -38,7 +38,7 @@ def page(text: str, graphs: dict[str, list[dict[str, Any]]]) -> str:
     return before + "\n".join(lines) + after
 
 
-def _work(done: dict[str, tuple[Case, Work]]) -> Iterator[str]:
+def _work(done: dict[str, tuple[StepCase, Work]]) -> Iterator[str]:
     yield (
         "| config | layout | tokens a step | TFLOP | kernels read and write | update reads and writes |"
         " sent in a node | between nodes | peak memory |"
@@ -68,7 +68,7 @@ def _gpus() -> Iterator[str]:
         yield f"| {gpu} | {flops / 1e12:,.1f} | {bandwidth / 1e12:.2f} | {links} |"
 
 
-def _times(done: dict[str, tuple[Case, Work]]) -> Iterator[str]:
+def _times(done: dict[str, tuple[StepCase, Work]]) -> Iterator[str]:
     yield (
         "| config | GPU | products, s | other kernels, s | gradients, update, s | bubble, s | step, s | NVLink, s |"
         " network, s | MFU, 6N + 12Lhs | 6N + 6Lhs | 6N + 12Lhs, tp and cp exposed |"

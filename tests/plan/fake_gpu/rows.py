@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from tests.config.test_layouts import shipped
 
 SMALL_LAYERS = 2
@@ -43,11 +43,11 @@ class Row:
     same_traffic: bool = False
 
     @cached_property
-    def whole(self) -> Case:
+    def whole(self) -> StepCase:
         """The step at its real size, on the first rank of the pipeline."""
-        return Case(f"ds_configs/{self.file}", shipped()[self.file], overrides=self.overrides)
+        return StepCase(f"ds_configs/{self.file}", shipped()[self.file], overrides=self.overrides)
 
-    def lowered(self) -> Case:
+    def lowered(self) -> StepCase:
         """A step of one micro-batch and `SMALL_LAYERS` layers."""
         run = self.whole.resolved()
         layers = f"model.config.num_hidden_layers={SMALL_LAYERS}"
@@ -57,7 +57,7 @@ class Row:
             self.whole, processes=processes, overrides=(*self.overrides, layers, batch, *self.small, *_FEW_STEPS)
         )
 
-    def stages(self) -> list[Case]:
+    def stages(self) -> list[StepCase]:
         """The step at its real size on every rank of the pipeline."""
         return [replace(self.whole, pp_rank=rank) for rank in range(self.whole.resolved().topology.pp)]
 

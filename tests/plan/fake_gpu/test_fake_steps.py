@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.plan.fake_gpu import guard
-from pipeline.plan.fake_gpu.case import Case
+from pipeline.plan.fake_gpu.case import StepCase
 from tests.conftest import ROOT
 from tests.plan.fake_gpu.cells import differences, gating_cases, measured, run_cases
 
@@ -50,7 +50,7 @@ def test_a_device_mix_up_a_host_read_and_an_unpinned_copy_are_seen() -> None:
 
 @pytest.mark.integration
 def test_a_zero_stage_3_step_of_deepspeed_runs_with_its_own_collectives() -> None:
-    (result,) = run_cases([Case("ds_configs/zero3.json", 2, vocabulary=4096)], timeout_s=120)
+    (result,) = run_cases([StepCase("ds_configs/zero3.json", 2, vocabulary=4096)], timeout_s=120)
     assert "report" in result, result["traceback"]
     kinds = {row[0] for row in result["report"]["collectives"]}
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= kinds
@@ -60,7 +60,7 @@ def test_a_zero_stage_3_step_of_deepspeed_runs_with_its_own_collectives() -> Non
 def test_layouts_of_deepspeed_are_executed_one_after_another_with_process_groups_of_their_own() -> None:
     # in one process, the second one found DeepSpeed's groups of the first: "is not registered"
     stages = [
-        Case("ds_configs/zero1.json", 2, vocabulary=4096, overrides=(f"zero_optimization.stage={n}",))
+        StepCase("ds_configs/zero1.json", 2, vocabulary=4096, overrides=(f"zero_optimization.stage={n}",))
         for n in (0, 1, 2)
     ]
     results = run_cases(stages, timeout_s=300)

@@ -8,13 +8,13 @@ import pytest
 from benchmarks.ladder_coverage import judged, made_ladder
 from pipeline.plan.ladder.fit import Points
 from pipeline.plan.ladder.left_out import LeftOut
-from pipeline.plan.ladder.prediction import Verdict, judge
+from pipeline.plan.ladder.prediction import PredictionVerdict, judge
 from tests.plan.ladder.recorded import loss, made, real, real_without_sweep
 
 LARGE = {"parameters": 1.9e6, "tokens": 2.3e6}
 
 
-def _judge(points: Points, names: list[str], **changes: float) -> Verdict:
+def _judge(points: Points, names: list[str], **changes: float) -> PredictionVerdict:
     return judge(points, names, **LARGE, **{"tolerance": 0.02, **changes})
 
 

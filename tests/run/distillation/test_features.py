@@ -21,7 +21,7 @@ from pipeline.data.loader import IGNORE, MicroBatch, StepLoader
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
-from pipeline.engines.parallel.features import Wanted, recording
+from pipeline.engines.parallel.features import WantedFeatures, recording
 from pipeline.models.build.materialize import materialize
 from pipeline.run.distillation.feature_checks import check_feature_models
 from pipeline.run.distillation.on_rank import make_distillation
@@ -196,7 +196,7 @@ def test_other_architectures_are_recorded_layer_by_layer(
     total, *parts = decoder(batch.input_ids, batch, make_distillation(ready, torch.device("cpu"), None))
     assert all(part.item() > 0 for part in parts)
     total.backward()
-    with recording(decoder, Wanted(frozenset({0, 1}), frozenset({0, 1}))) as found:
+    with recording(decoder, WantedFeatures(frozenset({0, 1}), frozenset({0, 1}))) as found:
         decoder(batch.input_ids, batch, CrossEntropy())
     assert found.hidden.keys() == found.attention.keys() == {0, 1}
     assert all(query.shape == (2, 4, 32, 12) for query, _, _ in found.attention.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.runtime.launch.pod import Place, place_of_pod
+from pipeline.runtime.launch.pod import PodPlace, place_of_pod
 from tests.conftest import tiny_config, write_config
 
 POD = {
@@ -23,14 +23,14 @@ POD = {
 
 
 def test_the_ranks_of_a_pod_follow_those_of_the_pods_before() -> None:
-    assert place_of_pod(POD) == Place(16, 8, 32, "run-node-0-0.run", 29400)
+    assert place_of_pod(POD) == PodPlace(16, 8, 32, "run-node-0-0.run", 29400)
 
 
 @pytest.mark.parametrize("counted", ["auto", "gpu"])
 def test_a_pod_without_a_number_has_a_rank_for_each_gpu_and_one_without_any(counted: str) -> None:
     environ = {**POD, "PET_NPROC_PER_NODE": counted}
-    assert place_of_pod(environ, gpus=lambda: 4) == Place(8, 4, 16, "run-node-0-0.run", 29400)
-    assert place_of_pod(environ, gpus=lambda: 0) == Place(2, 1, 4, "run-node-0-0.run", 29400)
+    assert place_of_pod(environ, gpus=lambda: 4) == PodPlace(8, 4, 16, "run-node-0-0.run", 29400)
+    assert place_of_pod(environ, gpus=lambda: 0) == PodPlace(2, 1, 4, "run-node-0-0.run", 29400)
 
 
 def test_elsewhere_there_is_no_pod_nor_where_torchrun_has_started_the_process() -> None:

@@ -20,7 +20,7 @@ from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import require_finite_step
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parametrization.kinds import Kind, kind_of
+from pipeline.engines.parametrization.kinds import ParameterKind, kind_of
 from pipeline.models.decoder_layers import decoder_layers
 from pipeline.run.prepare import PreparedRun, prepare
 
@@ -101,14 +101,14 @@ def _owners(causal: nn.Module, model_type: str) -> dict[str, nn.Module]:
     def owner(fits: Callable[[str], bool]) -> nn.Module:
         return causal.get_submodule(next(name for name in kinds if fits(name)).rpartition(".")[0])
 
-    def in_last(kind: Kind) -> list[str]:
+    def in_last(kind: ParameterKind) -> list[str]:
         return [name for name, each in kinds.items() if each is kind and last in name.split(".")]
 
     return {
-        "embedding": owner(lambda name: kinds[name] is Kind.EMBEDDING),
-        "queries": owner(lambda name: name == in_last(Kind.HIDDEN)[0]),
-        "MLP activations": owner(lambda name: name == in_last(Kind.BRANCH_OUTPUT)[-1]),
-        "residual stream": owner(lambda name: kinds[name] is Kind.FINAL_NORM),
+        "embedding": owner(lambda name: kinds[name] is ParameterKind.EMBEDDING),
+        "queries": owner(lambda name: name == in_last(ParameterKind.HIDDEN)[0]),
+        "MLP activations": owner(lambda name: name == in_last(ParameterKind.BRANCH_OUTPUT)[-1]),
+        "residual stream": owner(lambda name: kinds[name] is ParameterKind.FINAL_NORM),
     }
 
 

@@ -32,7 +32,7 @@ _POLL_S, _HEARTBEAT_TIMEOUT_S = 0.2, 5.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupKind:
     """What is started: islands, or replicas of the model.
 
     Attributes:
@@ -46,10 +46,10 @@ class Kind:
     check: Callable[[Config], None]
 
 
-ISLANDS = Kind("islands", "island", check_islands)
+ISLANDS = GroupKind("islands", "island", check_islands)
 
 
-def add_arguments(parser: argparse.ArgumentParser, kind: Kind = ISLANDS) -> None:
+def add_arguments(parser: argparse.ArgumentParser, kind: GroupKind = ISLANDS) -> None:
     """Declares the options."""
     add_config_arguments(parser)
     word, field = kind.word, kind.field
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: Kind = ISLANDS) -> None
     parser.add_argument("--only-lighthouse", action="store_true", help=text)
 
 
-def run(arguments: argparse.Namespace, kind: Kind = ISLANDS) -> int:
+def run(arguments: argparse.Namespace, kind: GroupKind = ISLANDS) -> int:
     """Runs the lighthouse and the islands; returns the exit code of the first island that failed, or 0."""
     config = read_config(arguments.config, arguments.overrides).config
     section: QuorumSection | None = getattr(config, kind.field)
@@ -117,7 +117,7 @@ class _Island:
         name: of the island.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, kind: Kind, name: str) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path, kind: GroupKind, name: str) -> None:
         self.name, self.restarts, self.output = name, 0, folder / f"{name}.log"
         overrides = [*arguments.overrides, f"run.dir={folder / name}", f"{kind.field}.name={name}"]
         sets = [word for text in overrides for word in ("--set", text)]

@@ -30,7 +30,7 @@ _HEARTBEAT_LIMIT, _HEARTBEAT_RETRY_S = timedelta(seconds=1.5), 0.5
 _TICK_S = 1.0
 
 
-class Report(Protocol):
+class LighthouseReport(Protocol):
     """What a group of processes reports when it asks for a quorum."""
 
     @property
@@ -43,7 +43,7 @@ class Report(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Report)
+R = TypeVar("R", bound=LighthouseReport)
 
 
 @dataclass(frozen=True)

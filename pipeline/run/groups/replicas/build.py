@@ -11,7 +11,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine, ExchangesGradients
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.groups.islands.build import curve_and_layout_digest, reach_others
-from pipeline.run.groups.replicas.deal import Member
+from pipeline.run.groups.replicas.deal import ReplicaMember
 from pipeline.run.groups.replicas.quorums import Quorums
 from pipeline.run.groups.replicas.record import ReplicaRecord
 from pipeline.run.groups.replicas.replica import Loader, ReplicaContext, ReplicaOfRun
@@ -29,7 +29,7 @@ def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> R
     if section is None or section.name is None:
         return None
     lighthouse, peers = reach_others(
-        section, rank=here.rank, parse=Member.from_plain, stack=here.stack, field="replicas"
+        section, rank=here.rank, parse=ReplicaMember.from_plain, stack=here.stack, field="replicas"
     )
     context = ReplicaContext(
         section=section,
@@ -50,17 +50,17 @@ def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> R
     return replica
 
 
-def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Member:
+def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> ReplicaMember:
     """Where a replica stands that resumes a checkpoint, or begins.
 
     Args:
         name: of the replica.
         checkpoint: its own, or an ordinary run's; None at the start.
-        layout: see `Member`.
+        layout: see `ReplicaMember`.
     """
     manifest = checkpoint.manifest if checkpoint else None
     details = manifest.details.get("replicas", {}) if manifest else {}
-    return Member(
+    return ReplicaMember(
         name=name,
         step=checkpoint.step if checkpoint else 0,
         exchanges=details.get("exchanges", 0),

@@ -6,9 +6,9 @@ import argparse
 
 from pipeline.config.replicas_rules import FIELD, check_replicas_section
 from pipeline.run.groups.islands import command
-from pipeline.run.groups.islands.command import Kind
+from pipeline.run.groups.islands.command import GroupKind
 
-_REPLICAS = Kind(FIELD, "replica", check_replicas_section)
+_REPLICAS = GroupKind(FIELD, "replica", check_replicas_section)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

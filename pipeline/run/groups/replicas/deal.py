@@ -25,7 +25,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Member:
+class ReplicaMember:
     """What a replica reports when it asks for a quorum.
 
     Attributes:
@@ -36,7 +36,7 @@ class Member:
         before: the commit before that one; None where it does not have the result of that exchange.
         held: samples of the step that it is in whose gradients it has added up.
         between: it is between two steps.
-        group: the process group that it has, see `Decision.group`; empty after a failure.
+        group: the process group that it has, see `ReplicaDecision.group`; empty after a failure.
         living: it has been part of a quorum since it was started.
         waited: it has waited for the other replicas long enough at the start.
         layout: digest of what decides the bits of an update: its config's curve and policies, its devices, and names,
@@ -67,13 +67,13 @@ class Member:
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Member:
+    def from_plain(cls, plain: dict[str, Any]) -> ReplicaMember:
         """The inverse of `plain`."""
         return cls(**{**plain, "held": tuple((first, end) for first, end in plain["held"])})
 
 
 @dataclass(frozen=True)
-class Decision:
+class ReplicaDecision:
     """What the replicas of a quorum do; every one of them decides the same.
 
     Attributes:
@@ -103,7 +103,7 @@ class Decision:
     formed: bool
 
 
-def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
+def decide(members: Sequence[ReplicaMember], *, samples: int, quorum: int) -> ReplicaDecision:
     """What a quorum does: a pure function of what its replicas have reported.
 
     Replicas that live come before those that were just started; then most exchanges count (before the first quorum,
@@ -118,7 +118,7 @@ def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
     living = [each for each in members if each.living]
     sharing = Counter(each.place for each in members)
 
-    def rank(each: Member) -> tuple[int, ...]:
+    def rank(each: ReplicaMember) -> tuple[int, ...]:
         done = (each.exchanges,) if living else (each.step, each.exchanges)
         return *done, sharing[each.place], each.before is not None
 
@@ -134,7 +134,7 @@ def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
     held, reset = _disjoint(front)
     parts = {} if late else divide(_missing(held, samples), names)
     group, formed = process_group(() if healed or late else [each.group for each in front], names, quorum)
-    return Decision(
+    return ReplicaDecision(
         names=names,
         source=best.name if best.name in names else names[0],
         late=tuple(each.name for each in late),
@@ -183,13 +183,13 @@ def joined(ranges: Ranges) -> Ranges:
     return tuple(found)
 
 
-def compatible(members: Sequence[Member]) -> tuple[Member, ...]:
+def compatible(members: Sequence[ReplicaMember]) -> tuple[ReplicaMember, ...]:
     """The members that train the curve of the first that lives, or of the first by name, in the same layout."""
     ordered = sorted(members, key=lambda each: (not each.living, each.name))
     return tuple(each for each in members if each.layout == ordered[0].layout)
 
 
-def _disjoint(front: Sequence[Member]) -> tuple[Ranges, tuple[str, ...]]:
+def _disjoint(front: Sequence[ReplicaMember]) -> tuple[Ranges, tuple[str, ...]]:
     """What is held without any sample twice, and the names of those that would hold one twice.
 
     A replica that was slow may come back after its samples were given to another one, which has not finished them.

@@ -16,7 +16,7 @@ from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.groups.islands.peers import Peers, unpack
 from pipeline.run.groups.replicas import messages
-from pipeline.run.groups.replicas.deal import Member
+from pipeline.run.groups.replicas.deal import ReplicaMember
 
 
 def digest(stepper: GuardedStepper) -> str:
@@ -25,7 +25,9 @@ def digest(stepper: GuardedStepper) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def send_state(peers: Peers, member: Member, engine: Engine, stepper: GuardedStepper, *, to: Sequence[int]) -> None:
+def send_state(
+    peers: Peers, member: ReplicaMember, engine: Engine, stepper: GuardedStepper, *, to: Sequence[int]
+) -> None:
     """Sends the state of this rank to the same ranks of late comers.
 
     Args:
@@ -48,8 +50,8 @@ def send_state(peers: Peers, member: Member, engine: Engine, stepper: GuardedSte
 
 
 def take_state(
-    header: dict[str, Any], packed: Tensor, member: Member, engine: Engine, stepper: GuardedStepper
-) -> Member:
+    header: dict[str, Any], packed: Tensor, member: ReplicaMember, engine: Engine, stepper: GuardedStepper
+) -> ReplicaMember:
     """Takes what `send_state` has sent.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pipeline.checkpoint.store import on_rank_zero
 from pipeline.run.groups.islands.lighthouse import LighthouseMember, Quorum, answer_of
-from pipeline.run.groups.replicas.deal import Member
+from pipeline.run.groups.replicas.deal import ReplicaMember
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
@@ -27,10 +27,10 @@ class Quorums:
     agreement: Agreement
     signals: StopSignals
     watchdog: Watchdog
-    lighthouse: LighthouseMember[Member] | None
+    lighthouse: LighthouseMember[ReplicaMember] | None
     stop: Stop = field(default=Stop.NO, init=False)
 
-    def ask(self, member: Member, *, until_stop: bool = True) -> Quorum[Member] | None:
+    def ask(self, member: ReplicaMember, *, until_stop: bool = True) -> Quorum[ReplicaMember] | None:
         """The next quorum; None when a stop is requested first.
 
         Args:

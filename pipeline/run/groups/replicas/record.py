@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.run.groups.replicas.deal import Decision, Member, count_of
+from pipeline.run.groups.replicas.deal import ReplicaDecision, ReplicaMember, count_of
 
 
 @dataclass
@@ -22,7 +22,7 @@ class ReplicaRecord:
     say: Callable[[str], None]
     _parts: dict[str, Any] = field(default_factory=dict, init=False)
 
-    def began(self, member: Member, decision: Decision) -> None:
+    def began(self, member: ReplicaMember, decision: ReplicaDecision) -> None:
         """A step begins; recorded where it is divided in another way than the step before."""
         step, parts = member.step + 1, _plain(decision)
         if parts == self._parts and not decision.healed:
@@ -38,7 +38,7 @@ class ReplicaRecord:
             change = [f"{', '.join(names)} {verb}" for names, verb in ((joined, "joined"), (left, "left")) if names]
             self.say(f"step {step}: {'; '.join(change)}: replicas {', '.join(decision.names)} go on")
 
-    def went_on(self, member: Member, decision: Decision) -> None:
+    def went_on(self, member: ReplicaMember, decision: ReplicaDecision) -> None:
         """In the middle of a step the samples of a replica that has died were divided over the others."""
         if decision.parts:
             step, parts = (
@@ -49,12 +49,12 @@ class ReplicaRecord:
             count = sum(map(count_of, decision.parts.values()))
             self.say(f"step {step}: {count} samples of a lost replica are run by {', '.join(decision.parts)}")
 
-    def failed(self, member: Member, why: str) -> None:
+    def failed(self, member: ReplicaMember, why: str) -> None:
         """An exchange has failed; it is tried again."""
         step = member.step + 1
         self.event(step, event="exchange_failed", why=why)
         self.say(f"step {step}: exchange with the other replicas failed: {why}")
 
 
-def _plain(decision: Decision) -> dict[str, Any]:
+def _plain(decision: ReplicaDecision) -> dict[str, Any]:
     return {name: [list(each) for each in decision.parts.get(name, ())] for name in decision.names}

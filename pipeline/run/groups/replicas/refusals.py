@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.base.errors import ConfigError, LostError
-from pipeline.run.groups.replicas.deal import Member
+from pipeline.run.groups.replicas.deal import ReplicaMember
 
 
-def other_curve(me: Member, members: Sequence[Member]) -> ConfigError:
+def other_curve(me: ReplicaMember, members: Sequence[ReplicaMember]) -> ConfigError:
     """Of a replica that would make other updates than the others."""
     others = ", ".join(each.name for each in members)
     why = f"{others} train another curve than {me.name}, or split the model over their ranks in another way"
@@ -19,7 +19,7 @@ def other_curve(me: Member, members: Sequence[Member]) -> ConfigError:
     return ConfigError("replicas", why=why, remedy=remedy)
 
 
-def no_exchange(me: Member, why: str, *, attempts: int, others: str) -> LostError:
+def no_exchange(me: ReplicaMember, why: str, *, attempts: int, others: str) -> LostError:
     """Of a replica all of whose attempts to exchange have failed."""
     return LostError(
         f"step {me.step + 1}: {attempts} exchanges of {me.name} have failed one after another; the others: {others}\n"
@@ -28,7 +28,7 @@ def no_exchange(me: Member, why: str, *, attempts: int, others: str) -> LostErro
     )
 
 
-def left_behind(me: Member, source: Member) -> LostError:
+def left_behind(me: ReplicaMember, source: ReplicaMember) -> LostError:
     """Of a replica whose weights are not those of the others any more."""
     where, again = f"step {me.step + 1}", "start it again, it takes their state then"
     if me.commit == source.commit:
@@ -42,7 +42,7 @@ def left_behind(me: Member, source: Member) -> LostError:
     )
 
 
-def ahead(me: Member, source: Member) -> ConfigError:
+def ahead(me: ReplicaMember, source: ReplicaMember) -> ConfigError:
     """Of a replica that has a checkpoint of a later step than those that run are at."""
     why = f"{me.name} has a checkpoint of step {me.step}, and the replicas that run are at step {source.step}"
     remedy = (

@@ -24,7 +24,15 @@ from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.groups.islands.lighthouse import Quorum, refuse_other_secret
 from pipeline.run.groups.islands.peers import ExchangeError, Peers
 from pipeline.run.groups.replicas import messages
-from pipeline.run.groups.replicas.deal import Decision, Member, Ranges, compatible, count_of, decide, joined
+from pipeline.run.groups.replicas.deal import (
+    Ranges,
+    ReplicaDecision,
+    ReplicaMember,
+    compatible,
+    count_of,
+    decide,
+    joined,
+)
 from pipeline.run.groups.replicas.handover import digest, send_state, take_state
 from pipeline.run.groups.replicas.quorums import Quorums
 from pipeline.run.groups.replicas.record import ReplicaRecord
@@ -77,7 +85,7 @@ class ReplicaOfRun:
 
     excluded_from_step_time = False
 
-    def __init__(self, around: ReplicaContext, *, peers: Peers, member: Member) -> None:
+    def __init__(self, around: ReplicaContext, *, peers: Peers, member: ReplicaMember) -> None:
         self._around, self._peers = around, peers
         self._me = replace(member, state=digest(around.stepper))
         self._part: Ranges = ()
@@ -209,7 +217,7 @@ class ReplicaOfRun:
     def _finished(self, step: int) -> None:
         self._me = replace(self._me, step=step, held=(), between=True, state=digest(self._around.stepper))
 
-    def _decide(self, quorum: Quorum[Member]) -> Decision | None:
+    def _decide(self, quorum: Quorum[ReplicaMember]) -> ReplicaDecision | None:
         """What this replica does in a quorum; None: it asks again.
 
         Raises:
@@ -236,7 +244,7 @@ class ReplicaOfRun:
             return None
         return decision
 
-    def _begin(self, quorum: Quorum[Member]) -> bool:
+    def _begin(self, quorum: Quorum[ReplicaMember]) -> bool:
         """Does what a quorum between two steps decides. Returns whether this replica has its part of the next."""
         decision = self._decide(quorum)
         if decision is None:
@@ -255,7 +263,7 @@ class ReplicaOfRun:
         return True
 
     def _go_on(
-        self, quorum: Quorum[Member], step: int, gradients: Sequence[Tensor], sums: Tensor
+        self, quorum: Quorum[ReplicaMember], step: int, gradients: Sequence[Tensor], sums: Tensor
     ) -> tuple[bool, Sequence[MicroBatch]]:
         """Does what a quorum in the middle of a step decides.
 
@@ -316,7 +324,7 @@ class ReplicaOfRun:
             raise no_exchange(self._me, failure, attempts=_ATTEMPTS, others=self._others)
         return True
 
-    def _form(self, decision: Decision, quorum: Quorum[Member], names: Sequence[str]) -> bool:
+    def _form(self, decision: ReplicaDecision, quorum: Quorum[ReplicaMember], names: Sequence[str]) -> bool:
         """Whether this replica has the process group of a decision."""
         if decision.formed:
             return True
@@ -337,7 +345,7 @@ class ReplicaOfRun:
         self._me = replace(self._me, group=decision.group)
         return True
 
-    def _send_state(self, decision: Decision) -> None:
+    def _send_state(self, decision: ReplicaDecision) -> None:
         to, failure = [decision.names.index(each) for each in decision.healed], None
         try:
             send_state(self._peers, self._me, self._around.engine, self._around.stepper, to=to)
@@ -345,7 +353,7 @@ class ReplicaOfRun:
             failure = str(error)
         self._failed(failure)
 
-    def _take_state(self, decision: Decision) -> bool:
+    def _take_state(self, decision: ReplicaDecision) -> bool:
         """Whether this replica has the state of another one, on all of its ranks."""
         header, packed, failure = dict[str, Any](), torch.empty(0), None
         try:
@@ -357,7 +365,7 @@ class ReplicaOfRun:
         self._me = take_state(header, packed, self._me, self._around.engine, self._around.stepper)
         return True
 
-    def _give_result(self, decision: Decision, quorum: Quorum[Member]) -> None:
+    def _give_result(self, decision: ReplicaDecision, quorum: Quorum[ReplicaMember]) -> None:
         """Gives the result of the last exchange to replicas that missed it; the others ask again meanwhile."""
         names, name = (decision.source, *decision.late), self._me.name
         self._me = replace(self._me, group="")

@@ -12,7 +12,7 @@ _TIMES = ("detect_s", "requeue_s", "start_s", "load_s", "first_step_s", "save_bl
 
 
 @dataclass(frozen=True)
-class Gain:
+class GoodputGain:
     """What a change of one input gives.
 
     Attributes:
@@ -28,13 +28,13 @@ class Gain:
     formula: float
 
 
-def sensitivity(model: FailureModel, *, seeds: Sequence[int]) -> list[Gain]:
+def sensitivity(model: FailureModel, *, seeds: Sequence[int]) -> list[GoodputGain]:
     """The gains by halving each time, by half and twice the interval, and by failures half as often; largest first."""
     before, formula = simulate(model, seeds=seeds).mean, expected_goodput(model)
 
-    def gain(change: str, value: float, other: FailureModel) -> Gain:
+    def gain(change: str, value: float, other: FailureModel) -> GoodputGain:
         simulated = simulate(other, seeds=seeds).mean - before
-        return Gain(change, value, simulated, expected_goodput(other) - formula)
+        return GoodputGain(change, value, simulated, expected_goodput(other) - formula)
 
     halved: Callable[[str], FailureModel] = lambda name: replace(model, **{name: getattr(model, name) / 2})  # noqa: E731
     found = [gain(f"{name} / 2", getattr(model, name), halved(name)) for name in _TIMES if getattr(model, name)]

@@ -22,7 +22,7 @@ _Z = 1.96
 
 
 @dataclass
-class TimeSpent:
+class SimulatedTime:
     """Where the time of one simulated run went, in seconds with all nodes in use.
 
     Attributes:
@@ -55,7 +55,7 @@ class Simulated:
         failures: how many each had.
     """
 
-    times: tuple[TimeSpent, ...]
+    times: tuple[SimulatedTime, ...]
     failures: tuple[int, ...]
 
     @property
@@ -80,7 +80,7 @@ class Simulated:
     def time_shares(self) -> dict[str, float]:
         """Where the time of all runs together went."""
         rows = [asdict(time) for time in self.times]
-        return TimeSpent(**{name: sum(row[name] for row in rows) for name in rows[0]}).shares()
+        return SimulatedTime(**{name: sum(row[name] for row in rows) for name in rows[0]}).shares()
 
 
 def simulate(model: FailureModel, *, seeds: Sequence[int]) -> Simulated:
@@ -104,13 +104,13 @@ class _Run:
     nodes: int = field(init=False)
     spares: int = field(init=False)
     repairs: list[float] = field(default_factory=list)
-    spent: TimeSpent = field(default_factory=TimeSpent)
+    spent: SimulatedTime = field(default_factory=SimulatedTime)
     failures: int = 0
 
     def __post_init__(self) -> None:
         self.nodes, self.spares = self.model.nodes, self.model.spares
 
-    def run(self) -> TimeSpent:
+    def run(self) -> SimulatedTime:
         """Trains, fails and restarts until the days are over."""
         horizon = self.model.days * DAY
         while self.now < horizon:

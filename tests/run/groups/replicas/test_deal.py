@@ -8,16 +8,26 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.run.groups.replicas.deal import Decision, Member, Ranges, compatible, count_of, decide, divide
+from pipeline.run.groups.replicas.deal import (
+    Ranges,
+    ReplicaDecision,
+    ReplicaMember,
+    compatible,
+    count_of,
+    decide,
+    divide,
+)
 
 SAMPLES = 8
 
 
-def member(name: str, *, step: int = 3, held: Ranges = (), between: bool = True, living: bool = True) -> Member:
-    return Member(name, step, step, f"c{step}", f"c{step - 1}", held, between, "", living, waited=False, layout="x")
+def member(name: str, *, step: int = 3, held: Ranges = (), between: bool = True, living: bool = True) -> ReplicaMember:
+    return ReplicaMember(
+        name, step, step, f"c{step}", f"c{step - 1}", held, between, "", living, waited=False, layout="x"
+    )
 
 
-def decided(*members: Member) -> Decision:
+def decided(*members: ReplicaMember) -> ReplicaDecision:
     return decide(members, samples=SAMPLES, quorum=7)
 
 
@@ -131,7 +141,7 @@ def test_every_replica_decides_the_same_in_whatever_order_the_members_come() -> 
 
 def test_members_survive_json() -> None:
     given_member = member("a", held=((0, 3), (5, 8)))
-    assert Member.from_plain(json.loads(json.dumps(given_member.plain()))) == given_member
+    assert ReplicaMember.from_plain(json.loads(json.dumps(given_member.plain()))) == given_member
 
 
 def test_replicas_of_another_curve_or_layout_are_left_out() -> None:

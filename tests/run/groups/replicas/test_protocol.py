@@ -18,7 +18,7 @@ from headrace.base.errors import ConfigError, LostError
 from pipeline.data.skips import Skip, Skips
 from pipeline.run.groups.islands.lighthouse import Quorum
 from pipeline.run.groups.islands.peers import ExchangeError
-from pipeline.run.groups.replicas.deal import Member
+from pipeline.run.groups.replicas.deal import ReplicaMember
 from pipeline.runtime.launch.group import free_port
 from tests.run.groups.replicas.threads import STEPS, Died, Thread, assert_undisturbed, at, die, one_process
 
@@ -74,7 +74,7 @@ def test_what_a_checkpoint_records_of_a_step_is_the_same_on_a_replica_that_was_g
         threading.Thread(target=b.lighthouse._send_heartbeats, daemon=True).start()
         whole = b.lighthouse._ask
 
-        def ask(member: Member) -> Quorum[Member]:
+        def ask(member: ReplicaMember) -> Quorum[ReplicaMember]:
             threading.Timer(3, back.set).start()  # a quorum of the same members does not wait for one that comes later
             return whole(member)
 
@@ -211,7 +211,7 @@ def test_an_old_report_of_a_replica_that_comes_in_place_of_its_own_changes_nothi
     def replay() -> None:
         own, member = b.lighthouse.ask, b.lighthouse
 
-        def ask(now: Member) -> Future[Quorum[Member]]:
+        def ask(now: ReplicaMember) -> Future[Quorum[ReplicaMember]]:
             member.ask = own  # type: ignore[method-assign]
             return own(replace(now, held=(), between=True))
 

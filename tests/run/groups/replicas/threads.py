@@ -18,7 +18,7 @@ from pipeline.data.loader import StepBatch
 from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.run.groups.islands.lighthouse import LighthouseMember
 from pipeline.run.groups.islands.peers import ExchangeError, Peers, PeerStore
-from pipeline.run.groups.replicas.deal import Member, Ranges
+from pipeline.run.groups.replicas.deal import Ranges, ReplicaMember
 from pipeline.run.groups.replicas.quorums import Quorums
 from pipeline.run.groups.replicas.record import ReplicaRecord
 from pipeline.run.groups.replicas.replica import ReplicaContext, ReplicaOfRun
@@ -114,7 +114,7 @@ class Thread:
         engine: Any = self.model
         load: Any = lambda ranges, steps: Loader(ranges, steps, stepper.skips)  # noqa: E731
         self.lighthouse = LighthouseMember(
-            self.address, self.name, store=self.store.address, secret=b"", parse=Member.from_plain
+            self.address, self.name, store=self.store.address, secret=b"", parse=ReplicaMember.from_plain
         )
         around = ReplicaContext(
             section=ReplicasSection(name=self.name, count=self.count, start_s=100),
@@ -127,7 +127,9 @@ class Thread:
             quorums=Quorums(Agreement(torch.device("cpu")), StopSignals(announce=False), watchdog, self.lighthouse),
             record=ReplicaRecord(lambda step, **row: self.events.append({"step": step, **row}), lambda _line: None),
         )
-        me = Member(self.name, self.resumed[0], 0, "", None, (), True, "", living=False, waited=False, layout="x")
+        me = ReplicaMember(
+            self.name, self.resumed[0], 0, "", None, (), True, "", living=False, waited=False, layout="x"
+        )
         return ReplicaOfRun(around, peers=self.peers, member=me)
 
     def _run(self) -> None:
