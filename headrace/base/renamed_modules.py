@@ -43,7 +43,7 @@ MOVED = {
     "pipeline.status": "pipeline.cluster.status",
     "pipeline.topology": "pipeline.config.topology",
 }
-"""Old package or module -> new one, as of 0.6."""
+"""Old package or module -> new one."""
 
 
 def name_moved_modules() -> None:
