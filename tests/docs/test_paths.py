@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,11 @@ PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)}|ds_configs|slurm|k8s|de
 MODULE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.[a-z_]\w*)+")
 # 0040 tells what moved from where, the log what was tried with names of then; the changelog is of the past as a whole
 PAST = {"docs/decisions/0040-eleven-wings.md", "docs/decisions/0013-rooms.md", "docs/changelog.md"}
+MADE = {
+    *(ROOT / "docs" / "sweeps").glob("*.md"),
+    *(ROOT / "docs" / name for name in ("config-reference.md", "performance.md", "reference/communication.md")),
+}
+"""Pages that programs write, or parts of."""
 ELSEWHERE = {"tests/deepspeed"}  # of another repository
 KEYS = ("pipeline.stages", "pipeline.activation_checkpoint_interval")
 """Config keys of DeepSpeed's section `pipeline`."""
@@ -58,3 +64,10 @@ def test_pages_are_found() -> None:
     assert any(PATH.findall(text) for _, text in texts())
     assert not is_module("pipeline.planner.plan")
     assert is_module("pipeline.plan.predict.plan")
+
+
+@pytest.mark.parametrize("page", [path for path in NAMED if path.suffix == ".md"], ids=lambda path: path.name)
+def test_no_line_of_prose_is_over_160_characters(page: Path) -> None:
+    prose = "" if page in MADE else re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if not line.lstrip().startswith("|") and not line.startswith("    ")]
+    assert [line for line in lines if len(line) > 160] == []
