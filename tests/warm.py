@@ -19,7 +19,7 @@ from tests import warm_python
 from tests.warm_python import Imported
 
 ROOT = warm_python.ROOT
-EXIT_S, TERMINATE_S = 5.0, 5.0
+EXIT_S, TERMINATE_S = 10.0, 5.0
 """Seconds that the other ranks have to exit after one has failed, by themselves and after SIGTERM: rank 0 may be about
 to print the whole message."""
 
