@@ -166,7 +166,9 @@ def _set_up(request: dict[str, Any], files: list[int], executable: str, forget: 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    # what they replace may be those of a process that was set up here before, whose end must not close the files
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     atexit.register(logging.shutdown)
@@ -193,7 +195,8 @@ def _run(program: str, arguments: list[str]) -> None:
     flags: list[str] = []
     while arguments and arguments[0] in _FLAGS:
         flags.append(arguments.pop(0))
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
+    own_option = bool(arguments) and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
+    if not arguments or own_option or arguments[:2] in NOT_SERVED:
         os.execv(REAL, [REAL, *flags, *arguments])
     sys.orig_argv[:] = [sys.executable, *flags, *arguments]
     if "-u" in flags:
@@ -222,6 +225,8 @@ PROGRAMS = {
     "deepspeed": ["-c", "from deepspeed.launcher.runner import main; main()"],
 }
 """Program -> arguments of python."""
+NOT_SERVED = (["-m", "pipeline.plan.fake_gpu.worker"],)
+"""Commands that have to begin before torch is imported: they get a python of their own."""
 
 
 def main() -> None:
