@@ -137,8 +137,17 @@ def entry_point(script: str, config: Path, *sets: str) -> list[str]:
 
 def command_line(script: str, config: Path, *sets: str, processes: int) -> list[str]:
     """The command that starts an entry point on so many processes of this machine."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    starter = torchrun if processes > 1 else [sys.executable]
+    return _command_line(sys.executable, script, config, *sets, processes=processes)
+
+
+def warm_command(script: str, config: Path, *sets: str, processes: int) -> list[str]:
+    """As `command_line`, by the warm Python."""
+    return _command_line(warm.warm_python.python(), script, config, *sets, processes=processes)
+
+
+def _command_line(python: str, script: str, config: Path, *sets: str, processes: int) -> list[str]:
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    starter = torchrun if processes > 1 else [python]
     return [*starter, *entry_point(script, config, *sets)]
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,8 @@ from pipeline.runtime.launch import Launch
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.launch.rendezvous import RUN_FINISHED, RUN_STOPPED
 from pipeline.runtime.launch.store import open_rendezvous
-from tests.conftest import ROOT, command_line, entry_point, launch, losses, start, tiny_config, write_config
+from tests import warm_python
+from tests.conftest import ROOT, entry_point, launch, losses, start, tiny_config, warm_command, write_config
 from tests.engines.comparison import FP32, assert_within_tolerance, compare_layouts, layout
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -127,11 +127,13 @@ def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={patience}"]
     nodes = ["--rdzv-id=elastic", "--nnodes=1:2", f"--nproc-per-node={processes}", "--max-restarts=3"]
     words = entry_point("train.py", work / "c.json", f"run.dir={run_dir}")
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *nodes, *words]
+    command = [warm_python.python(), "-m", "torch.distributed.run", *rendezvous, *nodes, *words]
     # torch 2.13 leaves the ranks' store with the first node otherwise, and tells nobody where it is in later rounds
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (work / f"said-{processes}").open("wb") as said:
-        return subprocess.Popen(command, stdout=said, stderr=said, cwd=work, env=env, start_new_session=True)
+        started = subprocess.Popen(command, stdout=said, stderr=said, cwd=work, env=env, start_new_session=True)
+    warm_python.wait_until_it_runs(started.pid)
+    return started
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], said: Path) -> None:
@@ -183,13 +185,13 @@ def test_a_node_that_is_asked_to_leave_saves_the_run_and_the_others_go_on(
 
 def test_a_worker_that_is_killed_is_started_again_by_the_same_torchrun(work: Path, expected: dict[int, float]) -> None:
     run_dir, said = work / "again", work / "said-again"
-    command = command_line("train.py", work / "c.json", f"run.dir={run_dir}", "engine=torch", processes=2)
+    command = warm_command("train.py", work / "c.json", f"run.dir={run_dir}", "engine=torch", processes=2)
     command.insert(command.index("--standalone"), "--max-restarts=1")
     with said.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=work, start_new_session=True)
     try:
         wait_for_step(run_dir, 12, process, said)
-        os.kill(descendants(process.pid)[-1], signal.SIGKILL)
+        os.kill(warm_python.descendants(process.pid)[-1], signal.SIGKILL)
         assert process.wait(timeout=240) == 0, said.read_text()
     finally:
         kill_all_of(process)
@@ -214,20 +216,11 @@ def worlds(run_dir: Path) -> list[int]:
 def kill_all_of(*agents: subprocess.Popen[bytes]) -> None:
     """SIGKILL to agents and all that they have started: workers have sessions of their own."""
     for each in agents:
-        family = [each.pid, *descendants(each.pid)]
+        family = [each.pid, *warm_python.descendants(each.pid)]
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         each.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs."""
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-    return [each for child in children for each in (child, *descendants(child))]
 
 
 def test_a_run_that_has_begun_goes_on_with_processes_that_do_not_divide_its_batch(
@@ -250,7 +243,7 @@ TWO_OF_THREE = ("engine=torch", "parallel.tp=2", "run.steps=2", "scheduler.type=
 
 
 def test_a_process_without_a_place_waits_for_the_others_and_ends_well(work: Path) -> None:
-    command = command_line("train.py", work / "c.json", *TWO_OF_THREE, "run.dir=spare", processes=3)
+    command = warm_command("train.py", work / "c.json", *TWO_OF_THREE, "run.dir=spare", processes=3)
     done = subprocess.run(command, capture_output=True, text=True, cwd=work, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "rank 2 is spare: the layout takes 2 of 3 processes" in done.stderr
@@ -259,7 +252,7 @@ def test_a_process_without_a_place_waits_for_the_others_and_ends_well(work: Path
 
 
 def test_nproc_starts_no_process_without_a_place(work: Path) -> None:
-    command = command_line("train.py", work / "c.json", *TWO_OF_THREE, "run.dir=nproc", processes=1)
+    command = warm_command("train.py", work / "c.json", *TWO_OF_THREE, "run.dir=nproc", processes=1)
     done = subprocess.run(
         [*command, "--nproc", "3"], capture_output=True, text=True, cwd=work, timeout=240, check=False
     )
@@ -289,7 +282,7 @@ sys.stdin.readline()
 def spare_process(port: int, *, launcher: str, timeout_s: float = 60.0) -> Iterator[subprocess.Popen[str]]:
     """A spare process that has come to wait beside a store."""
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", STAND_BY, str(port), launcher, str(timeout_s)]
+    command = [warm_python.python(), "-c", STAND_BY, str(port), launcher, str(timeout_s)]
     spare = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stderr=subprocess.PIPE)
     try:
         while "is spare" not in spare.stderr.readline():
@@ -329,10 +322,10 @@ def test_a_spare_process_of_torchrun_leaves_at_once_when_it_is_asked_to(rendezvo
 
 def test_a_rank_0_that_is_silent_for_less_than_the_timeout_is_no_end_to_a_spare_process() -> None:
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", HOST], text=True, stdin=pipe, stdout=pipe) as host:
+    with subprocess.Popen([warm_python.python(), "-c", HOST], text=True, stdin=pipe, stdout=pipe) as host:
         try:
             with spare_process(int(host.stdout.readline()), launcher="srun", timeout_s=7.0) as spare:
-                host.send_signal(signal.SIGSTOP)
+                os.kill(warm_python.real_pid(host.pid), signal.SIGSTOP)
                 time.sleep(5.7)  # one question is given up after 5 s elsewhere
                 assert spare.poll() is None
                 assert spare.wait(timeout=60) == 0

@@ -4,7 +4,7 @@ For tests in which shells, launchers and our own commands start many processes: 
 CPU seconds. `folder()` has programs `python`, `headrace`, `torchrun` and `deepspeed`, to be put first on PATH; what
 they run finds the same Python in `sys.executable`. Each of them is two processes: the one that was started passes
 signals on to the one that runs (`client`), which is a child of the server in a session of its own. Tests that look for
-processes by their command lines, stop them with SIGSTOP or limit their memory by a cgroup start a real Python.
+processes by their command lines or limit their memory by a cgroup start a real Python; SIGSTOP goes to `real_pid`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -47,6 +48,31 @@ def folder(imported: Imported = "training") -> Path:
 def python(imported: Imported = "training") -> str:
     """The Python of `folder`, in the place of `sys.executable`."""
     return str(folder(imported) / "python")
+
+
+def real_pid(pid: int) -> int:
+    """The process that a client stands for, once it runs; any other process itself."""
+    try:
+        name = Path("/proc", str(pid), "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return pid
+    return int(name.removeprefix("warm-") or pid) if name.startswith("warm-") else pid
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs: the real ones, without the clients that stand for them."""
+    pid = real_pid(pid)
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [each for child in children for each in (real_pid(child), *descendants(child))]
+
+
+def wait_until_it_runs(pid: int) -> None:
+    """Waits until a client has got its process: the next one to be started has a higher process id."""
+    while real_pid(pid) == pid and Path("/proc", str(pid)).exists():
+        time.sleep(0.01)
 
 
 _servers: list[int] = []

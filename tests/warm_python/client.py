@@ -39,8 +39,10 @@ def main(socket_path: str, program: str) -> None:
         number = getattr(signal, name)
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda given, _frame: server.send(bytes([given])))
-    answer = server.makefile("rb").readline()
-    status = int(answer or b"9")  # the server is gone
+    answers = server.makefile("rb")
+    with open("/proc/self/comm", "wb") as name:  # noqa: PTH123
+        name.write(b"warm-" + answers.readline().strip())  # see `real_pid`
+    status = int(answers.readline() or b"9")  # the server is gone
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:

@@ -83,6 +83,8 @@ class Server:
             become(request, files, self._executable, partial(self._forget, client))
         for file in files:
             os.close(file)
+        with contextlib.suppress(OSError):
+            client.sendall(b"%d\n" % child)
         self._clients[child] = client
         self._selector.register(client, selectors.EVENT_READ, child)
 
