@@ -132,7 +132,7 @@ def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (work / f"said-{processes}").open("wb") as said:
         started = subprocess.Popen(command, stdout=said, stderr=said, cwd=work, env=env, start_new_session=True)
-    warm_python.wait_until_it_runs(started.pid)
+    warm_python.real_pid(started.pid)  # the next one is to have a higher process id
     return started
 
 

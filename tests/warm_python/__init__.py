@@ -51,28 +51,32 @@ def python(imported: Imported = "training") -> str:
 
 
 def real_pid(pid: int) -> int:
-    """The process that a client stands for, once it runs; any other process itself."""
+    """The process that a client stands for, waiting until it runs; any other process itself."""
+    process = Path("/proc", str(pid))
     try:
-        name = Path("/proc", str(pid), "comm").read_text().strip()
+        while b"/warm-python-" in b" ".join((process / "cmdline").read_bytes().split(b"\0")[:3]):
+            name = (process / "comm").read_text().strip()
+            if name.startswith("warm-"):
+                return int(name.removeprefix("warm-") or pid)
+            time.sleep(0.01)
     except (FileNotFoundError, ProcessLookupError):
-        return pid
-    return int(name.removeprefix("warm-") or pid) if name.startswith("warm-") else pid
+        pass
+    return pid
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started: the real ones, not the clients that stand for them."""
+    pid = real_pid(pid)
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [real_pid(int(child)) for child in found]
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs: the real ones, without the clients that stand for them."""
-    pid = real_pid(pid)
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [each for child in children for each in (real_pid(child), *descendants(child))]
-
-
-def wait_until_it_runs(pid: int) -> None:
-    """Waits until a client has got its process: the next one to be started has a higher process id."""
-    while real_pid(pid) == pid and Path("/proc", str(pid)).exists():
-        time.sleep(0.01)
+    """Children of a process, and theirs."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 _servers: list[int] = []

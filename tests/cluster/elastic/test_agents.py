@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_python
 from tests.conftest import launch, losses, tiny_config, write_config
 
 pytestmark = pytest.mark.integration
@@ -27,10 +28,12 @@ class Hosts:
     Attributes:
         work: directory of the run, the agents' files and logs.
         config: of the run.
+        python: that starts agents.
     """
 
     work: Path
     config: Path
+    python: str = field(default_factory=warm_python.python)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, *options: str, config: Path | None = None, before: Sequence[str] = ()) -> None:
@@ -40,7 +43,7 @@ class Hosts:
         given += ["pipeline.train", "--config", str(config or self.config)]
         with (self.work / f"{name}.log").open("ab") as log:
             self.agents[name] = subprocess.Popen(
-                [*before, sys.executable, "-m", "pipeline.cluster.elastic", *given],
+                [*before, self.python, "-m", "pipeline.cluster.elastic", *given],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -121,11 +124,12 @@ def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(ho
     config = json.loads(hosts.config.read_text())
     config["run"]["steps"] = 100_000
     write_config(hosts.config, config)
+    hosts.python = sys.executable  # the process that waits is started as users start it
     hosts.start("a")
     hosts.start("b")
     hosts.wait_for_step(25)
-    hosts.wait_for(lambda: len(children(hosts.agents["b"])) == 2)
-    rank, waiting = children(hosts.agents["b"])  # the second one has its imports done
+    hosts.wait_for(lambda: len(warm_python.children(hosts.agents["b"].pid)) == 2)
+    rank, waiting = sorted(warm_python.children(hosts.agents["b"].pid))  # the second one has its imports done
     os.kill(rank, signal.SIGKILL)
     hosts.wait_for(lambda: "start 2 on a, b (a rank was lost: rank 1 on b was ended by SIGKILL" in hosts.text())
     hosts.wait_for(lambda: str(Path(f"/proc/{waiting}/fd/0").readlink()) == "/dev/null")  # no longer the agent's pipe
@@ -136,11 +140,6 @@ def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(ho
     assert [hosts.code(name) for name in ("a", "b")] == [75, 75]
     assert "the run ends with code 75: stopped" in hosts.text()
     assert "stopped by SIGUSR1" in hosts.text()
-
-
-def children(agent: subprocess.Popen[bytes]) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=False).stdout
-    return sorted(map(int, found.split()))
 
 
 def test_a_host_whose_ranks_cannot_start_is_left_out(hosts: Hosts, tmp_path: Path) -> None:
