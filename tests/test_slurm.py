@@ -16,7 +16,7 @@ import pytest
 from tests.virtual_cluster.cluster import VirtualCluster
 from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.virtual_cluster.settings import Patience
-from tests.virtual_cluster.slurm_run import JOB_ENV, SlurmRun
+from tests.virtual_cluster.slurm_run import SlurmRun, job_env
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -82,7 +82,7 @@ def test_a_single_job_writes_the_same_tokens_with_several_workers(
 ) -> None:
     options = ["--cpus-per-task=2", f"--output={tmp_path}/log"]
     given = ["--config", str(corpus), "--set", f"output={tmp_path}/tokens"]
-    number = cluster.sbatch("slurm/data_prep.sbatch", *given, options=options, cwd=ROOT, env=JOB_ENV)
+    number = cluster.sbatch("slurm/data_prep.sbatch", *given, options=options, cwd=ROOT, env=job_env())
     assert cluster.wait(number).state == "COMPLETED", (tmp_path / "log").read_text()
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
@@ -153,12 +153,12 @@ def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
 ) -> None:
     local = _training_config(tmp_path, name="one_machine", tokens=tokens)
     command = [str(BIN / "deepspeed"), "--num_accelerators", "2", "pipeline/train.py", "--config", str(local)]
-    cluster.run(*command, cwd=ROOT, env=JOB_ENV, timeout_s=240)
+    cluster.run(*command, cwd=ROOT, env=job_env(), timeout_s=240)
 
     distributed = _training_config(tmp_path, name="two_nodes", tokens=tokens)
     options = ["--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/train.out"]
     job = cluster.wait(
-        cluster.sbatch("slurm/train.sbatch", str(distributed), options=options, cwd=ROOT, env=JOB_ENV), timeout_s=240
+        cluster.sbatch("slurm/train.sbatch", str(distributed), options=options, cwd=ROOT, env=job_env()), timeout_s=240
     )
     log = (tmp_path / "train.out").read_text()
     assert (job.state, job.nodes) == ("COMPLETED", "n[1-2]"), log
@@ -174,7 +174,7 @@ def test_a_config_that_is_refused_ends_the_job_with_exit_code_2_and_one_message(
     cluster: VirtualCluster, tmp_path: Path
 ) -> None:
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
-    job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=JOB_ENV))
+    job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=job_env()))
     log = (tmp_path / "train.out").read_text()
     assert (job.state, job.exit_code) == ("FAILED", 2), log
     assert log.count("error: ") == 1
@@ -184,7 +184,7 @@ def test_a_config_that_is_refused_ends_the_job_with_exit_code_2_and_one_message(
 
 def test_a_job_with_fewer_tasks_than_gpus_is_refused(cluster: VirtualCluster, tmp_path: Path) -> None:
     options = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=2", f"--output={tmp_path}/train.out"]
-    job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=JOB_ENV))
+    job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=job_env()))
     assert job.exit_code == 2
     assert "1 tasks but 2 GPUs per node" in (tmp_path / "train.out").read_text()
 
@@ -194,7 +194,7 @@ def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
 ) -> None:
     config = _long_config(tmp_path, tokens)
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
-    number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
+    number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=job_env())
     _wait_for_step(tmp_path / "long", 5)
     cluster.run("scancel", "--signal=USR1", str(number))  # as Slurm does before the time limit
     job = cluster.wait(number, timeout_s=240)
@@ -211,7 +211,7 @@ def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
 ) -> None:
     config, log = _long_config(tmp_path, tokens), tmp_path / "train.out"
     options = ["--nodes=2", f"--output={log}"]
-    number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
+    number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=job_env())
     for start in (1, 2, 3):
         _wait_until(lambda starts=start: log.exists() and log.read_text().count("tasks\n") == starts)
         # there is no agent yet: the script remembers the request
@@ -274,7 +274,7 @@ def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> st
     """Submits a chain of data-prep jobs from `directory`; returns what the command printed."""
     command = [sys.executable, "-m", "data_prep", "--executor", "slurm", "--workers", str(WORKERS)]
     output = ["--config", str(corpus), "--set", f"output={directory}/tokens"]
-    return cluster.run(*command, *output, cwd=directory, env=JOB_ENV)
+    return cluster.run(*command, *output, cwd=directory, env=job_env())
 
 
 def _status(corpus: Path, directory: Path) -> str:

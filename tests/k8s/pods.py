@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import warm_python
 from tests.conftest import ROOT
 from tests.k8s.manifests import document, jobs_of
 from tests.virtual_cluster.machine import Machine
@@ -33,7 +33,7 @@ def command_of_manifest(config: Path, *sets: str) -> list[str]:
     args = list(document(FOLDER, "TrainJob")["spec"]["trainer"]["args"])
     assert args[0] == "headrace"
     words = [str(config) if word == "/etc/headrace/train.json" else word for word in args[1:]]
-    return [sys.executable, "-m", "headrace", *words, *(word for text in sets for word in ("--set", text))]
+    return [warm_python.python(), "-m", "headrace", *words, *(word for text in sets for word in ("--set", text))]
 
 
 @dataclass

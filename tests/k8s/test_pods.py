@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm_python
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.k8s.manifests import need_kubectl
 from tests.k8s.pods import Pods, command_of_manifest
@@ -83,7 +83,7 @@ def test_a_refused_config_fails_the_job_once(tokens: Path, tmp_path: Path) -> No
 def test_torchrun_in_the_pods_reads_the_same_variables(
     tokens: Path, tmp_path: Path, expected: dict[int, float]
 ) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "-m", "pipeline.train"]
+    torchrun = [warm_python.python(), "-m", "torch.distributed.run", "-m", "pipeline.train"]
     command = [*torchrun, "--config", str(make_config(tokens, tmp_path))]
     with Pods(tmp_path / "pods", 2, command, tokens, counted_only=True) as pods:
         pods.run_until(lambda: step(tmp_path) > EVERY)

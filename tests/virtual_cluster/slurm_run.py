@@ -10,11 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import warm_python
 from tests.virtual_cluster.cluster import VirtualCluster
 
 ROOT = Path(__file__).parents[2]
-# the jobs use the environment that the tests run in, wherever it is; one thread each, since all nodes share the cores
-JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def job_env() -> dict[str, str]:
+    """The environment of jobs: the programs of the tests; one thread each, since all nodes share the cores."""
+    path = os.pathsep.join([str(warm_python.folder()), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"HEADRACE_VENV": "", "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -37,7 +42,7 @@ class SlurmRun:
         """Submits slurm/train.sbatch."""
         options = [*options, f"--output={self.log}"]
         self.job = self.cluster.sbatch(
-            "slurm/train.sbatch", str(config), options=options, cwd=ROOT, env={**JOB_ENV, **env}
+            "slurm/train.sbatch", str(config), options=options, cwd=ROOT, env={**job_env(), **env}
         )
 
     def losses(self) -> dict[int, float]:

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT, tiny_config, write_config
 from tests.virtual_cluster.cluster import VirtualCluster
 from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
-from tests.virtual_cluster.slurm_run import JOB_ENV
+from tests.virtual_cluster.slurm_run import job_env
 
 pytestmark = [pytest.mark.integration, *NEEDS_SLURM]
 cluster = module_cluster(nodes=2, cpus=1)
@@ -23,7 +23,7 @@ def test_the_arrays_of_a_ladder_end_with_its_prediction(cluster: VirtualCluster,
     config = write_config(tmp_path / "large.json", {**fields, "run": run})
     words = ["--rungs", "3", "--smallest", "0.1", "--largest", "0.6", "--budgets", "0.5,1", "--learning-rates", "1"]
     command = [sys.executable, "-P", "-m", "pipeline", "ladder", "--config", str(config), *words]
-    printed = cluster.run(*command, "--tolerance", "0.5", "--slurm", cwd=ROOT, env=JOB_ENV, timeout_s=240)
+    printed = cluster.run(*command, "--tolerance", "0.5", "--slurm", cwd=ROOT, env=job_env(), timeout_s=240)
     assert "an array of 6" in printed, printed
     output = tmp_path / "run-ladder"
     jobs = cluster.wait_for_all(timeout_s=900)

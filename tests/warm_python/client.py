@@ -13,6 +13,7 @@ import sys
 import time
 
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGTSTP")
+NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")
 START_S = 180.0
 """Seconds that the server may take to import and listen."""
 
@@ -33,7 +34,8 @@ def main(socket_path: str, program: str) -> None:
         "umask": os.umask(0o022),
     }
     payload = json.dumps(request).encode()
-    socket.send_fds(server, [len(payload).to_bytes(4, "big")], files)
+    namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    socket.send_fds(server, [len(payload).to_bytes(4, "big")], [*namespaces, *files])
     server.sendall(payload)
     for name in PASSED_ON:
         number = getattr(signal, name)

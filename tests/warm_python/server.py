@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import logging
 import multiprocessing.util
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.warm_python import imports
+from tests.warm_python.client import NAMESPACES
 
 _FLAGS = ("-P", "-u", "-I")
 """Options of python that are served; a command with another one gets a python of its own."""
@@ -42,6 +44,7 @@ class Server:
     def __init__(self, path: str, executable: str) -> None:
         self._executable = executable
         self._clients: dict[int, socket.socket] = {}
+        self._processes: dict[int, int] = {}  # child -> the process that runs: its own child in another pid namespace
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(path)
         self._listening.listen(64)
@@ -78,14 +81,24 @@ class Server:
         except (OSError, ValueError):  # it was killed meanwhile
             client.close()
             return
+        namespaces, files = files[: len(NAMESPACES)], files[len(NAMESPACES) :]
+        elsewhere = namespaces if any(map(_is_other, namespaces, NAMESPACES)) else []
+        answer, tell = os.pipe() if elsewhere else (-1, -1)
         child = os.fork()
         if not child:
+            if elsewhere:
+                _enter(elsewhere, tell)
             become(request, files, self._executable, partial(self._forget, client))
-        for file in files:
+        for file in (*namespaces, *files):
             os.close(file)
+        process = child
+        if elsewhere:
+            os.close(tell)
+            process = int(os.read(answer, 20) or child)  # nothing where it could not be entered: the child says so
+            os.close(answer)
         with contextlib.suppress(OSError):
-            client.sendall(b"%d\n" % child)
-        self._clients[child] = client
+            client.sendall(b"%d\n" % process)
+        self._clients[child], self._processes[child] = client, process
         self._selector.register(client, selectors.EVENT_READ, child)
 
     def _forget(self, client: socket.socket) -> None:
@@ -105,16 +118,18 @@ class Server:
         except OSError:
             numbers = b""
         for number in numbers:
-            os.kill(child, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[child], number)
         if not numbers:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
+                os.killpg(self._processes[child], signal.SIGKILL)
             self._selector.unregister(self._clients.pop(child)).fileobj.close()  # type: ignore[union-attr]
 
     def _collect(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 client = self._clients.pop(ended[0], None)
+                self._processes.pop(ended[0], None)
                 if client is not None:
                     self._selector.unregister(client)
                     with contextlib.suppress(OSError):
@@ -122,9 +137,35 @@ class Server:
                     client.close()
 
     def _end(self) -> None:
-        for child in self._clients:
-            os.kill(child, signal.SIGKILL)
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         os._exit(0)
+
+
+def _is_other(file: int, name: str) -> bool:
+    return os.fstat(file).st_ino != Path("/proc/self/ns", name).stat().st_ino
+
+
+def _enter(namespaces: list[int], tell: int) -> None:
+    """In a child: enters namespaces, and forks the process that runs there; does not return in the child itself."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for file in namespaces:
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(file)
+    process = os.fork()
+    if not process:
+        os.close(tell)
+        return
+    os.write(tell, b"%d" % process)
+    signal.set_wakeup_fd(-1)
+    os.closerange(0, 1024)
+    status = os.waitpid(process, 0)[1]
+    if os.WIFSIGNALED(status):
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 def become(request: dict[str, Any], files: list[int], executable: str, forget: Callable[[], None]) -> None:

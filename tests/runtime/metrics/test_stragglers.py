@@ -215,7 +215,7 @@ def test_a_rank_with_more_work_is_named_and_reports_become_rarer_when_profiling_
 
 
 def test_no_rank_is_named_where_none_is_slow(tokens: Path, tmp_path: Path) -> None:
-    # other tests share the machine and do slow a rank down, up to 3.7 times in two reports in a row: but not in each run
+    # other tests on the machine slow a rank down, up to 3.7 times in two reports in a row: but not in each run
     for attempt in ("first", "second", "third"):
         reports, output = trained(tokens, tmp_path / attempt, "deepspeed-3", slow=2, threshold=1.0)
         if "straggler:" not in output:
