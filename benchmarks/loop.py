@@ -49,13 +49,16 @@ from pipeline.models.hf_config import resolve_hf_config
 from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.batches import RankBatches
+from pipeline.run.checkpoint_saves import CheckpointSaves
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
+from pipeline.run.heldout_evaluation import HeldOutEvaluation
 from pipeline.run.instruments import Instruments
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
+from pipeline.run.progress import Progress
 from pipeline.run.step_times import StepTimes
-from pipeline.run.trainer import Progress, Trainer
+from pipeline.run.trainer import Trainer
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
@@ -290,24 +293,31 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
     prepared.run_dir.mkdir(parents=True)
     sinks = Sinks([Journal(prepared.run_dir, from_step=0)])
     given: dict[str, Any] = {"samples": run.batch.samples, "skips": NO_SKIPS}
-    Trainer(
-        run=run,
+    stepper = GuardedStepper(
+        engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
+    )
+    shown = TrainingDisplay(first=0, total=run.steps, shown=False)
+    shared: dict[str, Any] = {"run": run, "watchdog": Watchdog(), "sinks": sinks, "display": shown}
+    asked: dict[str, Any] = {"signals": StopSignals(announce=False), "agreement": Agreement(device)}
+    progress = Progress(0)
+    saves = CheckpointSaves(
         engine=engine,
-        stepper=GuardedStepper(
-            engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
-        ),
-        steps=rounds.steps(iter(loader(prepared))),
-        heldout=RankBatches(prepared, 0),
+        stepper=stepper,
         writer=CheckpointWriter(prepared.store),
         manifest=RunManifest(prepared, 0),
-        signals=StopSignals(announce=False),
-        agreement=Agreement(device),
-        watchdog=Watchdog(),
-        sinks=sinks,
-        display=TrainingDisplay(first=0, total=run.steps, shown=False),
-        instruments=instruments(prepared, device),
-        progress=Progress(0),
         timer=CheckpointTimer(run.config.run, decides=True),
+        progress=progress,
+        **shared,
+    )
+    Trainer(
+        stepper=stepper,
+        steps=rounds.steps(iter(loader(prepared))),
+        saves=saves,
+        evaluation=HeldOutEvaluation(engine=engine, batches=RankBatches(prepared, 0), saves=saves, **asked, **shared),
+        instruments=instruments(prepared, device),
+        progress=progress,
+        **asked,
+        **shared,
     ).train()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import warm
+from tests import warm, warm_python
 from tests.cpu_seconds import CpuSeconds
 
 ROOT = warm.ROOT
@@ -142,7 +142,7 @@ def command_line(script: str, config: Path, *sets: str, processes: int) -> list[
 
 def warm_command(script: str, config: Path, *sets: str, processes: int) -> list[str]:
     """As `command_line`, by the warm Python."""
-    return _command_line(warm.warm_python.python(), script, config, *sets, processes=processes)
+    return _command_line(warm_python.python(), script, config, *sets, processes=processes)
 
 
 def _command_line(python: str, script: str, config: Path, *sets: str, processes: int) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.config.sections.run import RunSection
-from pipeline.run.checkpoint_interval import AutoInterval, IntervalDecision
+from pipeline.run.checkpoint_interval import AutoInterval, IntervalDecision, make_interval, saves_before
 
 DEFAULT_MINUTES = 30.0
 """Of a run that says nothing about checkpoints: what it loses at most. Saving costs a copy to host memory each time."""
@@ -68,3 +69,19 @@ class CheckpointTimer:
         if self._interval is None or not self._decides:
             return None
         return self._interval.measured(blocking_s=waited_s, save_s=seconds - waited_s)
+
+
+def make_timer(section: RunSection, run_dir: Path, *, nodes: int, decides: bool) -> CheckpointTimer:
+    """The timer of a rank; "auto" goes on from what saves have cost before.
+
+    Args:
+        section: the config's `run`.
+        run_dir: of the run, whose journal has the earlier saves.
+        nodes: of the run.
+        decides: see `CheckpointTimer`.
+    """
+    interval = make_interval(section, nodes=nodes)
+    timer = CheckpointTimer(section, decides=decides, interval=interval)
+    for waited, background in saves_before(run_dir) if interval and decides else ():
+        timer.saved(waited_s=waited, seconds=waited + background)
+    return timer

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
+
+from pipeline.engines.base import Engine
+from pipeline.engines.parallel.compilation import compilation_clock
 from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.garbage import GarbageCollector
+from pipeline.run.prepare import PreparedRun
 from pipeline.run.step_times import StepTimes
+from pipeline.runtime.metrics.memory import PeakMemory
+from pipeline.runtime.metrics.peak import peak_flops
 from pipeline.runtime.metrics.profiling import StepProfiler
 from pipeline.runtime.metrics.step_clock import StepClock
-from pipeline.runtime.metrics.stragglers import Stragglers
+from pipeline.runtime.metrics.stragglers import Stragglers, peers_of, report_interval
 
 
 @dataclass(frozen=True)
@@ -38,3 +46,46 @@ class Instruments:
     compilations: Callable[[], tuple[int, float]]
     flops_per_token: float | None
     peak_flops: float | None
+
+
+def make_instruments(
+    prepared: PreparedRun,
+    engine: Engine,
+    device: torch.device,
+    *,
+    rank: int,
+    say: Callable[[str], None],
+    stack: ExitStack,
+) -> Instruments:
+    """The instruments of a rank.
+
+    Args:
+        prepared: the run.
+        engine: whose device has a peak.
+        device: of this rank.
+        rank: of this process.
+        say: prints a line.
+        stack: ends the profiler and the garbage collector.
+    """
+    run, gpu = prepared.run, device.type == "cuda"
+    config = run.config
+    stragglers = Stragglers(
+        threshold=config.stragglers.threshold,
+        every=report_interval(run, layers=int(prepared.hf_config.get("num_hidden_layers") or 0)),
+        peers=peers_of(run.topology),
+        rank=rank,
+        gpu=torch.cuda.is_available(),
+    )
+    return Instruments(
+        clock=StepClock(),
+        times=StepTimes(),
+        memory=AgreedPeak(PeakMemory(device)),
+        stragglers=stragglers,
+        profiler=stack.enter_context(
+            StepProfiler(config.profile, run_dir=prepared.run_dir, rank=rank, gpu=gpu, say=say)
+        ),
+        garbage=stack.enter_context(GarbageCollector(config.run.gc_every)),
+        compilations=compilation_clock(config.compile),
+        flops_per_token=prepared.size.flops_per_token,
+        peak_flops=peak_flops(engine.device_name, bf16=config.bf16.enabled),
+    )

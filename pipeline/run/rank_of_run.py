@@ -15,7 +15,7 @@ from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankOfRun:
     """One rank of a run that trains.
 

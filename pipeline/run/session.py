@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,58 +24,47 @@ from pipeline.data.loader import StepLoader
 from pipeline.data.skips import NO_SKIPS, Skips, skips_of
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
-from pipeline.engines.deepspeed.machine import check_machine
-from pipeline.engines.parallel.compilation import compilation_clock, compiles
-from pipeline.engines.parallel.fp8 import check_fp8_device
-from pipeline.engines.parallel.mesh import Mesh, build_mesh
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.models.build.initial_values import ReportsProgress, Zeros
 from pipeline.models.build.meta import parameter_shapes
-from pipeline.models.flash_attention import check_flash_attention
 from pipeline.models.sdpa_order import ordered_sdpa
-from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.anomalies.guarded_step import GuardedStepper, Rollback
 from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches
-from pipeline.run.checkpoint_interval import make_interval, saves_before
-from pipeline.run.checkpoint_timer import CheckpointTimer
-from pipeline.run.garbage import GarbageCollector
-from pipeline.run.instruments import Instruments
+from pipeline.run.checkpoint_saves import CheckpointSaves
+from pipeline.run.checkpoint_timer import make_timer
+from pipeline.run.connect import check_device, check_node, connect
+from pipeline.run.heldout_evaluation import HeldOutEvaluation
+from pipeline.run.instruments import make_instruments
 from pipeline.run.manifest import RunManifest
 from pipeline.run.measured import measured
-from pipeline.run.memory_checkpoints import KeptCopies, kept_copies, memory_folder
+from pipeline.run.memory_checkpoints import KeptCopies, kept_copies
 from pipeline.run.messages import closing_line, loaded_line, opening_lines, quiet_libraries
 from pipeline.run.out_of_memory import explained_out_of_memory
-from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
+from pipeline.run.progress import Progress
 from pipeline.run.rank_of_run import RankOfRun
 from pipeline.run.resume import (
     changes_since,
-    check_shared,
     describe_changes,
     fresh_optimizer_line,
     learning_rate_change,
     refuse_other_curve,
 )
-from pipeline.run.staged_data import check_stage_space, staged_data
-from pipeline.run.step_times import StepTimes
+from pipeline.run.staged_data import staged_data
 from pipeline.run.surroundings import Group, StudentSamples
-from pipeline.run.trainer import Progress, Trainer
-from pipeline.run.uneven.balance_shares import check_compiled_shares, make_balancer
-from pipeline.run.uneven.measure_stages import MeasuredStages, measure_stages
+from pipeline.run.trainer import Trainer
+from pipeline.run.uneven.balance_shares import make_balancer
+from pipeline.run.uneven.measure_stages import MeasuredStages
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.progress import progress_from_io
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals, coordinate_exit
 from pipeline.runtime.faults.watchdog import Watchdog, run_watchdog
-from pipeline.runtime.launch import Launch, Rendezvous, detect, process_group, wait_as_spare
+from pipeline.runtime.launch import Launch, detect, wait_as_spare
 from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.journal import Journal, read_rows
-from pipeline.runtime.metrics.memory import PeakMemory
-from pipeline.runtime.metrics.peak import peak_flops
-from pipeline.runtime.metrics.profiling import StepProfiler
 from pipeline.runtime.metrics.sinks import Sink, Sinks
-from pipeline.runtime.metrics.step_clock import StepClock
-from pipeline.runtime.metrics.stragglers import Stragglers, peers_of, report_interval
 from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.runtime.metrics.wandb_sink import WandbSink
 
@@ -103,17 +93,17 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     launch = replace(launch, world_size=run.topology.world_size)
     quiet_libraries(launch)
     prepared = prepare(run)
-    _check_node(prepared)
+    check_node(prepared)
     notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
-    _check_device(run, device)
+    check_device(run, device)
     notes += bind_to_gpu(device.index, run.config.launch)
     with ExitStack() as stack:
         notes += filter(None, [stack.enter_context(ordered_sdpa(device))])
         # Connect: lock the run's directory, form the process groups, start the watchdog.
         attempt = stack.enter_context(locked_attempt(prepared.run_dir, launch))
         signals.handle_interrupts()
-        rendezvous, mesh, preflight_summary, stages = _connect(prepared, launch, device, stack)
+        rendezvous, mesh, preflight_summary, stages = connect(prepared, launch, device, stack)
         attempt.connected(launch, rendezvous)
         watchdog = stack.enter_context(
             run_watchdog(launch, rendezvous, config=run.config.watchdog, run_dir=prepared.run_dir)
@@ -295,51 +285,25 @@ class Session:
                 stepper.load_state_dict(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
             batches = RankBatches(prepared, self.launch.rank)
-            group = self._open_group(
-                RankOfRun(
-                    run,
-                    self.launch.rank,
-                    prepared.curve,
-                    engine,
-                    self.agreement,
-                    self.signals,
-                    self.watchdog,
-                    sinks.event,
-                    display.say,
-                    checkpoint,
-                    stack,
-                ),
-                stepper,
-                batches,
+            here = RankOfRun(
+                run=run,
+                rank=self.launch.rank,
+                curve=prepared.curve,
+                engine=engine,
+                agreement=self.agreement,
+                signals=self.signals,
+                watchdog=self.watchdog,
+                record=sinks.event,
+                say=display.say,
+                checkpoint=checkpoint,
+                stack=stack,
             )
+            group = self._open_group(here, stepper, batches)
             if group is not None:
                 if stop := group.start():
                     return stop
                 done = group.step
-            steps = group.batches() if group else batches.training(first_step=done + 1, skips=skips)
-            balancer = make_balancer(
-                run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack
-            )
-            trainer = Trainer(
-                run=run,
-                engine=engine,
-                stepper=stepper,
-                steps=steps,
-                heldout=batches,
-                writer=self._checkpoint_writer(),
-                manifest=manifest,
-                signals=self.signals,
-                agreement=self.agreement,
-                watchdog=self.watchdog,
-                sinks=sinks,
-                display=display,
-                instruments=self._instruments(engine, display.say, stack),
-                progress=Progress(done),
-                timer=self._checkpoint_timer(),
-                student=self._student(engine),
-                group=group,
-                balancer=balancer,
-            )
+            trainer = self._trainer(here, stepper, batches, manifest, group, Progress(done), sinks, display)
             self.attempt.training(done)
             try:
                 with explained_out_of_memory(prepared, self.agreement.device):
@@ -347,7 +311,7 @@ class Session:
                     stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
             except Rollback:
                 self.watchdog.enter_phase("rolling back")
-                trainer.wait_for_checkpoint()
+                trainer.saves.wait()
                 raise
             except BaseException as error:
                 self.watchdog.report_error(error)  # before the sinks are closed, which may take long
@@ -366,6 +330,50 @@ class Session:
                 display.say(goodput)
             return stop
 
+    def _trainer(
+        self,
+        here: RankOfRun,
+        stepper: GuardedStepper,
+        batches: RankBatches,
+        manifest: RunManifest,
+        group: Group | None,
+        progress: Progress,
+        sinks: Sinks,
+        display: TrainingDisplay,
+    ) -> Trainer:
+        """The loop, its saves, its evaluation and its instruments."""
+        prepared, run, engine, stack = self.prepared, here.run, here.engine, here.stack
+        first = progress.step + 1
+        steps = group.batches() if group else batches.training(first_step=first, skips=stepper.skips)
+        balancer = make_balancer(run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack)
+        shared: dict[str, Any] = {"run": run, "watchdog": self.watchdog, "sinks": sinks, "display": display}
+        saves = CheckpointSaves(
+            engine=engine,
+            stepper=stepper,
+            writer=self._checkpoint_writer(),
+            manifest=manifest,
+            timer=make_timer(run.config.run, prepared.run_dir, nodes=self.attempt.nodes, decides=self._first),
+            progress=progress,
+            group=group,
+            **shared,
+        )
+        asked: dict[str, Any] = {"signals": self.signals, "agreement": self.agreement}
+        return Trainer(
+            stepper=stepper,
+            steps=steps,
+            saves=saves,
+            evaluation=HeldOutEvaluation(engine=engine, batches=batches, saves=saves, **asked, **shared),
+            instruments=make_instruments(
+                prepared, engine, self.agreement.device, rank=self.launch.rank, say=display.say, stack=stack
+            ),
+            progress=progress,
+            student=self._student(engine),
+            group=group,
+            balancer=balancer,
+            **asked,
+            **shared,
+        )
+
     def _open_group(self, here: RankOfRun, stepper: GuardedStepper, batches: RankBatches) -> Group | None:
         """The island or the replica of the model that this process belongs to; None in an ordinary run. Collective."""
         if self.prepared.run.config.islands is not None:
@@ -381,20 +389,6 @@ class Session:
             return open_replica(here, stepper=stepper, load=load)
         return None
 
-    def _instruments(self, engine: Engine, say: Callable[[str], None], stack: ExitStack) -> Instruments:
-        config = self.prepared.run.config
-        return Instruments(
-            clock=StepClock(),
-            times=StepTimes(),
-            memory=AgreedPeak(PeakMemory(self.agreement.device)),
-            stragglers=self._stragglers(),
-            profiler=stack.enter_context(self._profiler(say)),
-            garbage=stack.enter_context(GarbageCollector(config.run.gc_every)),
-            compilations=compilation_clock(config.compile),
-            flops_per_token=self.prepared.size.flops_per_token,
-            peak_flops=peak_flops(engine.device_name, bf16=config.bf16.enabled),
-        )
-
     def _student(self, engine: Engine) -> StudentSamples | None:
         """What generates the student's own samples, in a distillation that trains on them."""
         if self.prepared.run.config.distill is None:
@@ -408,15 +402,6 @@ class Session:
             device=self.agreement.device,
             on_progress=self.watchdog.report_progress,
         )
-
-    def _checkpoint_timer(self) -> CheckpointTimer:
-        """Decides when to save, on rank 0; "auto" goes on from what saves have cost before."""
-        section = self.prepared.run.config.run
-        interval = make_interval(section, nodes=self.attempt.nodes)
-        timer = CheckpointTimer(section, decides=self._first, interval=interval)
-        for waited, background in saves_before(self.prepared.run_dir) if interval and self._first else ():
-            timer.saved(waited_s=waited, seconds=waited + background)
-        return timer
 
     @property
     def _first(self) -> bool:
@@ -464,7 +449,7 @@ class Session:
 
     def _missed_evaluation(self, trainer: Trainer, done: int) -> Stop:
         """Evaluates after step `done` where that is due and was cut short: work is saved before it is evaluated."""
-        due = done > 0 and trainer.evaluation_due(done)
+        due = done > 0 and trainer.evaluation.due(done)
         if not due or on_rank_zero(partial(_is_evaluated, self.prepared.run_dir, done)):
             return Stop.NO
         return trainer.evaluate(done)
@@ -488,63 +473,6 @@ class Session:
         copies = self.copies.copier(rank=self.launch.rank, ranks_here=self.files.ranks_here)
         progress = self.watchdog.report_progress
         return CheckpointWriter(self.prepared.store, background=background, on_progress=progress, copies=copies)
-
-    def _profiler(self, say: Callable[[str], None]) -> StepProfiler:
-        section, gpu = self.prepared.run.config.profile, self.agreement.device.type == "cuda"
-        return StepProfiler(section, run_dir=self.prepared.run_dir, rank=self.launch.rank, gpu=gpu, say=say)
-
-    def _stragglers(self) -> Stragglers:
-        run = self.prepared.run
-        peers = peers_of(run.topology)
-        every = report_interval(run, layers=int(self.prepared.hf_config.get("num_hidden_layers") or 0))
-        gpu, threshold = torch.cuda.is_available(), run.config.stragglers.threshold
-        return Stragglers(threshold=threshold, every=every, peers=peers, rank=self.launch.rank, gpu=gpu)
-
-
-def _check_node(prepared: PreparedRun) -> None:
-    """Refuses what this node cannot do, before anything is touched."""
-    if prepared.run.config.engine == "deepspeed":
-        check_machine(prepared.run.config)
-    check_stage_space(prepared)
-    if prepared.run.config.islands or prepared.run.config.replicas:
-        from pipeline.run.groups.islands.build import check_island  # noqa: PLC0415
-
-        check_island(prepared.run.config.islands)
-        check_island(prepared.run.config.replicas, field="replicas")
-    memory_folder(prepared.run.config.run)
-
-
-def _check_device(run: ResolvedRun, device: torch.device) -> None:
-    """Refuses what this rank's device cannot compute."""
-    check_fp8_device(run.config.fp8, device)
-    check_flash_attention(run.config.model.attn_implementation, device)
-    check_compiled_shares(run, compiled=compiles(run.config.compile))
-
-
-def _connect(
-    prepared: PreparedRun, launch: Launch, device: torch.device, stack: ExitStack
-) -> tuple[Rendezvous | None, Mesh | None, str | None, MeasuredStages | None]:
-    """Opens the process groups and checks them with all-reduces; one process of our own engines has none.
-
-    Returns:
-        The rendezvous of all ranks, this rank's process groups, the pre-flight check's line for people, and the
-        speeds of pipeline stages where the config has them measured.
-    """
-    run = prepared.run
-    if run.alone:
-        return None, None, None, None
-    rendezvous = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
-    mesh, summary = None, None
-    if rendezvous.world_size > 1:
-        mesh, summary = preflight(rendezvous, partial(_make_mesh, run, device), device=device)
-    check_shared(prepared.run_dir, rendezvous)
-    return rendezvous, mesh, summary, measure_stages(run, prepared.model, rendezvous, device)
-
-
-def _make_mesh(run: ResolvedRun, device: torch.device) -> Mesh:
-    mesh = build_mesh(run, device.type)
-    assert mesh is not None  # only the reference has none
-    return mesh
 
 
 def _skips_after(checkpoint: Checkpoint, run_dir: Path) -> Skips:

@@ -59,6 +59,17 @@ DEEPSPEED = {
     "ZeRO-1, pp 2": compiled(1, parallel={"pp": 2}),
 }
 
+SWEPT = {
+    "dp 2, bf16, inductor",
+    "tp 2, selective",
+    "cp 2, full",
+    "cp 2, ring",
+    "experts",
+    "ZeRO-0, selective",
+    "ZeRO-3, chunked loss",
+}
+"""Layouts for the sweep alone: each of their options is compiled in another layout, with one that is harder."""
+
 
 @pytest.fixture(scope="module")
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
@@ -74,14 +85,14 @@ def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
 
 
-@pytest.mark.parametrize("name", layout_params({"dp 2, selective"}, NATIVE, integration=NATIVE))
+@pytest.mark.parametrize("name", layout_params({"dp 2, selective"}, NATIVE, integration=NATIVE.keys() - SWEPT))
 def test_a_compiled_native_layout_trains_as_the_reference(name: str, native: dict[str, dict[str, float]]) -> None:
     assert_within_tolerance(native[name], name)
     # of all layers together: one with gradients, one for the evaluation
     assert native[name]["graphs"] == GRAPHS.get(name, 2)
 
 
-@pytest.mark.parametrize("name", layout_params(set(), DEEPSPEED, integration=DEEPSPEED))
+@pytest.mark.parametrize("name", layout_params(set(), DEEPSPEED, integration=DEEPSPEED.keys() - SWEPT))
 def test_a_compiled_deepspeed_layout_trains_as_the_reference(name: str, deepspeed: dict[str, dict[str, float]]) -> None:
     assert_within_tolerance(deepspeed[name], name)
     assert deepspeed[name]["graphs"] == GRAPHS.get(name, 2)

@@ -42,8 +42,8 @@ def main(socket_path: str, program: str) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda given, _frame: server.send(bytes([given])))
     answers = server.makefile("rb")
-    with open("/proc/self/comm", "wb") as name:  # noqa: PTH123
-        name.write(b"warm-" + answers.readline().strip())  # see `real_pid`
+    with open("/proc/self/comm", "wb") as own:  # noqa: PTH123
+        own.write(b"warm-" + answers.readline().strip())  # see `real_pid`
     status = int(answers.readline() or b"9")  # the server is gone
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -262,8 +261,3 @@ def _check_mask(config: PruneConfig, anatomy: Anatomy, shape: Shape | None) -> N
     if mask is not None and mask.pattern == "2:4" and "sparsity" in mask.model_fields_set and mask.sparsity != 0.5:
         why = "2:4 has two zeros in four"
         raise ConfigError("experimental.sparsity", mask.sparsity, why=why, remedy='use "unstructured", or leave it out')
-
-
-def cut_axes(plan: PruningPlan, shape: Mapping[str, int]) -> list[str]:
-    """The axes that a shape makes smaller."""
-    return [axis for axis, size in plan.anatomy.sizes.items() if shape[axis] < size]

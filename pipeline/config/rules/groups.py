@@ -6,7 +6,6 @@ import ipaddress
 
 from headrace.base.errors import ConfigError
 from pipeline.config.quorum_schema import QuorumSection
-from pipeline.config.sections.groups import IslandsSection
 from pipeline.config.sections.run import Config
 
 
@@ -72,11 +71,6 @@ def refuse_rollback(config: Config, *, why: str) -> None:
         value = getattr(config.anomalies, field)
         if value == "rollback":
             raise ConfigError(f"anomalies.{field}", value, why=why, remedy="use skip")
-
-
-def is_island(section: IslandsSection | None) -> bool:
-    """Whether this run is an island: the section is there, and the island has a name."""
-    return section is not None and section.name is not None
 
 
 def is_loopback(address: str) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from pipeline.runtime.metrics.attempts_journal import read_events
-from tests.cluster.elastic.test_agents import Hosts, children
+from tests.cluster.elastic.test_agents import Hosts
 from tests.conftest import tiny_config, write_config
+from tests.warm_python import children
 
 pytestmark = pytest.mark.integration
 OWN_TMPFS = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
@@ -55,7 +56,7 @@ def test_a_lost_rank_costs_no_file_and_a_lost_host_only_its_own(hosts: Hosts, sh
     for name in ("a", "b"):
         hosts.start(name, before=own_memory(shm))
     hosts.wait_for_step(50)
-    os.kill(children(hosts.agents["b"])[0], signal.SIGKILL)
+    os.kill(children(hosts.agents["b"].pid)[0], signal.SIGKILL)
     hosts.wait_for(lambda: len(loads(hosts)) == 1)
     [first] = loads(hosts)
     assert first["read"]["run_dir"] == 0

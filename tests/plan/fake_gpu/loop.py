@@ -73,7 +73,7 @@ class _Phases:
         return Counter(self._recorder.host_reads), Counter(self._recorder.deferred_reads)
 
 
-_BEGIN, _EVALUATE, _HELDOUT = Trainer._begin, Trainer._evaluate, RankBatches.evaluation
+_BEGIN, _EVALUATE, _HELDOUT = Trainer._begin, Trainer.evaluate, RankBatches.evaluation
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def main() -> None:
     with (
         patch.object(session, "prepare", lambda _run: prepared),
         patch.object(Trainer, "_begin", _method(phases.begin)),
-        patch.object(Trainer, "_evaluate", _method(phases.evaluate)),
+        patch.object(Trainer, "evaluate", _method(phases.evaluate)),
         patch.object(RankBatches, "evaluation", _method(phases.scored)),
         patch.object(CheckpointWriter, "begin", reached),
         patch.object(Agreement, "begin_max", lambda _self, *values: SimpleNamespace(read=lambda: list(values))),

@@ -1,0 +1,163 @@
+"""A rank's checkpoints while it trains: when one is due, written in the background, reported, and the last of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
+from pipeline.checkpoint.store import CheckpointInfo
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.base import Engine
+from pipeline.run.anomalies.guarded_step import GuardedStepper
+from pipeline.run.checkpoint_timer import CheckpointTimer
+from pipeline.run.manifest import RunManifest
+from pipeline.run.progress import Progress
+from pipeline.run.surroundings import Group
+from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.sinks import Sinks
+from pipeline.runtime.metrics.step_clock import Stopwatch
+
+
+@dataclass(frozen=True)
+class CheckpointSaves:
+    """Saves what an engine, a stepper and a group hold.
+
+    Attributes:
+        run: the resolved config.
+        engine: hands out its state.
+        stepper: what it knows of loss spikes belongs to a checkpoint.
+        writer: writes the files.
+        manifest: writes the run's manifest, and describes a checkpoint for its own.
+        timer: when a checkpoint is due by time.
+        progress: of the run; is told of saves that advanced.
+        watchdog: is told the phase this rank is in.
+        sinks: where events go.
+        display: messages.
+        group: an island or a replica, whose state is saved with the engine's; None in an ordinary run.
+        blocked: the time in which training waited for checkpoints.
+    """
+
+    run: ResolvedRun
+    engine: Engine
+    stepper: GuardedStepper
+    writer: CheckpointWriter
+    manifest: RunManifest
+    timer: CheckpointTimer
+    progress: Progress
+    watchdog: Watchdog
+    sinks: Sinks
+    display: TrainingDisplay
+    group: Group | None = None
+    blocked: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes."""
+        return self.writer.busy
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is begun and not committed."""
+        return self.writer.pending
+
+    def due(self, step: int) -> bool:
+        """Whether the config wants a checkpoint after a step, whatever the time."""
+        every = self.run.config.run.checkpoint_every
+        return every != "auto" and bool(every and step % every == 0)
+
+    def save(self, step: int) -> None:
+        """Starts writing a checkpoint once the previous one is written. Collective.
+
+        A failure is reported, and training goes on.
+        """
+        with self.blocked.running():
+            self.watchdog.enter_phase("saving", step)
+            self.timer.restart()
+            self._report(self.writer.wait())
+            self.sinks.flush()  # a checkpoint has the rows of its steps, even if the process is killed next
+            try:
+                self.writer.begin(self._described(step), self._state)
+            except CheckpointError as error:
+                self._report(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
+
+    def advance(self, *, busy: bool) -> None:
+        """Commits the checkpoint that is being written once no rank is busy with it. Collective."""
+        if self.pending and not busy:
+            self.progress.advanced = self.progress.begun
+            self._report(self.writer.advance())
+
+    def wait(self) -> None:
+        """Waits for a checkpoint that is being written. Collective."""
+        with self.blocked.running():
+            self._report(self.writer.wait())
+        self.writer.wait_for_copy()
+
+    def save_last(self, step: int) -> None:
+        """Writes the checkpoint after which the run ends, unless it is written already. Collective.
+
+        A run that is to go on finds a copy of it in memory.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.group is not None and step < self.run.steps:
+            self.group.leave()
+        with self.blocked.running():
+            self._write_last(step)
+        if step == self.run.steps:
+            self.writer.stop_copy()
+        else:
+            self.writer.wait_for_copy()
+
+    def _write_last(self, step: int) -> None:
+        self.watchdog.enter_phase("saving", step)
+        previous = self.writer.wait()
+        self._report(previous)
+        if previous is not None and previous.step == step and previous.checkpoint is not None:
+            return
+        self.sinks.flush()
+        self.writer.begin(self._described(step), self._state)
+        saved = self.writer.wait()
+        assert saved is not None
+        self._report(saved, last=True)
+        checkpoint_or_error(saved)
+
+    def _described(self, step: int) -> CheckpointInfo:
+        return self.manifest.checkpoint(step, self.stepper, groups=self.group.details() if self.group else None)
+
+    @property
+    def _state(self) -> Callable[[], State]:
+        return self.engine.state if self.group is None else self.group.state
+
+    def _report(self, saved: SaveResult | None, *, last: bool = False) -> None:
+        if saved is None:
+            return
+        times = {"seconds": saved.seconds, "waited_seconds": saved.waited_s, "blocked_seconds": self.blocked.take()}
+        if saved.checkpoint is not None:
+            self.manifest.write_if_possible(saved.step, self.display.say)
+            self.sinks.event(saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
+            self._report_not_copied(saved)
+            decision = self.timer.saved(waited_s=saved.waited_s, seconds=saved.seconds)
+            if decision is not None:
+                self.sinks.event(saved.step, event="checkpoint_interval", **decision.row())
+                self.display.say(f"step {saved.step}: {decision}")
+            self.sinks.flush()
+            return
+        self.sinks.event(saved.step, event="checkpoint_failed", why=saved.failure, **times)
+        if not last:  # that one is an error
+            self.display.say(
+                f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
+                f"  training goes on; nothing since the checkpoint before is safe: free space there"
+            )
+
+    def _report_not_copied(self, saved: SaveResult) -> None:
+        if saved.not_copied:
+            ranks = sorted(saved.not_copied)
+            why = saved.not_copied[ranks[0]]
+            self.sinks.event(saved.step, event="checkpoint_not_copied", ranks=ranks, why=why)
+            files = f"warning: {len(ranks)} checkpoint files were not copied into memory (rank {ranks[0]}: {why})"
+            self.display.say(f"{files}; a restart reads them from the run's directory")

@@ -1,0 +1,69 @@
+"""The start of a rank: what its node and its device cannot do is refused, then the ranks find each other."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.deepspeed.machine import check_machine
+from pipeline.engines.parallel.compilation import compiles
+from pipeline.engines.parallel.fp8 import check_fp8_device
+from pipeline.engines.parallel.mesh import Mesh, build_mesh
+from pipeline.models.flash_attention import check_flash_attention
+from pipeline.run.memory_checkpoints import memory_folder
+from pipeline.run.preflight import preflight
+from pipeline.run.prepare import PreparedRun
+from pipeline.run.resume import check_shared
+from pipeline.run.staged_data import check_stage_space
+from pipeline.run.uneven.balance_shares import check_compiled_shares
+from pipeline.run.uneven.measure_stages import MeasuredStages, measure_stages
+from pipeline.runtime.launch import Launch, Rendezvous, process_group
+
+
+def check_node(prepared: PreparedRun) -> None:
+    """Refuses what this node cannot do, before anything is touched."""
+    if prepared.run.config.engine == "deepspeed":
+        check_machine(prepared.run.config)
+    check_stage_space(prepared)
+    if prepared.run.config.islands or prepared.run.config.replicas:
+        from pipeline.run.groups.islands.build import check_island  # noqa: PLC0415
+
+        check_island(prepared.run.config.islands)
+        check_island(prepared.run.config.replicas, field="replicas")
+    memory_folder(prepared.run.config.run)
+
+
+def check_device(run: ResolvedRun, device: torch.device) -> None:
+    """Refuses what this rank's device cannot compute."""
+    check_fp8_device(run.config.fp8, device)
+    check_flash_attention(run.config.model.attn_implementation, device)
+    check_compiled_shares(run, compiled=compiles(run.config.compile))
+
+
+def connect(
+    prepared: PreparedRun, launch: Launch, device: torch.device, stack: ExitStack
+) -> tuple[Rendezvous | None, Mesh | None, str | None, MeasuredStages | None]:
+    """Opens the process groups and checks them with all-reduces; one process of our own engines has none.
+
+    Returns:
+        The rendezvous of all ranks, this rank's process groups, the pre-flight check's line for people, and the
+        speeds of pipeline stages where the config has them measured.
+    """
+    run = prepared.run
+    if run.alone:
+        return None, None, None, None
+    rendezvous = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
+    mesh, summary = None, None
+    if rendezvous.world_size > 1:
+        mesh, summary = preflight(rendezvous, partial(_make_mesh, run, device), device=device)
+    check_shared(prepared.run_dir, rendezvous)
+    return rendezvous, mesh, summary, measure_stages(run, prepared.model, rendezvous, device)
+
+
+def _make_mesh(run: ResolvedRun, device: torch.device) -> Mesh:
+    mesh = build_mesh(run, device.type)
+    assert mesh is not None  # only the reference has none
+    return mesh

@@ -1,0 +1,135 @@
+"""Evaluation of a training run on its held-out splits: loss, perplexity and bits per byte, ended early by a stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.data.dataset import TokenDataset
+from pipeline.data.loader import MicroBatch
+from pipeline.engines.base import Engine, EvaluationSums
+from pipeline.run.checkpoint_saves import CheckpointSaves
+from pipeline.run.surroundings import HeldOutBatches
+from pipeline.runtime.faults.agreement import Agreement
+from pipeline.runtime.faults.stop_signals import Stop, StopSignals
+from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.runtime.launch.host_copy import HostCopy
+from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.mfu import bits_per_byte, perplexity, show_bits_per_byte
+from pipeline.runtime.metrics.sinks import Sinks
+
+
+@dataclass(frozen=True)
+class HeldOutEvaluation:
+    """Scores the held-out splits.
+
+    Attributes:
+        run: the resolved config.
+        engine: computes the losses.
+        batches: the splits, and this rank's batches of them.
+        saves: a checkpoint under way is committed meanwhile.
+        signals: stop signals of this process.
+        agreement: all-reduces small numbers over all ranks.
+        watchdog: is told the phase this rank is in.
+        sinks: where the results go.
+        display: messages.
+    """
+
+    run: ResolvedRun
+    engine: Engine
+    batches: HeldOutBatches
+    saves: CheckpointSaves
+    signals: StopSignals
+    agreement: Agreement
+    watchdog: Watchdog
+    sinks: Sinks
+    display: TrainingDisplay
+
+    def due(self, step: int) -> bool:
+        """Whether there is an evaluation after a step."""
+        every = self.run.config.evaluation.every
+        return step == self.run.steps or bool(every and step % every == 0)
+
+    def evaluate(self, step: int) -> Stop:
+        """Held-out loss, perplexity and bits per byte over all sources, each token counting once. Collective.
+
+        A source without a target in what is evaluated of it, which a loss mask may leave, does not enter; without any
+        source there is no result. Ends early, and without a result, when the run is asked to stop.
+        """
+        started = time.perf_counter()
+        scored: list[tuple[TokenDataset, EvaluationSums]] = []
+        interruptible = _Interruptible(self)
+        for dataset in self.batches.heldout:
+            sums = self.engine.evaluate(interruptible.batches(self.batches.evaluation(dataset)))
+            if interruptible.cut_short:
+                return interruptible.stop
+            scored.append((dataset, sums))
+        self._report_no_targets(step, [dataset for dataset, sums in scored if not sums.targets])
+        if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
+            self._report(step, scored, seconds=time.perf_counter() - started)
+        return interruptible.stop
+
+    def _report_no_targets(self, step: int, datasets: Sequence[TokenDataset]) -> None:
+        if datasets:
+            names = [dataset.label for dataset in datasets]
+            left = (
+                "the evaluation is skipped"
+                if len(names) == len(self.batches.heldout)
+                else "the means are of the others"
+            )
+            self.sinks.event(step, event="no_targets", datasets=names)
+            why = f"the loss mask leaves no target in the held-out windows of {', '.join(names)}"
+            self.display.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
+
+    def _report(self, step: int, scored: Sequence[tuple[TokenDataset, EvaluationSums]], *, seconds: float) -> None:
+        targets = sum(sums.targets for _, sums in scored)
+        loss, per_byte = sum(sums.nats for _, sums in scored) / targets, _bits_per_byte(scored)
+        row = {"loss": loss, "perplexity": perplexity(loss)}
+        if per_byte is not None:
+            row["bits_per_byte"] = per_byte
+        self.sinks.write("eval", step, **row, targets=targets, seconds=seconds)
+        self.display.say(
+            f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
+            f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
+        )
+
+
+class _Interruptible:
+    """Ends an evaluation between two batches when a stop is requested, on all ranks at the same batch.
+
+    What the ranks say at a batch is read when the next one is due: no device is waited for.
+    """
+
+    def __init__(self, evaluation: HeldOutEvaluation) -> None:
+        self._evaluation, self.stop, self.cut_short = evaluation, Stop.NO, False
+        self._said: HostCopy | None = None
+
+    def batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yields batches until the run is asked to stop; what was asked during the last one cuts nothing short."""
+        for batch in batches:
+            self._evaluation.watchdog.enter_phase("evaluation")
+            self._listen()
+            if self.stop:
+                self.cut_short = True
+                return
+            own = (self._evaluation.signals.requested, self._evaluation.saves.busy)
+            self._said = self._evaluation.agreement.begin_max(*own)
+            yield batch
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._said is not None:
+            stop, busy = self._said.read()
+            self._said, self.stop = None, max(self.stop, Stop(int(stop)))
+            self._evaluation.saves.advance(busy=bool(busy))  # a save under way is committed before the evaluation ends
+
+
+def _bits_per_byte(scored: Sequence[tuple[TokenDataset, EvaluationSums]]) -> float | None:
+    """Bits per byte over all datasets; None where one has a loss mask, whose loss is not that of the whole text."""
+    if any(dataset.masked for dataset, _ in scored):
+        return None
+    nats = sum(sums.nats / sums.targets * dataset.tokens for dataset, sums in scored)
+    tokens, text_bytes = sum(dataset.tokens for dataset, _ in scored), sum(dataset.bytes for dataset, _ in scored)
+    return bits_per_byte(nats / tokens, tokens=tokens, text_bytes=text_bytes)
