@@ -70,7 +70,7 @@ from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.journal import Journal, read_rows
 from pipeline.runtime.metrics.memory import PeakMemory
-from pipeline.runtime.metrics.peak import peak_flops
+from pipeline.runtime.metrics.mfu import peak_flops
 from pipeline.runtime.metrics.profiling import StepProfiler
 from pipeline.runtime.metrics.sinks import Sink, Sinks
 from pipeline.runtime.metrics.step_clock import StepClock
