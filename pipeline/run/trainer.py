@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.base.errors import CheckpointError, TrainingError
+from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
-from pipeline.checkpoint.store import CheckpointInfo
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
