@@ -30,7 +30,7 @@ from pipeline.checkpoint.export.trained_model import (
     trained_positions,
 )
 from pipeline.checkpoint.export.write_safetensors import write_weights
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.data.permutation import permute
 from pipeline.models.build.buffers import computed_buffers
 from pipeline.models.build.materialize import materialize

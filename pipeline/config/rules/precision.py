@@ -1,4 +1,4 @@
-"""Rules of fp8 mixed precision that hold whatever the machine. No torch."""
+"""Rules of mixed precision, fp8 and quantization-aware training that hold whatever the machine. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.run import Config, Fp8Section
 from pipeline.config.topology import Topology
+
+_QUANTIZATION_AWARE = "quantization_aware"
+
+
+def check_precision(config: Config) -> None:
+    """Checks that one precision is selected, and that the dtype of gradient accumulation fits it.
+
+    Raises:
+        ConfigError: bf16 and fp16 together; gradients accumulated in bf16 in a run that is not bf16.
+    """
+    if config.bf16.enabled and config.fp16.enabled:
+        why = "bf16.enabled is true, too, and weights have one dtype"
+        raise ConfigError("fp16.enabled", True, why=why, remedy="keep bf16 (it needs no loss scaling), or only fp16")
+    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
+        why = f"gradients of an {'fp16' if config.fp16.enabled else 'fp32'} run are accumulated in fp32"
+        raise ConfigError("data_types.grad_accum_dtype", "bf16", why=why, remedy="remove it, or enable bf16")
 
 
 def block_of(section: Fp8Section) -> int:
@@ -55,3 +71,23 @@ def check_fp8_tokens(config: Config, topology: Topology, batch: BatchSizes) -> N
     why = f"a micro-batch has {tokens:,} tokens on a rank, and fp8 kernels take multiples of {block}"
     remedy = f"use a sequence length of {near}, or fp8.recipe rowwise_with_gw_hp"
     raise ConfigError("data.sequence_length", length, why=why, remedy=remedy)
+
+
+def check_quantization_aware(config: Config, topology: Topology) -> None:
+    """Checks what quantization-aware training combines with.
+
+    Raises:
+        ConfigError: fp8 products, tensor parallelism, or a group size where the scheme has none.
+    """
+    section = config.quantization_aware
+    if section is None:
+        return
+    if config.fp8.enabled:
+        why = "both round the operands of the same products"
+        raise ConfigError(_QUANTIZATION_AWARE, section.scheme, why=why, remedy="set fp8.enabled to false")
+    if topology.tp > 1:
+        why = f"a scale is of whole rows and tokens, which tp {topology.tp} shards"
+        raise ConfigError(_QUANTIZATION_AWARE, section.scheme, why=why, remedy="use parallel.tp 1, with ZeRO, pp or cp")
+    if section.group_size is not None and section.scheme in ("W8A8", "FP8"):
+        why = f"{section.scheme} has one scale for each row of weights"
+        raise ConfigError(f"{_QUANTIZATION_AWARE}.group_size", section.group_size, why=why, remedy="leave it out")

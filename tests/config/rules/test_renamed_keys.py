@@ -12,7 +12,7 @@ import pytest
 from headrace.base.directory import commit, read_manifest, write_manifest
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
-from pipeline.config.renamed_keys import RENAMED, upgrade_keys
+from pipeline.config.rules.renamed_keys import RENAMED, upgrade_keys
 from pipeline.config.sections.run import Config
 from pipeline.evaluation.report.facts import facts
 from pipeline.evaluation.report.runs import read_run
