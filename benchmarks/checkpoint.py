@@ -24,9 +24,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.sections.optimizers import ADAMW
 
 TENSOR = 4 << 20

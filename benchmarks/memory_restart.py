@@ -27,13 +27,14 @@ import torch
 
 from benchmarks.checkpoint import make_state, spread
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.memory_copies import MemoryCopies
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
 from pipeline.checkpoint.memory.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore
 
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 

@@ -96,6 +96,8 @@ def numbers(
     size: Size, meter: Meter, device: torch.device, micro: int, checkpointing: str, loss: float
 ) -> dict[str, Any]:
     """The result of a row: seconds, tokens per second, MFU by both definitions, bytes."""
+    from pipeline.runtime.metrics.mfu import mfu  # noqa: PLC0415  as in peak_rate
+
     seconds = meter.seconds()
     rate = size.tokens_per_step / statistics.median(seconds)
     peak = peak_rate(device)
@@ -111,8 +113,8 @@ def numbers(
         "tokens_per_s": rate,
         "parameters": size.parameters,
         "flops_per_token": {"6N + 12Lhs": full, "6N + 6Lhs": causal},
-        "mfu": full * rate / peak if peak else None,
-        "mfu_causal": causal * rate / peak if peak else None,
+        "mfu": mfu(rate, full, peak) if peak else None,
+        "mfu_causal": mfu(rate, causal, peak) if peak else None,
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": reserved,
         "mean_loss": loss,
@@ -121,7 +123,7 @@ def numbers(
 
 def peak_rate(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s, also for fp8; None for a CPU and an unknown device."""
-    from pipeline.runtime.metrics.peak import peak_flops  # noqa: PLC0415  it needs no package but pydantic
+    from pipeline.runtime.metrics.mfu import peak_flops  # noqa: PLC0415  it needs no package but pydantic
 
     return peak_flops(torch.cuda.get_device_name(device), bf16=True) if device.type == "cuda" else None
 

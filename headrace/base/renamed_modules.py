@@ -16,7 +16,7 @@ MOVED = {
     "pipeline.check": "pipeline.plan.check",
     "pipeline.comparison": "pipeline.evaluation.comparison",
     "pipeline.consumers": "pipeline.evaluation.consumers",
-    "pipeline.coordinate_check": "pipeline.plan.ladder.coordinate_check",
+    "pipeline.coordinate_check": "headrace ladder --coordinate-check",
     "pipeline.distillation": "pipeline.run.distillation",
     "pipeline.elastic": "pipeline.cluster.elastic",
     "pipeline.failures": "pipeline.runtime.goodput.failures",
@@ -43,7 +43,7 @@ MOVED = {
     "pipeline.status": "pipeline.cluster.status",
     "pipeline.topology": "pipeline.config.topology",
 }
-"""Old package or module -> new one."""
+"""Old package or module -> new one, or the command that runs it."""
 
 
 def name_moved_modules() -> None:

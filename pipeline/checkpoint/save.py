@@ -32,13 +32,15 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from headrace.base.directory import staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
+from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
 from pipeline.checkpoint.format.metadata import METADATA
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.memory.memory_copies import MemoryCopies
-from pipeline.checkpoint.store import Checkpoint, CheckpointInfo, CheckpointStore, on_rank_zero
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.locations import MetadataWriter
 from pipeline.checkpoint.write.plan import Planner, WritePlan
 from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata, write_shards
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
 _POLL_S = 1.0
 

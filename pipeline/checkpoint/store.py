@@ -8,56 +8,17 @@ is always complete. `latest` is a link to the newest, for people and other tools
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from headrace.base.directory import (
-    Manifest,
-    check_sizes,
-    commit,
-    fresh_staging,
-    read_manifest,
-    sha256_of_file,
-    staging_path,
-)
+from headrace.base.directory import check_sizes, commit, fresh_staging, staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
-from pipeline.checkpoint.format.metadata import METADATA, TORCH_METADATA
+from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
+from pipeline.checkpoint.damage import find_damage_collective
 from pipeline.checkpoint.format.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
 from pipeline.checkpoint.memory.restart_files import RestartFiles
-
-T = TypeVar("T")
-_HASH_THREADS = 4
-"""Threads of a rank that hash a checkpoint: one is slower than a disk."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A finished checkpoint: its directory, and the last step that is in it."""
-
-    path: Path
-    step: int
-
-    @property
-    def manifest(self) -> Manifest:
-        """Its manifest: config, parents, and in `details` the step, the samples and the fields that fix the curve."""
-        return read_manifest(self.path, kind="checkpoint")
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """What a checkpoint's manifest records besides its files."""
-
-    step: int
-    config: dict[str, Any]
-    parents: dict[str, Any]
-    details: dict[str, Any]
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
 
 class CheckpointStore:
@@ -199,94 +160,3 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
         for newest in self.checkpoints()[:1]:
             self._link_latest(newest.path)
-
-
-def on_rank_zero(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Runs `action` on rank 0 and broadcasts its result, or raises its error on all ranks. Collective.
-
-    Args:
-        action: what is run.
-        group: all ranks, for a thread beside the one that uses the default process group.
-    """
-    outcome: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except HeadraceError as error:
-            outcome[1] = error
-        except OSError as error:
-            outcome[1] = CheckpointError(f"{error}\n  try: free space or fix the permissions, then start again")
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result
-
-
-def raise_on_all_ranks(failure: str | None, what: str) -> None:
-    """Raises CheckpointError on all ranks when `failure` is not None on any. Collective."""
-    failures: list[str | None] = [failure]
-    if dist.is_initialized():
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    for rank, each in enumerate(failures):
-        if each is not None:
-            raise CheckpointError(f"{what}: rank {rank}: {each}\n  try: free space there, then start again: it resumes")
-
-
-def find_damage(checkpoint: Checkpoint) -> str | None:
-    """Verifies a checkpoint's files by their checksums; returns what is damaged, or None."""
-    listed, damage = _listed(checkpoint)
-    return damage or _damage(checkpoint, list(listed.items()), lambda _name, _bytes: None)
-
-
-def find_damage_collective(
-    checkpoint: Checkpoint, on_progress: Callable[[], None], restart: RestartFiles
-) -> str | None:
-    """The same, each rank verifying a share of the files, and copies in memory in place of theirs. Collective."""
-    listed, damage = _listed(checkpoint)
-    copied = restart.find(checkpoint.path, checkpoint.step, listed)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-    def read(name: str, nbytes: int) -> None:
-        if name not in (METADATA, TORCH_METADATA):
-            restart.reads.add("run_dir", nbytes)
-        on_progress()
-
-    share = [row for row in listed.items() if row[0] not in copied][rank::ranks]
-    damage = damage or _damage(checkpoint, share, read)
-    if not dist.is_initialized():
-        return damage
-    found: list[str | None] = [None] * ranks
-    dist.all_gather_object(found, damage)
-    return next((damage for damage in found if damage is not None), None)
-
-
-def _listed(checkpoint: Checkpoint) -> tuple[Mapping[str, Mapping[str, Any]], str | None]:
-    """The files in a checkpoint's manifest, or what is damaged of that."""
-    try:
-        return checkpoint.manifest.files, None
-    except HeadraceError as error:
-        return {}, str(error).splitlines()[0]
-
-
-def _damage(
-    checkpoint: Checkpoint, files: Sequence[tuple[str, Mapping[str, Any]]], progress: Callable[[str, int], None]
-) -> str | None:
-    """Damage of some of the files: name and entry in the manifest."""
-
-    def sha256_of(path: Path) -> str:
-        return sha256_of_file(path, partial(progress, path.name))
-
-    def is_intact(name: str, entry: Mapping[str, Any]) -> bool:
-        path = checkpoint.path / name
-        try:
-            return path.stat().st_size == int(entry["bytes"]) and sha256_of(path) == str(entry["sha256"])
-        except OSError:
-            return False
-
-    with ThreadPoolExecutor(_HASH_THREADS) as threads:
-        intact = list(threads.map(lambda file: is_intact(*file), files))
-    damaged = next((name for (name, _), good in zip(files, intact, strict=True) if not good), None)
-    return damaged and f"{damaged} does not have the checksum it was written with"

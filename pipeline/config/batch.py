@@ -5,7 +5,7 @@ DeepSpeed's three keys keep their meaning: any one of them may be absent, and fo
 An elastic run (`parallel.elastic`, or a resume on another number of processes) keeps its global batch size whatever dp
 is. Every data rank runs equally many micro-batches of equal size, since sharded and pipelined engines run in lockstep;
 rows beyond the global batch are padding: they have no targets, and losses are sums over targets.
-With uneven shares (`parallel.shares`) ranks run different rows and nothing is padded: `config.shares_rules`.
+With uneven shares (`parallel.shares`) ranks run different rows and nothing is padded: `config.rules.shares`.
 """
 
 from __future__ import annotations

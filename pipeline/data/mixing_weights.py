@@ -10,7 +10,8 @@ from typing import Final
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.data import DataSection
-from pipeline.data.sample_order import MixtureStage, SampleOrder
+from pipeline.data.sample_order import SampleOrder
+from pipeline.data.weighted_sources import MixtureStage
 
 _RELATIVE_TOLERANCE: Final = 1e-3
 _SAMPLE_TOLERANCE: Final = 2

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from headrace.base.errors import TrainingError
 from headrace.base.interrupts import defer_interrupt
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.save import save_and_wait
-from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore, on_rank_zero
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.schedule import Schedule
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.config import BatchShare, LoopConfig
@@ -33,6 +34,7 @@ from pipeline.own_loop.gather import gathered
 from pipeline.own_loop.state import StateEntry, check_optimizer, entries, load_scalars, plain_numbers, prepare_to_read
 from pipeline.own_loop.torch_scheduler import step_taken_over
 from pipeline.own_loop.weights import full_state_dict, write_model
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
 
 @dataclass(frozen=True)

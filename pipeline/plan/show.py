@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.changes import as_sets
+from pipeline.config.load import as_sets
 from pipeline.plan.laws.law_warnings import Training
 from pipeline.plan.laws.show_laws import law_lines, laws_json, training_of_plan
 from pipeline.plan.predict.interval import Interval

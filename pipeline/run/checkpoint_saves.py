@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
-from pipeline.checkpoint.store import CheckpointInfo
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper

@@ -17,7 +17,7 @@ from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
 from pipeline.runtime.launch.host_copy import HostCopy
 from pipeline.runtime.metrics.console import TrainingDisplay
-from pipeline.runtime.metrics.mfu import bits_per_byte, perplexity, show_bits_per_byte
+from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity, show_bits_per_byte
 from pipeline.runtime.metrics.sinks import Sinks
 
 

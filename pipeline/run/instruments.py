@@ -15,7 +15,7 @@ from pipeline.run.garbage import GarbageCollector
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.step_times import StepTimes
 from pipeline.runtime.metrics.memory import PeakMemory
-from pipeline.runtime.metrics.peak import peak_flops
+from pipeline.runtime.metrics.mfu import peak_flops
 from pipeline.runtime.metrics.profiling import StepProfiler
 from pipeline.runtime.metrics.step_clock import StepClock
 from pipeline.runtime.metrics.stragglers import Stragglers, peers_of, report_interval

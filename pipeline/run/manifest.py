@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.directory import write_manifest
-from pipeline.checkpoint.store import CheckpointInfo
+from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.data.dataset import tokenizer_details
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.prepare import PreparedRun

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 
-from pipeline.checkpoint.store import Checkpoint
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.partition import stage_lines
 from pipeline.run.before.advice import advice

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError, TrainingError
-from pipeline.config.changes import changed
+from pipeline.config.load import changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.sizes.footprint import footprint_of

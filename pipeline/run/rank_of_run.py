@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.checkpoint.store import Checkpoint
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine
 from pipeline.runtime.faults.agreement import Agreement

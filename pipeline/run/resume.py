@@ -15,13 +15,15 @@ import torch.distributed as dist
 from headrace.base.directory import MANIFEST, Manifest, existing_parent, read_manifest
 from headrace.base.errors import CheckpointError, ConfigError, DataError
 from headrace.base.section import suggest
-from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.rules.curve import is_allowed, written_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
-from pipeline.config.written_keys import is_allowed, written_keys
 from pipeline.runtime.launch import Rendezvous
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.launch.missing_ranks import deadline
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL

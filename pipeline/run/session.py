@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.memory.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.store import Checkpoint, on_rank_zero
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import StepLoader
 from pipeline.data.skips import NO_SKIPS, Skips, skips_of
@@ -62,6 +62,7 @@ from pipeline.runtime.faults.stop_signals import Stop, StopSignals, coordinate_e
 from pipeline.runtime.faults.watchdog import Watchdog, run_watchdog
 from pipeline.runtime.launch import Launch, detect, wait_as_spare
 from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.journal import Journal, read_rows
 from pipeline.runtime.metrics.sinks import Sink, Sinks

@@ -23,6 +23,7 @@ from pipeline.runtime.faults.agreement import Agreement, StepFlags
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
 from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.mfu import mfu
 from pipeline.runtime.metrics.sinks import Sinks
 from pipeline.runtime.metrics.step_clock import StepCost
 
@@ -199,11 +200,10 @@ class Trainer:
         """What the step took that has just ended, with its speed over all ranks and the MFU of one device."""
         seconds, waited = self.instruments.clock.lap()
         rate = self.run.batch.tokens / seconds
-        known = self.instruments.flops_per_token and self.instruments.peak_flops
-        own = 1.0 if self.group is None else self.group.own_share
-        per_device = rate * own / self.run.topology.world_size
-        mfu = per_device * self.instruments.flops_per_token / self.instruments.peak_flops if known else None  # type: ignore[operator]
-        return StepCost(seconds, waited, rate, mfu, memory)
+        own = rate if self.group is None else rate * self.group.own_share
+        flops, peak = self.instruments.flops_per_token, self.instruments.peak_flops
+        used = mfu(own, flops, peak, self.run.topology.world_size) if flops and peak else None
+        return StepCost(seconds, waited, rate, used, memory)
 
     def _report(self, step: int, result: StepResult) -> None:
         batch, cost = self.run.batch, self._cost(self.instruments.memory.known)

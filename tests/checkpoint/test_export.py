@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from headrace.base.directory import read_manifest
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.export import export as export_module
-from pipeline.checkpoint.store import Checkpoint
 from pipeline.models.build import materialize as model_materialize
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config

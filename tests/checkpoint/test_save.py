@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from headrace.base.directory import read_manifest, verify
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state, save
+from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult
-from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.write_shards import WrittenShards
 from tests.engines.parallel.ranks import WORLD, Ranks
 

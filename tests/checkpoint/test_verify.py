@@ -15,11 +15,11 @@ from transformers import AutoConfig
 
 from headrace.base.directory import commit
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.export.verify import verify_checkpoint
 from pipeline.checkpoint.format.metadata import METADATA, encode_metadata, read_metadata
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.checkpoint.store import Checkpoint
 from pipeline.config.sections.optimizers import ADAMW
 from pipeline.models.build.meta import build_meta, parameter_shapes
 from tests import warm

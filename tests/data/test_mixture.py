@@ -21,7 +21,8 @@ from pipeline.config.sections.data import DataSection
 from pipeline.data.loader import StepLoader
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
-from pipeline.data.sample_order import MixtureStage, SampleOrder
+from pipeline.data.sample_order import SampleOrder
+from pipeline.data.weighted_sources import MixtureStage
 from tests.conftest import make_tokens, text_folders, tiny_config, write_config
 
 T = 32

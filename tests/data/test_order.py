@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import DataError
-from pipeline.data.sample_order import MixtureStage, SampleOrder
+from pipeline.data.sample_order import SampleOrder
+from pipeline.data.weighted_sources import MixtureStage, WeightedSources
 
 FAR = 10**9
 """A sample deep in a run: 2e12 tokens in samples of 2,048."""
@@ -61,8 +62,8 @@ def test_mixing_weights_hold_over_the_whole_run_to_two_samples(weights: list[flo
 @settings(max_examples=50, deadline=None)
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any), start=st.integers(0, 1 << 40))
 def test_samples_drawn_agree_with_locations_and_continue_over_stages(weights: list[int], start: int) -> None:
-    order = SampleOrder([1 << 50] * len(weights), weights=weights, seed=0)
-    sources, counts = order._source_of(0, np.arange(start, start + 300))
+    order = WeightedSources([MixtureStage(0, tuple(weights))])
+    sources, counts = order.locate(np.arange(start, start + 300))
     before = order.samples_drawn(start)
     assert (order.samples_drawn(start + 300) - before).tolist() == np.bincount(sources, minlength=len(weights)).tolist()
     for number in range(len(weights)):

@@ -12,7 +12,7 @@ from pipeline.plan.proof.case import Case
 from pipeline.plan.proof.equivalence import ProofResult, check_equivalence
 from pipeline.plan.proof.shrunk_run import SEQUENCE, VOCABULARY, ShrunkRun, shrink_run
 from pipeline.plan.proof.tokens import write_tokens
-from tests.config.test_layouts import shipped
+from tests.config.rules.test_layouts import shipped
 from tests.conftest import ROOT
 from tests.parity.run import failure_text, launch
 

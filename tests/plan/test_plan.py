@@ -19,7 +19,7 @@ from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.show import Report, as_json, lines, report_of
 from pipeline.runtime.machines.known import load_machine
 from tests import warm
-from tests.config.test_layouts import shipped
+from tests.config.rules.test_layouts import shipped
 from tests.conftest import ROOT, tiny_config, write_config
 
 

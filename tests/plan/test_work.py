@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from pipeline.config.changes import changed
+from pipeline.config.load import changed
 from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.predict.communication import transfers
 from pipeline.plan.predict.model_costs import ModelCosts

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.config.checkpoint_rules import check_checkpoints
 from pipeline.config.load import load_config
+from pipeline.config.rules.training import check_checkpoints
 from pipeline.config.sections.run import RunSection
 from pipeline.run.checkpoint_interval import FIRST_S, AutoInterval, make_interval
 from pipeline.run.checkpoint_timer import CheckpointTimer

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.export.verify import verify_checkpoint
 from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.store import Checkpoint
 from tests.conftest import launch, losses, start, tiny_config, write_config
 from tests.engines.test_equivalence import FP32_TOLERANCE, keep_only
 

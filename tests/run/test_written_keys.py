@@ -10,11 +10,10 @@ import pytest
 
 from headrace.base.errors import CheckpointError, ConfigError
 from pipeline.config.load import load_config
-from pipeline.config.renamed_keys import upgrade_keys
-from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.curve import curve_fields, written_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
-from pipeline.config.written_keys import written_keys
 from pipeline.run.resume import refuse_other_curve
 from tests.conftest import tiny_config, write_config
 

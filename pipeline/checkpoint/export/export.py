@@ -20,6 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
 from headrace.base.errors import CheckpointError, DataError
+from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.damage import find_damage
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.export.trained_model import (
     attention_implementation,
@@ -28,8 +30,7 @@ from pipeline.checkpoint.export.trained_model import (
     trained_positions,
 )
 from pipeline.checkpoint.export.write_safetensors import write_weights
-from pipeline.checkpoint.store import Checkpoint, find_damage
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.data.permutation import permute
 from pipeline.models.build.buffers import computed_buffers
 from pipeline.models.build.materialize import materialize

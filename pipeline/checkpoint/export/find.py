@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.naming import LATEST, step_of
-from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from pipeline.checkpoint.store import CheckpointStore
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from headrace.base.directory import Manifest
 from headrace.base.errors import HeadraceError
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.export.verify import missing_files
 from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.store import Checkpoint
 
 Row = dict[str, Any]
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from headrace.base.directory import Manifest, sha256_of_file
 from headrace.base.errors import CheckpointError, DataError, HeadraceError
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.coverage import coverage_errors
 from pipeline.checkpoint.format.metadata import metadata_name, read_metadata, storage_errors
 from pipeline.checkpoint.format.shard_table import StoredTensor
 from pipeline.checkpoint.named_state import OUTER_STATES, parameter_keys
-from pipeline.checkpoint.store import Checkpoint
 from pipeline.config.sections.optimizers import kind_of
 
 

@@ -2,7 +2,7 @@
 
 find    all ranks   the ranks of a node divide the copies in its memory, and compare size and SHA-256 with the
                     checkpoint's manifest; every rank learns which files are held where. The files of the others
-                    are verified in the run's directory (`store.find_damage_collective`)
+                    are verified in the run's directory (`damage.find_damage_collective`)
 opened  all ranks   serve their copies to other nodes while an engine reads
 """
 

@@ -21,7 +21,7 @@ from pipeline.cluster.status.reason import job_reason, reason_of
 from pipeline.cluster.status.run import RunReader, RunStatus, has_begun, plain
 from pipeline.cluster.status.slurm import QueuedJob, output_files
 from pipeline.cluster.status.text import job_line, line, lines_of, state_text, step_text
-from pipeline.runtime.metrics.mfu import clock
+from pipeline.runtime.metrics.times import clock
 
 _INTERVAL_S = 2.0
 _WIDTH = 160

@@ -11,7 +11,7 @@ from pipeline.cluster.status.slurm import QueuedJob
 from pipeline.config.shares import shown
 from pipeline.runtime.goodput.attempts import RecordedAttempt, fault_line
 from pipeline.runtime.goodput.text import goodput_text
-from pipeline.runtime.metrics.mfu import clock
+from pipeline.runtime.metrics.times import clock
 
 _SHOWN = 5
 """Faults and attempts that are printed; --json has all."""

@@ -17,9 +17,8 @@ from pipeline.compress.pruning.report import details, step_numbers, table, unsee
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.selection import select, unseen_experts
 from pipeline.compress.pruning.stored_sums import remove_sums
-from pipeline.evaluation.consumers.gate import GateSample
+from pipeline.evaluation.consumers.gate import GateSample, run_pruned_gate
 from pipeline.evaluation.consumers.original import scored_original
-from pipeline.evaluation.consumers.pruned_gate import run_pruned_gate
 from pipeline.evaluation.consumers.table import consumer_table
 from pipeline.evaluation.heldout.measure import measure
 from pipeline.models.card.card import commit_with_card

@@ -1,12 +1,14 @@
-"""Rules on `islands`: what may listen where, and what does not go together with it."""
+"""Rules on `islands` and `replicas`: what may listen where, and what does not go together with them."""
 
 from __future__ import annotations
 
 import ipaddress
 
 from headrace.base.errors import ConfigError
-from pipeline.config.quorum_schema import QuorumSection
+from pipeline.config.sections.groups import QuorumSection
 from pipeline.config.sections.run import Config
+
+REPLICAS = "replicas"
 
 
 def check_islands(config: Config) -> None:
@@ -79,3 +81,35 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
         return address == "localhost"
+
+
+def check_replicas_section(config: Config) -> None:
+    """Checks what belongs to `replicas`.
+
+    Raises:
+        ConfigError: an address without a secret, or a feature that replicas cannot have.
+    """
+    section = config.replicas
+    if section is None:
+        return
+    check_addresses(section, field=REPLICAS, groups="replicas")
+    refuse_rollback(config, why="a replica that loads an older checkpoint is at another step than the others")
+    if config.islands is not None:
+        why = "a group of processes is an island, with a curve of its own, or a replica, with the curve of all"
+        raise ConfigError(REPLICAS, why=why, remedy="remove one of the sections islands and replicas")
+    if config.engine == "deepspeed":
+        why = "DeepSpeed reduces, clips and applies gradients in one call, and nothing can be summed in between"
+        raise ConfigError("engine", "deepspeed", why=why, remedy="use engine torch with replicas")
+    if config.parallel.shares is not None:
+        why = "replicas divide the samples of a step themselves, equally"
+        raise ConfigError("parallel.shares", config.parallel.shares, why=why, remedy="remove it, or remove replicas")
+    if config.distill is not None and config.distill.on_policy is not None:
+        why = "the samples that a replica generates die with it, and the others cannot repeat them"
+        raise ConfigError("distill.on_policy", why=why, remedy="remove it, or remove replicas")
+    if config.moe.balance != "none":
+        why = "the load of experts is counted over the ranks of one replica"
+        raise ConfigError("moe.balance", config.moe.balance, why=why, remedy='use "none", or remove replicas')
+    batch = config.train_batch_size
+    if batch is not None and batch < section.count:
+        why = f"the batch of all replicas together, train_batch_size, has {batch} samples"
+        raise ConfigError("replicas.count", section.count, why=why, remedy=f"use at most {batch}")

@@ -9,9 +9,8 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
-from pipeline.config.distill_rules import check_distillation
-from pipeline.config.on_policy_rules import check_on_policy
-from pipeline.config.rules.distillation import check_features
+from pipeline.config.rules.distillation import check_distillation, check_features
+from pipeline.config.rules.on_policy import check_on_policy
 from pipeline.config.sections.optimizers import ADAMW
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology

@@ -1,7 +1,7 @@
 """The table of supported parallel layouts, and `resolve`: from a validated `Config` to a run with all sizes derived.
 
-Everything is checked before a process group, a GPU or a byte of output is touched. `model_rules.py` has the rules that
-hold whatever the layout, `layout_rules.py` the divisibility rules of a supported layout.
+Everything is checked before a process group, a GPU or a byte of output is touched. `training.py` has the rules that
+hold whatever the layout, `layout.py` the divisibility rules of a supported layout.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from headrace.base.errors import ConfigError, found_by, refuse_all
 from pipeline.config.batch import BatchSizes, resolve_batch
-from pipeline.config.checkpoint_rules import check_checkpoints
-from pipeline.config.communication_rules import check_gradient_dtype, check_secondary_shards
 from pipeline.config.deepspeed.keys import refuse_on_torch
-from pipeline.config.fp8_rules import check_fp8_precision, check_fp8_tokens
-from pipeline.config.parametrization_rules import check_parametrization
-from pipeline.config.quantization_aware_rules import check_quantization_aware
-from pipeline.config.replicas_rules import check_replicas_section
+from pipeline.config.rules.communication import check_gradient_dtype, check_secondary_shards
 from pipeline.config.rules.data import check_data
 from pipeline.config.rules.fallback_layouts import choose_layout
-from pipeline.config.rules.groups import check_islands
+from pipeline.config.rules.groups import check_islands, check_replicas_section
 from pipeline.config.rules.layout import (
     VIRTUAL_STAGE_SCHEDULES,
     check_layout,
@@ -29,9 +24,16 @@ from pipeline.config.rules.layout import (
     micro_batch_constraints,
     topology_of,
 )
+from pipeline.config.rules.parametrization import check_parametrization
+from pipeline.config.rules.precision import (
+    check_fp8_precision,
+    check_fp8_tokens,
+    check_precision,
+    check_quantization_aware,
+)
 from pipeline.config.rules.shares import shared_batch
 from pipeline.config.rules.stage_devices import StageDevices, check_stage_devices, given_devices
-from pipeline.config.rules.training import check_model, check_moe, check_optimizer, check_precision
+from pipeline.config.rules.training import check_checkpoints, check_model, check_moe, check_optimizer
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology

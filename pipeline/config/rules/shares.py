@@ -6,7 +6,7 @@ import math
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes, split_batch
-from pipeline.config.fp8_rules import block_of
+from pipeline.config.rules.precision import block_of
 from pipeline.config.sections.run import Config
 from pipeline.config.shares import ShareRule, largest_remainder
 from pipeline.config.topology import Topology

@@ -1,4 +1,4 @@
-"""Rules within the model, optimizer and mixed-precision sections, whatever the layout."""
+"""Rules within the model, optimizer and run sections, whatever the layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.deepspeed import OptimizerSection
 from pipeline.config.sections.optimizers import PARAMETERS
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import Config, RunSection
 
 
 def check_model(config: Config) -> None:
@@ -118,15 +118,18 @@ def check_optimizer(optimizer: OptimizerSection) -> None:
         raise ConfigError("optimizer.params.nesterov", True, why=why, remedy=remedy)
 
 
-def check_precision(config: Config) -> None:
-    """Checks that one precision is selected, and that the dtype of gradient accumulation fits it.
+def check_checkpoints(section: RunSection) -> None:
+    """Checks what belongs to `run.checkpoint_every` "auto", and what contradicts it.
 
     Raises:
-        ConfigError: bf16 and fp16 together; gradients accumulated in bf16 in a run that is not bf16.
+        ConfigError: a key has no meaning beside it, or without it.
     """
-    if config.bf16.enabled and config.fp16.enabled:
-        why = "bf16.enabled is true, too, and weights have one dtype"
-        raise ConfigError("fp16.enabled", True, why=why, remedy="keep bf16 (it needs no loss scaling), or only fp16")
-    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
-        why = f"gradients of an {'fp16' if config.fp16.enabled else 'fp32'} run are accumulated in fp32"
-        raise ConfigError("data_types.grad_accum_dtype", "bf16", why=why, remedy="remove it, or enable bf16")
+    auto = section.checkpoint_every == "auto"
+    if section.node_mtbf_hours is not None and not auto:
+        why = "only run.checkpoint_every auto decides by it"
+        remedy = 'set run.checkpoint_every to "auto", or remove it'
+        raise ConfigError("run.node_mtbf_hours", section.node_mtbf_hours, why=why, remedy=remedy)
+    if section.keep_every is not None and auto:
+        why = "checkpoints by time are of any steps, seldom of its multiples"
+        remedy = "remove it, or set run.checkpoint_every to a number that divides it"
+        raise ConfigError("run.keep_every", section.keep_every, why=why, remedy=remedy)

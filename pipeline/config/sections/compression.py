@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat
 from headrace.base.section import Count, Index, Section
 
 LayerMap = Literal["uniform", "last"] | dict[str, Index]
-"""Which layer of the teacher a layer of the student is matched with; see `feature_rules.layer_map`."""
+"""Which layer of the teacher a layer of the student is matched with; see `rules.distillation.layer_map`."""
 
 
 class MatchingSection(Section):

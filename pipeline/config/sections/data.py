@@ -1,6 +1,6 @@
 """Schema of a run's `data` section: sources and their mixing weights, curriculum, packing, fill-in-the-middle.
 
-No torch, no file access. What the keys must satisfy together is in `data_rules.py`.
+No torch, no file access. What the keys must satisfy together is in `rules/data.py`.
 """
 
 from __future__ import annotations

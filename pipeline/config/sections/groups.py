@@ -1,4 +1,4 @@
-"""Schema of the section `islands`: low-communication training (DiLoCo) across groups of processes."""
+"""Schemas of the sections `islands` and `replicas`: groups of processes of one run that leave and join."""
 
 from __future__ import annotations
 
@@ -7,7 +7,43 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from headrace.base.section import Count, Section
-from pipeline.config.quorum_schema import QuorumSection
+
+
+class QuorumSection(Section):
+    """Groups of processes, each a run of its own, that meet at a lighthouse and may leave and join at any time."""
+
+    count: Count = Field(
+        2, description="Groups expected at the start and started by the command, e.g. 4; they may leave and join"
+    )
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="Name of this group, unique among them, e.g. site-a; the command sets it. Without a name the run is"
+        " an ordinary one",
+    )
+    lighthouse: str = Field(
+        "127.0.0.1:29510",
+        description="HOST:PORT of torchft's lighthouse, which knows the living groups, e.g. 10.0.0.1:29510",
+    )
+    bind: str = Field(
+        "127.0.0.1",
+        description="Address of this host on which the other groups connect, e.g. 10.0.0.2; another one than a loopback"
+        " address needs secret_file",
+    )
+    secret_file: str | None = Field(
+        None, description="File with the secret that all groups share, 16 bytes or more, e.g. /run/secrets/islands"
+    )
+    timeout_s: PositiveFloat = Field(
+        60.0, description="Seconds without progress after which an exchange with the other groups has failed, e.g. 60"
+    )
+    wait_s: PositiveFloat = Field(
+        600.0,
+        description="Seconds that an exchange waits for a living group that is slower, e.g. 600; it is left behind"
+        " then, where more than half of the living ones are there. A setting of the lighthouse that the command starts",
+    )
+    start_s: NonNegativeFloat = Field(
+        60.0, description="Seconds that the start waits for all `count` groups, e.g. 60; 0 starts alone"
+    )
 
 
 class OuterSection(Section):
@@ -44,3 +80,7 @@ class IslandsSection(QuorumSection):
         description="Compression of the exchange: none (fp32), or int8 with a scale per block of 256 values and error"
         " feedback",
     )
+
+
+class ReplicasSection(QuorumSection):
+    """Replicas of the model that divide every step's batch and sum their gradients; they may leave and join."""

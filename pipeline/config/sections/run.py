@@ -1,9 +1,9 @@
 """Schema of a run's config: which keys exist, their types, ranges, defaults and descriptions. No torch, no file access.
 
-Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`,
-those of `data` in `data_schema.py`, and `distill` and `quantization_aware` in `compression_schema.py`. Headrace's own
-sections stand beside them. Rules that involve two fields are in `rules.py`. Every description stands alone: editors
-show it, and it is the remedy of an error about its key.
+Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed.py`, those of
+`data` in `data.py`, and `distill` and `quantization_aware` in `compression.py`. Headrace's own sections stand beside
+them. Rules that involve two fields are in `config/rules/`. Every description stands alone: editors show it, and it is
+the remedy of an error about its key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from headrace.base.section import Count, Index, Section
-from pipeline.config.replicas_schema import ReplicasSection
 from pipeline.config.sections.compression import DistillSection, QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.deepspeed import (
@@ -29,7 +28,7 @@ from pipeline.config.sections.deepspeed import (
     WandbSection,
     ZeroSection,
 )
-from pipeline.config.sections.groups import IslandsSection
+from pipeline.config.sections.groups import IslandsSection, ReplicasSection
 from pipeline.config.sections.layout import FallbackLayout, ParallelSection
 from pipeline.config.sections.node_checks import NodeChecksSection
 from pipeline.config.sections.parametrization import BaseModelSection

@@ -17,7 +17,6 @@ from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.shard_files import ShardFiles
-from pipeline.checkpoint.store import raise_on_all_ranks
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import (
@@ -41,6 +40,7 @@ from pipeline.engines.parallel.assemble import LocalModel
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.parallel.mesh import Mesh
+from pipeline.runtime.launch.errors_on_all_ranks import raise_on_all_ranks
 from pipeline.runtime.launch.host_copy import to_device
 
 

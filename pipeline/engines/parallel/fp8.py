@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.base.errors import ConfigError
-from pipeline.config.fp8_rules import block_of
+from pipeline.config.rules.precision import block_of
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.tensor import RowwiseLinear, check_tp_plan

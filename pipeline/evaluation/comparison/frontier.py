@@ -25,7 +25,7 @@ from pipeline.evaluation.consumers.gate import LIMIT_BYTES
 from pipeline.evaluation.consumers.request import Generation, ScoreRequest, Scores, windows_that_fit
 from pipeline.evaluation.heldout.data import HeldOutData, count_targets_of_each, loss_by_source, targets_of
 from pipeline.evaluation.heldout.measure import measure
-from pipeline.runtime.metrics.mfu import bits_per_byte, perplexity
+from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity
 
 Say = Callable[[str], None]
 Windows = npt.NDArray[np.int64]

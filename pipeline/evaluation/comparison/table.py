@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.evaluation.comparison.rows import Row
-from pipeline.runtime.metrics.mfu import show_bits_per_byte
+from pipeline.runtime.metrics.perplexity import show_bits_per_byte
 
 NOTHING = "-"
 

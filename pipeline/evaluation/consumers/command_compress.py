@@ -16,8 +16,7 @@ from headrace.base.section import parse
 from pipeline.evaluation.consumers.bounds import Bound, bound_within
 from pipeline.evaluation.consumers.consumer import CONSUMERS, plan_consumers
 from pipeline.evaluation.consumers.description import describe
-from pipeline.evaluation.consumers.gate import POSITIONS, GateSample, run_gate
-from pipeline.evaluation.consumers.pruned_gate import is_pruned, run_pruned_gate
+from pipeline.evaluation.consumers.gate import POSITIONS, GateSample, is_pruned, run_gate, run_pruned_gate
 from pipeline.evaluation.consumers.table import consumer_table
 from pipeline.evaluation.heldout.command import add_window_arguments, window_fields
 from pipeline.evaluation.heldout.data import FieldNames, HeldOutData, as_trained, open_heldout

@@ -1,8 +1,13 @@
 """The gate of a compression: every consumer scores what was written, and beyond the bound nothing gets its name.
 
 The reference is the original model in floating point, scored by transformers. A consumer's figures are therefore those
-of the compression and of the consumer's own arithmetic together, which is what will be served. No torch here: every
-score comes from another process.
+of the compression and of the consumer's own arithmetic together, which is what will be served.
+
+A pruned model predicts other things than its original, and mostly is trained again, so that no bound says whether it
+is right: how far it is from the original is recorded. Whether a consumer computes what the folder says does not depend
+on that: its figures are bounded beside those of transformers on the same folder.
+
+No torch here: every score comes from another process.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,10 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.directory import final_name
+from headrace.base.directory import MANIFEST, final_name, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.dataset import TokenDataset, choose_windows
-from pipeline.evaluation.consumers.bounds import Bound, broken_bounds
+from pipeline.evaluation.consumers.bounds import Bound, bound_of, broken_bounds
 from pipeline.evaluation.consumers.compare import compare
 from pipeline.evaluation.consumers.consumer import CONSUMERS, ConsumerPlan
 from pipeline.evaluation.consumers.request import ScoreRequest, Scores, windows_that_fit
@@ -32,6 +38,9 @@ LIMIT_BYTES = 512 << 20
 """Of the log-probabilities of one consumer; two are in memory at a time."""
 POSITIONS = 4096
 """That are compared, where the vocabulary is small enough for LIMIT_BYTES."""
+
+_NO_BOUND = Bound(inf, inf)
+"""Any finite figure is within it."""
 
 Say = Callable[[str], None]
 
@@ -116,6 +125,62 @@ def run_gate(
     if wrong:
         lines = [*wrong, *attribution(original, result)]
         raise refusal(result, lines, remedy="more bits, smaller groups, or skip the layers named above")
+    return dict(sorted(figures.items()))
+
+
+def is_pruned(model: Path) -> bool:
+    """Whether a model directory was written by `headrace prune`."""
+    return (model / MANIFEST).is_file() and "pruning" in read_manifest(model, kind="model").details
+
+
+def run_pruned_gate(
+    original: Path,
+    result: Path,
+    *,
+    scheme: str,
+    sample: GateSample,
+    vocabulary: int,
+    consumers: ConsumerPlan,
+    say: Say = lambda _line: None,
+    reference: Callable[[], Scores] | None = None,
+) -> dict[str, Any]:
+    """Scores a pruned model by its consumers.
+
+    Args:
+        original: Hugging Face folder of the model that was pruned.
+        result: the pruned folder.
+        scheme: dtype of its weights, whose bound holds between consumers.
+        sample: what is scored.
+        vocabulary: V of both.
+        consumers: which are run.
+        say: takes lines for people.
+        reference: reads the original's scores of the sample, where it has been scored already.
+
+    Returns:
+        For the manifest: consumer -> its figures beside the original's, with `mean_kl_to_transformers` on the same
+        folder; or {"not_run": reason}.
+
+    Raises:
+        DataError: a consumer fails, its tokenizer gives other ids, its figures are not finite, or it is further from
+            transformers on the same folder than the bound of the dtype.
+    """
+    expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
+    say("scoring with transformers")
+    own = score_original(result, sample, vocabulary=vocabulary)
+    figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
+    wrong: list[str] = []
+    for consumer in consumers.run:
+        scores = own
+        if consumer.name != "transformers":
+            say(f"scoring with {consumer.name}")
+            scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
+        found, broken = judged(scores, expected, sample, _NO_BOUND)
+        beside, unlike = judged(scores, own, sample, bound_of(scheme))
+        figures[consumer.name] = {**found, "mean_kl_to_transformers": beside["mean_kl"]}
+        wrong += [f"{consumer.name}: {each}" for each in broken]
+        wrong += [f"{consumer.name} beside transformers on the same folder: {each}" for each in unlike]
+    if wrong:
+        raise refusal(result, wrong, remedy="another dtype, or leave that consumer out")
     return dict(sorted(figures.items()))
 
 

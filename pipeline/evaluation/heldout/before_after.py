@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from headrace.base.directory import Manifest
-from pipeline.runtime.metrics.mfu import show_bits_per_byte
+from pipeline.runtime.metrics.perplexity import show_bits_per_byte
 
 _MEASURED = (
     "loss_nats",

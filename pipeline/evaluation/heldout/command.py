@@ -17,7 +17,7 @@ from headrace.base.section import parse
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.models.folder.model_folder import ModelFolder
-from pipeline.runtime.metrics.mfu import show_bits_per_byte
+from pipeline.runtime.metrics.perplexity import show_bits_per_byte
 
 Show = Callable[[int, int], None]
 

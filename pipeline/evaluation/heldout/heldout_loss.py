@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.loader import make_batch
 from pipeline.evaluation.heldout.data import count_targets, count_targets_of_each, loss_by_source, targets_of
-from pipeline.runtime.metrics.mfu import bits_per_byte, perplexity
+from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.runtime.metrics.journal import NAME, read_rows
 
 Series = npt.NDArray[np.float64]

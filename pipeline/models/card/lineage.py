@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 
 Lineage = dict[str, Any]
 KEY = "lineage"

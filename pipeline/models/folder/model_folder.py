@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
 from headrace.base.errors import DataError
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 
 CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.sizes.memory import Bytes, peak_memory

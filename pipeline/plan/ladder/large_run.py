@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.deepspeed.file import translate
-from pipeline.config.renamed_keys import refuse_renamed
+from pipeline.config.rules.renamed_keys import refuse_renamed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.common import model_dtype

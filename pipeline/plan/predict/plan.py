@@ -13,6 +13,7 @@ from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.plan.predict.step_model import StepModel
 from pipeline.plan.predict.step_time import StepTime, step_time, works_of
 from pipeline.runtime.machines.machine import Machine
+from pipeline.runtime.metrics.mfu import mfu
 
 DAY = 86_400.0
 
@@ -85,7 +86,7 @@ def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
     tokens = run.steps * run.batch.tokens
     per_s = seconds.map(lambda each: run.batch.tokens / each)
     duration = seconds.map(lambda each: each * run.steps)
-    flops, peak = costs.size.flops_per_token, _peak_flops(run, machine)
+    flops, peak, devices = costs.size.flops_per_token, _peak_flops(run, machine), run.topology.world_size
     return Plan(
         memory=memory,
         step=parts,
@@ -93,9 +94,9 @@ def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
         step_s=seconds,
         tokens=tokens,
         tokens_per_s=per_s,
-        mfu=None if flops is None else per_s.map(lambda each: each * flops / (run.topology.world_size * peak)),
+        mfu=None if flops is None else per_s.map(lambda each: mfu(each, flops, peak, devices)),
         days=duration.map(lambda each: each / DAY),
-        gpu_hours=duration.map(lambda each: each * run.topology.world_size / 3600),
+        gpu_hours=duration.map(lambda each: each * devices / 3600),
         constraint=max(names, key=lambda name: parts[name].typical) if memory.fits else "memory",
     )
 

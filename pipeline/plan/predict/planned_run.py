@@ -9,8 +9,7 @@ from typing import Any
 
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
-from pipeline.config.changes import changed
-from pipeline.config.load import read_config
+from pipeline.config.load import changed, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.dataset import tokenizer_details

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from pipeline.config.changes import changed
+from pipeline.config.load import changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.engines.parallel.checks import check_layout
 from pipeline.plan.predict.closed_form_step import CLOSED

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from pipeline.config.changes import as_overrides
+from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.plan.fake_gpu.case import StepCase, run_cases
 from pipeline.plan.predict.memory_plan import memory_plan

@@ -24,7 +24,7 @@ from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError, HeadraceError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.mixing_weights import Extent

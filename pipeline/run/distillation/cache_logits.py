@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
-from pipeline.config.distill_rules import check_distillation
 from pipeline.config.load import read_config
 from pipeline.config.rules.data import check_data
+from pipeline.config.rules.distillation import check_distillation
 from pipeline.config.rules.resolve import ResolvedRun, check_length, steps_of
 from pipeline.config.schedule import make_schedule
 from pipeline.config.sections.layout import ParallelSection

@@ -22,7 +22,7 @@ from pipeline.runtime.goodput.failures.sensitivity import GoodputGain, sensitivi
 from pipeline.runtime.goodput.failures.simulation import Simulated, simulate
 from pipeline.runtime.goodput.measured import MeasuredGoodput, inputs_of, kept_share, read_measured
 from pipeline.runtime.goodput.text import goodput_text
-from pipeline.runtime.metrics.mfu import clock
+from pipeline.runtime.metrics.times import clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from pipeline.runtime.goodput.account import Goodput
-from pipeline.runtime.metrics.mfu import clock
+from pipeline.runtime.metrics.times import clock
 
 NAMES = {
     "productive": "productive steps",

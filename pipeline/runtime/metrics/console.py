@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from pipeline.runtime.metrics.memory import show_memory
-from pipeline.runtime.metrics.mfu import clock
 from pipeline.runtime.metrics.step_clock import StepCost
+from pipeline.runtime.metrics.times import clock
 
 LOG_INTERVAL_S = 10.0
 _DECAY = 0.9

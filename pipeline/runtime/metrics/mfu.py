@@ -1,36 +1,34 @@
-"""Metrics of a language model: perplexity and bits per byte from the mean cross-entropy."""
+"""Model FLOPs utilization (MFU), and the peak FLOP/s of devices.
+
+Peaks are dense bf16 tensor-core rates of the machines of `pipeline.runtime.machines`, from the makers' data sheets. For
+a device that is not among them, and for a CPU, no MFU is reported.
+"""
 
 from __future__ import annotations
 
-import math
+from pipeline.runtime.machines.known import machine_of_device
 
 
-def perplexity(nats_per_token: float) -> float:
-    """exp of the mean cross-entropy in nats per token; infinite where it overflows a float, NaN for NaN."""
-    return math.inf if nats_per_token > 700 else math.exp(nats_per_token)
+def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float, devices: int = 1) -> float:
+    """Model FLOPs utilization, a fraction: the FLOP/s that the model needs over the peak of the devices.
 
-
-def bits_per_byte(nats_per_token: float, *, tokens: int, text_bytes: int) -> float:
-    """Cross-entropy per UTF-8 byte of text, comparable between tokenizers.
-
-    Source: Gao et al. 2020, The Pile (arXiv:2101.00027), section 3.1: bits per byte = (tokens / bytes) x loss / ln 2.
+    Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B. Recomputed activations do not count.
 
     Args:
-        nats_per_token: mean cross-entropy.
-        tokens: tokens of the text, end-of-document tokens included.
-        text_bytes: UTF-8 bytes of the same text.
+        tokens_per_s: of all devices.
+        flops_per_token: of the model, forward and backward.
+        peak_flops: dense peak of one device, FLOP/s.
+        devices: their number.
     """
-    return nats_per_token / math.log(2) * tokens / text_bytes
+    return tokens_per_s * flops_per_token / (devices * peak_flops)
 
 
-def show_bits_per_byte(value: float | None) -> str:
-    """Formats bits per byte; "-" for None, as for text with a loss mask."""
-    return "-" if value is None else f"{value:.4f}"
+def peak_flops(device_name: str, *, bf16: bool) -> float | None:
+    """Peak FLOP/s of a device by the name that torch reports, or None if unknown.
 
-
-def clock(seconds: float) -> str:
-    """Seconds as H:MM:SS, with days from one on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return (f"{days} d " if days else "") + f"{hours}:{minutes:02}:{rest:02}"
+    Only bf16 has an entry: whether an fp32 run uses tensor cores depends on settings that the name does not show.
+    """
+    if not bf16:
+        return None
+    machine = machine_of_device(device_name)
+    return None if machine is None else machine.peak_flops.get("bf16")

@@ -14,7 +14,8 @@ from headrace.base.renamed_modules import MOVED
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_an_old_module_names_a_new_one_that_exists(old: str, new: str) -> None:
-    assert importlib.util.find_spec(new) is not None
+    command, *words = new.split()
+    assert words[:1] == ["ladder"] if command == "headrace" else importlib.util.find_spec(new) is not None
     with pytest.raises(ModuleNotFoundError, match=f"^{old} has moved to {new}$"):
         importlib.import_module(old)
 

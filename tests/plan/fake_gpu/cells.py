@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config.load import load_config
 from pipeline.plan.fake_gpu import case
 from pipeline.plan.fake_gpu.case import StepCase
-from tests.config.test_layouts import shipped
+from tests.config.rules.test_layouts import shipped
 from tests.conftest import ROOT
 
 MEASURED = Path(__file__).with_name("measured.json")

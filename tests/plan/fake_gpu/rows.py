@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeline.plan.fake_gpu.case import StepCase
-from tests.config.test_layouts import shipped
+from tests.config.rules.test_layouts import shipped
 
 SMALL_LAYERS = 2
 """Decoder layers of the steps that are lowered."""

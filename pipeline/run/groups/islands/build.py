@@ -16,8 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
-from pipeline.config.quorum_schema import QuorumSection
-from pipeline.config.sections.groups import IslandsSection
+from pipeline.config.sections.groups import IslandsSection, QuorumSection
 from pipeline.engines.base import Engine
 from pipeline.run.groups.islands.asynchronous import AsynchronousIsland
 from pipeline.run.groups.islands.context import IslandContext, Loader

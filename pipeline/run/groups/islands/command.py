@@ -23,9 +23,8 @@ from typing import Any
 from headrace.base.cli import add_config_arguments
 from headrace.base.errors import EXIT_USAGE, ConfigError
 from pipeline.config.load import read_config
-from pipeline.config.quorum_schema import QuorumSection
 from pipeline.config.rules.groups import check_islands, is_loopback
-from pipeline.config.sections.groups import IslandsSection
+from pipeline.config.sections.groups import IslandsSection, QuorumSection
 from pipeline.config.sections.run import Config
 
 _POLL_S, _HEARTBEAT_TIMEOUT_S = 0.2, 5.0

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint.store import on_rank_zero
 from pipeline.run.groups.islands.context import IslandContext
 from pipeline.runtime.faults.stop_signals import Stop
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
 T = TypeVar("T")
 

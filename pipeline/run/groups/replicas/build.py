@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.store import Checkpoint
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine, ExchangesGradients
 from pipeline.run.anomalies.guarded_step import GuardedStepper

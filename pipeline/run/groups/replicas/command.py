@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.config.replicas_rules import FIELD, check_replicas_section
+from pipeline.config.rules.groups import REPLICAS, check_replicas_section
 from pipeline.run.groups.islands import command
 from pipeline.run.groups.islands.command import GroupKind
 
-_REPLICAS = GroupKind(FIELD, "replica", check_replicas_section)
+_REPLICAS = GroupKind(REPLICAS, "replica", check_replicas_section)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

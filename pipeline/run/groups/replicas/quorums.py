@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.checkpoint.store import on_rank_zero
 from pipeline.run.groups.islands.lighthouse import LighthouseMember, Quorum, answer_of
 from pipeline.run.groups.replicas.deal import ReplicaMember
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
 
 @dataclass

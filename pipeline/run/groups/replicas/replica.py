@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.format.shard_table import State
-from pipeline.config.replicas_schema import ReplicasSection
+from pipeline.config.sections.groups import ReplicasSection
 from pipeline.data.loader import MicroBatch, StepBatch, StepLoader
 from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper

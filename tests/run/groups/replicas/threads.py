@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import HeadraceError
-from pipeline.config.replicas_schema import ReplicasSection
+from pipeline.config.sections.groups import ReplicasSection
 from pipeline.data.loader import StepBatch
 from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.run.groups.islands.lighthouse import LighthouseMember

@@ -1,0 +1,32 @@
+"""A finished checkpoint, and what its manifest records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import Manifest, read_manifest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finished checkpoint: its directory, and the last step that is in it."""
+
+    path: Path
+    step: int
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its manifest: config, parents, and in `details` the step, the samples and the fields that fix the curve."""
+        return read_manifest(self.path, kind="checkpoint")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint's manifest records besides its files."""
+
+    step: int
+    config: dict[str, Any]
+    parents: dict[str, Any]
+    details: dict[str, Any]

@@ -1,0 +1,77 @@
+"""Damaged checkpoints: files that do not have the checksums they were written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from headrace.base.directory import sha256_of_file
+from headrace.base.errors import HeadraceError
+from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.format.metadata import METADATA, TORCH_METADATA
+from pipeline.checkpoint.memory.restart_files import RestartFiles
+
+_HASH_THREADS = 4
+"""Threads of a rank that hash a checkpoint: one is slower than a disk."""
+
+
+def find_damage(checkpoint: Checkpoint) -> str | None:
+    """Verifies a checkpoint's files by their checksums; returns what is damaged, or None."""
+    listed, damage = _listed(checkpoint)
+    return damage or _damage(checkpoint, list(listed.items()), lambda _name, _bytes: None)
+
+
+def find_damage_collective(
+    checkpoint: Checkpoint, on_progress: Callable[[], None], restart: RestartFiles
+) -> str | None:
+    """The same, each rank verifying a share of the files, and copies in memory in place of theirs. Collective."""
+    listed, damage = _listed(checkpoint)
+    copied = restart.find(checkpoint.path, checkpoint.step, listed)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def read(name: str, nbytes: int) -> None:
+        if name not in (METADATA, TORCH_METADATA):
+            restart.reads.add("run_dir", nbytes)
+        on_progress()
+
+    share = [row for row in listed.items() if row[0] not in copied][rank::ranks]
+    damage = damage or _damage(checkpoint, share, read)
+    if not dist.is_initialized():
+        return damage
+    found: list[str | None] = [None] * ranks
+    dist.all_gather_object(found, damage)
+    return next((damage for damage in found if damage is not None), None)
+
+
+def _listed(checkpoint: Checkpoint) -> tuple[Mapping[str, Mapping[str, Any]], str | None]:
+    """The files in a checkpoint's manifest, or what is damaged of that."""
+    try:
+        return checkpoint.manifest.files, None
+    except HeadraceError as error:
+        return {}, str(error).splitlines()[0]
+
+
+def _damage(
+    checkpoint: Checkpoint, files: Sequence[tuple[str, Mapping[str, Any]]], progress: Callable[[str, int], None]
+) -> str | None:
+    """Damage of some of the files: name and entry in the manifest."""
+
+    def sha256_of(path: Path) -> str:
+        return sha256_of_file(path, partial(progress, path.name))
+
+    def is_intact(name: str, entry: Mapping[str, Any]) -> bool:
+        path = checkpoint.path / name
+        try:
+            return path.stat().st_size == int(entry["bytes"]) and sha256_of(path) == str(entry["sha256"])
+        except OSError:
+            return False
+
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        intact = list(threads.map(lambda file: is_intact(*file), files))
+    damaged = next((name for (name, _), good in zip(files, intact, strict=True) if not good), None)
+    return damaged and f"{damaged} does not have the checksum it was written with"

@@ -1,0 +1,93 @@
+"""Rules of mixed precision, fp8 and quantization-aware training that hold whatever the machine. No torch."""
+
+from __future__ import annotations
+
+from headrace.base.errors import ConfigError
+from pipeline.config.batch import BatchSizes
+from pipeline.config.sections.run import Config, Fp8Section
+from pipeline.config.topology import Topology
+
+_QUANTIZATION_AWARE = "quantization_aware"
+
+
+def check_precision(config: Config) -> None:
+    """Checks that one precision is selected, and that the dtype of gradient accumulation fits it.
+
+    Raises:
+        ConfigError: bf16 and fp16 together; gradients accumulated in bf16 in a run that is not bf16.
+    """
+    if config.bf16.enabled and config.fp16.enabled:
+        why = "bf16.enabled is true, too, and weights have one dtype"
+        raise ConfigError("fp16.enabled", True, why=why, remedy="keep bf16 (it needs no loss scaling), or only fp16")
+    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
+        why = f"gradients of an {'fp16' if config.fp16.enabled else 'fp32'} run are accumulated in fp32"
+        raise ConfigError("data_types.grad_accum_dtype", "bf16", why=why, remedy="remove it, or enable bf16")
+
+
+def block_of(section: Fp8Section) -> int:
+    """What the sizes of a matrix product must be multiples of: 16 bytes, or the 32 elements of a block of mxfp8."""
+    return 32 if section.recipe == "mxfp8" else 16
+
+
+def check_fp8_precision(config: Config) -> None:
+    """Checks that fp8 has bf16 beside it, and that weights can be gathered in fp8 where that is wanted.
+
+    Raises:
+        ConfigError: what fp8 does not combine with.
+    """
+    section = config.fp8
+    if not section.enabled:
+        return
+    if not config.bf16.enabled:
+        why = "weights, gradients and all that is not a matrix product need a 16-bit type beside it, and bf16 is off"
+        raise ConfigError("fp8.enabled", True, why=why, remedy='add "bf16": {"enabled": true}')
+    if not section.fsdp_all_gather:
+        return
+    field, remedy = "fp8.fsdp_all_gather", "set it to false"
+    if section.recipe != "tensorwise":
+        why = f"a shard of a weight has no scale of its own with recipe {section.recipe}"
+        raise ConfigError(field, True, why=why, remedy=f"{remedy}, or use fp8.recipe tensorwise")
+    if config.engine != "torch" or config.zero_optimization.stage not in (2, 3):
+        why = f"engine {config.engine} at ZeRO stage {config.zero_optimization.stage} does not gather weights by FSDP2"
+        raise ConfigError(field, True, why=why, remedy=f"{remedy}, or use engine torch with ZeRO stage 2 or 3")
+
+
+def check_fp8_tokens(config: Config, topology: Topology, batch: BatchSizes) -> None:
+    """Checks the tokens of a micro-batch, over which the product of a weight's gradient sums.
+
+    Raises:
+        ConfigError: they are not a multiple of what fp8 kernels take.
+    """
+    section = config.fp8
+    # its weight gradients are computed in bf16
+    if not section.enabled or section.recipe == "rowwise_with_gw_hp":
+        return
+    block, length = block_of(section), batch.sequence_length
+    tokens = batch.micro * length // topology.cp
+    if tokens % block == 0:
+        return
+    multiple = block * topology.cp
+    near = max(multiple, length // multiple * multiple)
+    why = f"a micro-batch has {tokens:,} tokens on a rank, and fp8 kernels take multiples of {block}"
+    remedy = f"use a sequence length of {near}, or fp8.recipe rowwise_with_gw_hp"
+    raise ConfigError("data.sequence_length", length, why=why, remedy=remedy)
+
+
+def check_quantization_aware(config: Config, topology: Topology) -> None:
+    """Checks what quantization-aware training combines with.
+
+    Raises:
+        ConfigError: fp8 products, tensor parallelism, or a group size where the scheme has none.
+    """
+    section = config.quantization_aware
+    if section is None:
+        return
+    if config.fp8.enabled:
+        why = "both round the operands of the same products"
+        raise ConfigError(_QUANTIZATION_AWARE, section.scheme, why=why, remedy="set fp8.enabled to false")
+    if topology.tp > 1:
+        why = f"a scale is of whole rows and tokens, which tp {topology.tp} shards"
+        raise ConfigError(_QUANTIZATION_AWARE, section.scheme, why=why, remedy="use parallel.tp 1, with ZeRO, pp or cp")
+    if section.group_size is not None and section.scheme in ("W8A8", "FP8"):
+        why = f"{section.scheme} has one scale for each row of weights"
+        raise ConfigError(f"{_QUANTIZATION_AWARE}.group_size", section.group_size, why=why, remedy="leave it out")

@@ -1,0 +1,49 @@
+"""Errors of one rank that every rank raises, by collectives, so that none waits for one that has failed.
+
+For work of seconds; `on_rank_zero` beside it outlasts the timeout of a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from headrace.base.errors import CheckpointError, HeadraceError
+
+T = TypeVar("T")
+
+
+def on_rank_zero(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Runs `action` on rank 0 and broadcasts its result, or raises its error on all ranks. Collective.
+
+    Args:
+        action: what is run.
+        group: all ranks, for a thread beside the one that uses the default process group.
+    """
+    outcome: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except HeadraceError as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = CheckpointError(f"{error}\n  try: free space or fix the permissions, then start again")
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def raise_on_all_ranks(failure: str | None, what: str) -> None:
+    """Raises CheckpointError on all ranks when `failure` is not None on any. Collective."""
+    failures: list[str | None] = [failure]
+    if dist.is_initialized():
+        failures = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+    for rank, each in enumerate(failures):
+        if each is not None:
+            raise CheckpointError(f"{what}: rank {rank}: {each}\n  try: free space there, then start again: it resumes")
