@@ -6,6 +6,7 @@ With names of cells as arguments, it runs their steps first and commits what the
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,7 +130,8 @@ def _communication(cases: dict[str, StepCase], found: dict[str, Any]) -> Iterato
         report = found[name]
         if not report["collectives"]:
             continue
-        yield from (f"### {name}", "", f"{report['layout']}; {case.processes} ranks.", "")
+        layout = f"{report['layout']}; {case.processes} ranks."
+        yield from (f"### {name}", "", textwrap.fill(layout, 120, break_on_hyphens=False), "")
         yield "| for | collective | count | bytes | dtype | minimum | ratio | reason |"
         yield "|---|---|---:|---:|---|---:|---:|---|"
         for label, count, size, dtype, least in rows(case, report):
