@@ -1,4 +1,4 @@
-"""Islands behind slow links, simulated: what share of the time trains (docs/how-to/islands.md).
+"""Islands behind slow links, simulated: what share of the time trains (docs/reference/islands-replicas-shares.md).
 
     python -m benchmarks.island_simulation
 

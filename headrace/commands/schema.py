@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def _page(kind: str) -> Iterator[str]:
         for prefix in prefixes:
             yield from (f"### `{prefix.rstrip('.')}`", "")
             if text := section.section_text or section.description:
-                yield from (_capital(text), "")
+                yield from (textwrap.fill(_capital(text), 120, break_on_hyphens=False), "")
             yield from _table([key for key in found if _is_child(prefix, key.path)], prefix)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -120,7 +121,7 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
     lines = [
         f"# Sweep: {sweep.title}",
         "",
-        sweep.what,
+        wrapped(sweep.what),
         "",
         f"    make sweep-{sweep.name}",
         "",
@@ -136,10 +137,17 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
         passed, digest = sum(result.passed for result in run), digest_of(cells)
         lines.append(f"| {group} | {len(cells)} | {len(run)} | {passed} | {len(run) - passed} | `{digest}` |")
     if sweep.passed and good:
-        lines += ["", f"## {sweep.passed}", "", *(f"- `{each.cell}`: {each.note}" for each in good)]
+        lines += ["", f"## {sweep.passed}", "", *(wrapped(f"- `{each.cell}`: {each.note}") for each in good)]
     failed = [results[cell] for cell in sweep.cells if cell in results and not results[cell].passed]
-    lines += ["", f"## {sweep.failed}", "", *(f"- `{each.cell}`: {each.note}" for each in failed)] if failed else []
+    if failed:
+        lines += ["", f"## {sweep.failed}", "", *(wrapped(f"- `{each.cell}`: {each.note}") for each in failed)]
     return "\n".join([*lines, ""])
+
+
+def wrapped(text: str) -> str:
+    """A paragraph or list item in lines of 120 characters."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def digest_of(cells: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """The part of a step's time that has two models: collectives, the pipeline, and what computation does not hide.
 
-`closed_forms.CLOSED` for the search over a thousand layouts; `simulated_step.SIMULATED` for what is shown: the plan,
-the score, the best layouts of a search. All else of a step is computed once, for both, by `time_plan`.
+`closed_form_step.CLOSED` for the search over a thousand layouts; `simulated_step.SIMULATED` for what is shown: the
+plan, the score, the best layouts of a search. All else of a step is computed once, for both, by `step_time`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ With names of cells as arguments, it runs their steps first and commits what the
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,7 +130,8 @@ def _communication(cases: dict[str, StepCase], found: dict[str, Any]) -> Iterato
         report = found[name]
         if not report["collectives"]:
             continue
-        yield from (f"### {name}", "", f"{report['layout']}; {case.processes} ranks.", "")
+        layout = f"{report['layout']}; {case.processes} ranks."
+        yield from (f"### {name}", "", textwrap.fill(layout, 120, break_on_hyphens=False), "")
         yield "| for | collective | count | bytes | dtype | minimum | ratio | reason |"
         yield "|---|---|---:|---:|---|---:|---:|---|"
         for label, count, size, dtype, least in rows(case, report):
@@ -199,7 +201,7 @@ _MEMORY = """Bytes on the device at the largest moment of the step, by kind, bes
 NCCL and of kernels, the CUDA context. Of DeepSpeed only the whole is shown: its flat buffers hold several kinds."""
 _HOST = """Reads of the device by the host in a step, with the function that makes them: for "waits" the host stops, the
 "deferred" ones are asked for when the next step has begun. Then copies from memory that is not page-locked. Those of
-`torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
+`pipeline/engines/torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
 _MISSING = """Later stages of DeepSpeed's pipeline receive the shapes of their input from the stage before, which is
 not there: `AssertionError` in `deepspeed/runtime/pipe/engine.py`, `assert isinstance(self.pipe_recv_buf, tuple)`. The
 first stage runs. `tests/plan/fake_gpu/test_on_a_gpu.py` has the rest, for a machine with GPUs; not yet run."""
