@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import last_step, wait_until
 from tests.virtual_cluster.cluster import VirtualCluster
 from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.virtual_cluster.settings import Patience
@@ -62,7 +61,7 @@ def test_job_arrays_write_the_same_tokens_as_one_machine_and_a_concurrent_submis
     submitted = _submit_tokens(cluster, corpus, tmp_path)
     with pytest.raises(RuntimeError, match="is queued or running: headrace-"):
         _submit_tokens(cluster, corpus, tmp_path)
-    _wait_until(lambda: {node for node in ("n1", "n2") if f"{node}:" in _status(corpus, tmp_path)} == {"n1", "n2"})
+    wait_until(lambda: {node for node in ("n1", "n2") if f"{node}:" in _status(corpus, tmp_path)} == {"n1", "n2"})
     log = _end_of_chain(cluster, submitted)
     jobs = {(job.name, job.element): job for job in cluster.jobs()}
     assert jobs["headrace-finish", None].state == "COMPLETED", log
@@ -113,7 +112,7 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     text, away = corpus.parent / "text", corpus.parent / "away"
     before = len(cluster.jobs())
     submitted = _submit_tokens(cluster, corpus, tmp_path)
-    _wait_until((tmp_path / ".tokens.job/tokenizer/done.json").exists)  # the last thing that prepare makes
+    wait_until((tmp_path / ".tokens.job/tokenizer/done.json").exists)  # the last thing that prepare makes
     text.rename(away)  # on both nodes
     log = _end_of_chain(cluster, submitted)
     states = {(job.name, job.element): job.state for job in cluster.jobs()[before:]}
@@ -195,7 +194,7 @@ def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
     config = _long_config(tmp_path, tokens)
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
-    _wait_for_step(tmp_path / "long", 5)
+    wait_until(lambda: last_step(tmp_path / "long") >= 5)
     cluster.run("scancel", "--signal=USR1", str(number))  # as Slurm does before the time limit
     job = cluster.wait(number, timeout_s=240)
     log = (tmp_path / "train.out").read_text()
@@ -213,11 +212,11 @@ def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
     options = ["--nodes=2", f"--output={log}"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
     for start in (1, 2, 3):
-        _wait_until(lambda starts=start: log.exists() and log.read_text().count("tasks\n") == starts)
+        wait_until(lambda starts=start: log.exists() and log.read_text().count("tasks\n") == starts)
         # there is no agent yet: the script remembers the request
         cluster.run("scancel", "--batch", "--signal=USR1", str(number))
-        _wait_until(lambda stops=start: log.read_text().count("agents: stopped before the start") == stops)
-    _wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
+        wait_until(lambda stops=start: log.read_text().count("agents: stopped before the start") == stops)
+    wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
     job = cluster.run("scontrol", "show", "job", str(number))
     cluster.run("scancel", str(number))
     assert "Priority=0 " in job  # held, for a person to release it
@@ -249,25 +248,11 @@ def test_a_run_that_loses_a_rank_and_then_its_first_node_goes_on_and_ends_as_com
     assert list(run.losses()) == list(range(1, LONG + 1))
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def _long_config(directory: Path, tokens: Path) -> Path:
     path = _training_config(directory, name="long", tokens=tokens)
     config = json.loads(path.read_text())
     config["run"] |= {"steps": LONG, "checkpoint_every": 10}
     return _write(path, config)
-
-
-def _wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not ((run / "metrics.jsonl").exists() and step in _losses(run)):
-        assert time.monotonic() < deadline, "the run makes no progress"
-        time.sleep(0.05)
 
 
 def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
@@ -300,7 +285,7 @@ def _kill_a_map_job(cluster: VirtualCluster, *, node: str, signal: str = "KILL")
             return False
         return True
 
-    _wait_until(killed)
+    wait_until(killed)
 
 
 def _training_config(directory: Path, *, name: str, tokens: Path) -> Path:

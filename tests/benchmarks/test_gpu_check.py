@@ -23,6 +23,7 @@ from benchmarks.gpu_check.tests import gpu_test_files
 from pipeline.models.build.meta import build_meta
 from pipeline.models.count import measure as count
 from tests.conftest import ROOT
+from tests.support import output_of
 
 CPU = torch.device("cpu")
 ROW = Row("tiny", "torch", "eager")
@@ -195,8 +196,7 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(tmp_path: Path) -> None:
     chosen = "environment,tests,tiny-torch-compiled,tiny-*-eager,tiny-torch-fp8"
     options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "9"]
     words = [sys.executable, "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output_of(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False))
     result = json.loads((tmp_path / "result.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
     for name in ("torch-compiled", "torch-eager", "deepspeed-eager", "trainer-eager"):

@@ -25,6 +25,7 @@ from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.store import CheckpointStore
 from tests.checkpoint.test_save import info
 from tests.engines.parallel.ranks import WORLD, Ranks
+from tests.support import flip_a_byte
 
 ROWS, COLUMNS = 64, 512
 KEY = named_state.weight_key("w")
@@ -86,12 +87,6 @@ def file_of(work: Path, rank: int, step: int = 2) -> Path:
 
 def copy_of(work: Path, rank: int, nodes: tuple[int, ...] = TWO_NODES) -> Path:
     return memory_of(work, nodes[rank]).folder(2) / f"__{rank}_0.distcp"
-
-
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.formats.tokenfile import TokenFile, open_split
+from tests.support import wait_until
 
 Tree = dict[str, bytes]
 COMMAND = [sys.executable, "-m", "data_prep"]
@@ -61,10 +62,7 @@ def session_members(session: int) -> list[int]:
 
 
 def wait_for_exit(session: int, seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while session_members(session):
-        assert time.monotonic() < limit, "workers outlive their coordinator"
-        time.sleep(0.02)
+    wait_until(lambda: not session_members(session), within_s=seconds, said=lambda: "workers outlive their coordinator")
 
 
 def test_two_workers_write_the_same_bytes_as_one(

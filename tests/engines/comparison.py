@@ -11,6 +11,7 @@ import pytest
 
 from tests import warm
 from tests.conftest import selected
+from tests.support import output_of
 
 FP32 = 1e-5
 """Relative, on losses and gradients: fp32 rounds at 6e-8, and few additions in another order stay far below this."""
@@ -38,8 +39,7 @@ def compare_layouts(work: Path, engine: str, layouts: Layouts, *, processes: int
     cases = work / "cases.json"
     cases.write_text(json.dumps({name: {"engine": engine, **layout} for name, layout in layouts.items()}))
     for module, ranks in (("reference_worker", 1), ("layout_worker", processes), ("reference_worker", 1)):
-        done = warm.run("-m", f"tests.engines.{module}", cases, work, processes=ranks, timeout_s=900)
-        assert done.returncode == 0, done.stderr[-4000:]
+        output_of(warm.run("-m", f"tests.engines.{module}", cases, work, processes=ranks, timeout_s=900))
     read: dict[str, dict[str, float]] = json.loads((work / "results.json").read_text())
     return read
 

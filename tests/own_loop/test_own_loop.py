@@ -18,6 +18,7 @@ from pipeline.config.schedule import schedule_from_section
 from pipeline.config.sections.deepspeed import SchedulerParams, SchedulerSection
 from tests import warm
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
+from tests.support import output_of
 
 LAYOUTS = {
     **{f"torch-{stage}": {"engine": "torch", "zero_optimization": {"stage": stage}} for stage in (0, 2, 3)},
@@ -55,8 +56,7 @@ def launched(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, 
     work.mkdir(parents=True, exist_ok=True)
     (work / "cases.json").write_text(json.dumps(cases))
     worker = Path(__file__).with_name("worker.py")
-    done = warm.run(worker, "cases.json", "out.json", cwd=work, processes=processes, timeout_s=500)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    output_of(warm.run(worker, "cases.json", "out.json", cwd=work, processes=processes, timeout_s=500))
     results: dict[str, Any] = json.loads((work / "out.json").read_text())
     return results
 

@@ -21,6 +21,7 @@ from pipeline.runtime.machines.known import load_machine
 from tests import warm
 from tests.config.test_layouts import shipped
 from tests.conftest import ROOT, tiny_config, write_config
+from tests.support import output_of
 
 
 @cache
@@ -177,9 +178,7 @@ def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path)
     raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", bf16={"enabled": True})
     config = write_config(tmp_path / "c.json", raw)
     options = ("--config", config, "--machine", "h100", "--processes", "2", "--tokens", "1e6", "--price", "3", "--json")
-    done = warm.run("-m", "pipeline", "plan", *options)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(output_of(warm.run("-m", "pipeline", "plan", *options)))
     assert found["tokens"] >= 1_000_000
     assert found["money"]["low"] < found["money"]["high"]
     assert any("ids are assumed" in note for note in found["notes"])

@@ -26,6 +26,7 @@ from pipeline.runtime.machines.known import load_machine
 from tests import warm
 from tests.conftest import ROOT, tiny_config
 from tests.conftest import write_config as write
+from tests.support import output_of
 
 CONFIG = str(ROOT / "ds_configs" / "fsdp_3d.json")
 LAYERS = "model.config.num_hidden_layers=8"
@@ -133,13 +134,10 @@ def test_the_command_executes_the_best_steps_and_prove_accepts_the_winner(tmp_pa
     raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", train_batch_size=8)
     config = write(tmp_path / "c.json", raw)
     options = ("--config", config, "--machine", "h100", "--processes", "2", "--search", "--verify", "2", "--json")
-    done = warm.run("-m", "pipeline", "plan", *options, "--out", tmp_path / "plan")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(output_of(warm.run("-m", "pipeline", "plan", *options, "--out", tmp_path / "plan")))
     assert found["best"][0]["executed_peak"] == pytest.approx(found["best"][0]["peak"], rel=0.1)
     assert (tmp_path / "plan" / "search.html").exists()
-    proven = warm.run("-m", "pipeline", "prove", "--config", found["config"], "--steps", "4", merged=True)
-    assert proven.returncode == 0, proven.stdout
+    output_of(warm.run("-m", "pipeline", "prove", "--config", found["config"], "--steps", "4", merged=True))
 
 
 def test_the_best_layouts_are_simulated_and_the_laws_warn_once(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import launch, losses, tiny_config, write_config
+from tests.support import last_step, wait_until
 
 pytestmark = pytest.mark.integration
 STEPS = 400
@@ -55,14 +56,14 @@ class Hosts:
         return self.log.read_text() if self.log.exists() else ""
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 150
-        while not condition():
-            own = [(self.work / f"{name}.log").read_text()[-2000:] for name in self.agents]
-            assert time.monotonic() < deadline, "\n".join([self.text()[-3000:], *own])
-            time.sleep(0.1)
+        wait_until(condition, within_s=150, said=self._logs)
+
+    def _logs(self) -> str:
+        own = [(self.work / f"{name}.log").read_text()[-2000:] for name in self.agents]
+        return "\n".join([self.text()[-3000:], *own])
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: max(self.losses(), default=0) >= step)
+        self.wait_for(lambda: last_step(self.work / "run") >= step)
 
     def losses(self) -> dict[int, float]:
         return losses(self.work / "run") if (self.work / "run/metrics.jsonl").exists() else {}

@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from pipeline.cluster.status.run import read_status
 from pipeline.runtime.launch.run_lock import exclusive_run
 from pipeline.runtime.metrics.attempts_journal import append_event, read_events
 from pipeline.runtime.metrics.journal import Journal
-from tests.conftest import ROOT, losses, start, tiny_config, write_config
+from tests.conftest import ROOT, start, tiny_config, write_config
 from tests.headrace.commands.test_app import run
+from tests.support import last_step, wait_until
 
 
 def test_a_run_is_seen_while_it_trains_when_a_rank_is_killed_and_when_it_has_resumed(
@@ -92,10 +92,4 @@ def newest_pid(run_dir: Path) -> int:
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:
-    """Waits until a step is in the metrics."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and step in losses(run_dir):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step}")
+    wait_until(lambda: last_step(run_dir) >= step)

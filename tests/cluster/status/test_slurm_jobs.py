@@ -51,12 +51,12 @@ def test_a_job_of_another_program_and_spaces_in_paths_do_not_end_a_status(
         shown = cluster.run("python", "-m", "headrace", "status", f"{place}/run", cwd=place, env=JOB_ENV)
         assert f"{ours} waits: held" in shown
         assert str(other) not in shown.split()
-        [output] = output_of(cluster, ours, place)
+        [output] = files_of(cluster, ours, place)
         assert output == f"{place}/slurm-{ours}.out"
     finally:
         cluster.run("scancel", str(other), str(ours))
 
 
-def output_of(cluster: VirtualCluster, number: int, cwd: Path) -> list[str]:
+def files_of(cluster: VirtualCluster, number: int, cwd: Path) -> list[str]:
     code = f"from pipeline.cluster.status.slurm import output_files; print(*output_files(['{number}']), sep='\\n')"
     return cluster.run("python", "-c", code, cwd=cwd, env=JOB_ENV).splitlines()

@@ -23,6 +23,7 @@ from tests import warm
 from tests.compress.pruning import models
 from tests.compress.pruning.prunings import plan_of, raw_config, write_config
 from tests.evaluation.heldout.small import SEQUENCE, VOCAB
+from tests.support import output_of
 
 CPU = torch.device("cpu")
 GATHER = """
@@ -74,8 +75,7 @@ def found_in(
     fields: dict[str, Any] = {"target": {"shape": SHAPES[source.name]}, "calibration": {"samples": 17}, **more}
     folder.mkdir()
     config = write_config(folder, source, tokens, importance={"depth": "loss", **section}, **fields)
-    done = warm.run("-c", GATHER, config, processes=processes)
-    assert done.returncode == 0, done.stderr
+    output_of(warm.run("-c", GATHER, config, processes=processes))
     # the sums do not depend on the layout, nor does what they are kept by
     plan = plan_of(folder, source, tokens, importance={"depth": "loss"}, **fields)
     sums = load_sums(plan, fingerprint(plan))
@@ -176,11 +176,10 @@ def test_the_shape_that_rank_zero_measures_is_that_of_all_processes_and_so_is_it
 ) -> None:
     source = models.make(tmp_path / "model", "llama", tokens, dead=False)
     config = write_config(tmp_path, source, tokens, target={"latency": 0.6})
-    done = warm.run("-c", MEASURED, config, processes=2, merged=True)
-    assert done.returncode == 0, done.stdout
-    found = {line[7:] for line in done.stdout.splitlines() if line.startswith("rank ")}
+    said = output_of(warm.run("-c", MEASURED, config, processes=2, merged=True))
+    found = {line[7:] for line in said.splitlines() if line.startswith("rank ")}
     assert len(found) == 1, found  # the same of both
-    assert done.stdout.count("measuring forward passes") == 1
+    assert said.count("measuring forward passes") == 1
     config = write_config(tmp_path, source, tokens, target={"latency": 0.01})
     done = warm.run("-c", MEASURED, config, processes=2, merged=True)
     assert done.returncode == 2

@@ -17,6 +17,7 @@ from pipeline.compress.pruning.sharded import open_model
 from tests.compress.pruning import models
 from tests.compress.pruning.prunings import plan_of, raw_config, write_config
 from tests.evaluation.heldout.small import make_tokens, run_python
+from tests.support import refusal_of
 from tests.warm import ROOT
 
 ENTRY = ROOT / "pipeline/prune.py"
@@ -29,16 +30,15 @@ def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens, target={"parameters": 10})
-    done = run_python("-X", "importtime", ENTRY, "--config", config)
-    assert done.returncode == 2
-    assert "error: target.parameters = 10" in done.stderr
+    said = refusal_of(run_python("-X", "importtime", ENTRY, "--config", config))
+    assert "error: target.parameters = 10" in said
     least = plan_of(
         tmp_path, model, tokens, target={"shape": {"hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}}
     )
     assert least.shape is not None
-    assert f"use {least.anatomy.parameters(least.shape)} or more" in done.stderr
-    assert "or add num_hidden_layers to axes" in done.stderr
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert f"use {least.anatomy.parameters(least.shape)} or more" in said
+    assert "or add num_hidden_layers to axes" in said
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.splitlines()}
     assert "pydantic" in imported
     assert not imported & {"torch", "transformers"}
     assert [p.name for p in tmp_path.iterdir()] == ["prune.json"]

@@ -15,6 +15,7 @@ from data_prep.job.directory import Job
 from headrace.base.errors import DataError
 from tests.data_prep.conftest import config_file, text_folder, tree
 from tests.data_prep.in_process import run_job
+from tests.support import flip_a_byte
 
 CONFIG = {"task_bytes": 2000, "shard_tokens": 2000, "tokenizer": {"train": "bpe", "vocab_size": 300}}
 
@@ -41,20 +42,13 @@ def mapped(mapped_work: Path, work: Path) -> Path:
     return work
 
 
-def flip(path: Path, *, at: float) -> None:
-    """Flips a bit of a file, at a fraction of its length."""
-    data = bytearray(path.read_bytes())
-    data[int(at * len(data))] ^= 16
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("at", [0.0, 0.5, 0.999])
 @pytest.mark.parametrize("name", ["run-000/tokens.bin", "run-000/docs.bin", "run-000/checks.bin", "run-000/run.json"])
 def test_a_flipped_bit_in_a_finished_map_output_is_found_and_its_task_named(name: str, at: float, mapped: Path) -> None:
     """Whatever the reduce tasks read is compared with checksums; after the named task is repeated, the output is as if
     nothing had happened."""
     directory = mapped / ".tokens.job/map/00001"
-    flip(directory / name, at=at)
+    flip_a_byte(directory / name, at=at)
     with pytest.raises(DataError, match=r"rm -r .*map/00001 and run again") as raised:
         run_job("corpus.json")
     assert "damaged" in str(raised.value)

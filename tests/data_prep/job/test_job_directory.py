@@ -18,6 +18,7 @@ import pytest
 from data_prep.formats.tokenfile import TokenFile, shard_prefix, with_suffix
 from data_prep.task import scratch_path
 from headrace.base.directory import read_manifest
+from tests.support import output_of, refusal_of
 
 Write = Callable[..., str]
 Tree = dict[str, bytes]
@@ -85,14 +86,15 @@ def test_more_runs_than_the_limit_of_open_files_can_be_reduced(work: Path, write
     config = write_config(sources=[{"path": "many"}], task_bytes=1)
     cli("prepare", "--config", config)
     cli("phase", "map", "--config", config, "--task", "0", "--of", "1", "--workers", "2")
-    done = subprocess.run(
-        [*COMMAND, "--config", config, "--workers", "1"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
-        capture_output=True,
-        text=True,
-        check=False,
+    output_of(
+        subprocess.run(
+            [*COMMAND, "--config", config, "--workers", "1"],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     )
-    assert done.returncode == 0, done.stderr
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
     assert sum(split["documents"] for split in splits.values()) == 150
 
@@ -173,16 +175,17 @@ def test_a_split_that_deduplication_empties_is_an_error(work: Path, write_config
 def test_the_error_for_an_unreadable_input_file_says_why(work: Path, write_config: Write) -> None:
     rows(work / "a.jsonl", ["x"] * 20)
     (work / "a.jsonl").chmod(0)
-    done = subprocess.run(
-        [*COMMAND, "--config", write_config(sources=[{"path": "a.jsonl"}])],
-        preexec_fn=drop_root_capabilities,
-        capture_output=True,
-        text=True,
-        check=False,
+    said = refusal_of(
+        subprocess.run(
+            [*COMMAND, "--config", write_config(sources=[{"path": "a.jsonl"}])],
+            preexec_fn=drop_root_capabilities,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     )
-    assert done.returncode == 2, done.stderr
-    assert "Permission denied" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Permission denied" in said
+    assert "Traceback" not in said
 
 
 def drop_root_capabilities() -> None:

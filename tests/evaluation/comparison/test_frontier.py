@@ -26,6 +26,7 @@ from pipeline.evaluation.consumers.consumer import CONSUMERS, VLLM_PYTHON
 from pipeline.evaluation.heldout.data import HeldOutData
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, TEXTS, every_third, make_masked, make_tokens
+from tests.support import output_of
 
 PROMPT = "The mill at race"
 
@@ -84,9 +85,7 @@ def test_llama_cpp_generates_a_batch_as_each_sequence_alone(gguf: Path) -> None:
         "model = Model(Path(sys.argv[1]), threads=1); prompts = [[5, 9, 40, 41], [300, 7, 8, 9], [1, 2, 3, 4]];"
         "print(json.dumps([model.generate(prompts, 5), [model.generate([each], 5)[0] for each in prompts]]))"
     )
-    done = warm.run("-c", code, gguf / "model.gguf")
-    assert done.returncode == 0, done.stderr
-    together, alone = json.loads(done.stdout.splitlines()[-1])
+    together, alone = json.loads(output_of(warm.run("-c", code, gguf / "model.gguf")).splitlines()[-1])
     assert together == alone
     assert np.shape(together) == (3, 5)
 
@@ -160,9 +159,7 @@ def test_a_loss_mask_holds_for_every_program(model: Path, gguf: Path, tokens: Pa
 def test_eval_compares_models_and_writes_csv_and_picture(model: Path, gguf: Path, tokens: Path, tmp_path: Path) -> None:
     named = ["--model", f"own={model}", "--model", f"q8={gguf}", "--csv", tmp_path / "a.csv", "--json"]
     more = ["--data", tokens, "--sequence-length", SEQUENCE, "--max-tokens", 320, "--batches", 0]
-    done = warm.run("-m", "pipeline", "eval", *named, *more, "--picture", tmp_path / "a.svg")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(output_of(warm.run("-m", "pipeline", "eval", *named, *more, "--picture", tmp_path / "a.svg")))
     assert [row["name"] for row in found] == ["own", "q8"]
     with (tmp_path / "a.csv").open() as file:
         assert [float(row["loss_nats"]) for row in csv.DictReader(file)] == [row["loss_nats"] for row in found]

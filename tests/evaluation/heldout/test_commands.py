@@ -19,6 +19,7 @@ from pipeline.evaluation.heldout.heldout_loss import evaluate
 from pipeline.models.folder.loading import load_model
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, TEXTS, make_masked, make_tokens
+from tests.support import output_of, refusal_of
 
 
 def arguments(*given: object) -> argparse.Namespace:
@@ -33,11 +34,10 @@ def copied(model: Path, tmp_path: Path) -> Path:
 
 
 def test_json_output_equals_the_result_of_evaluate(model: Path, tokens: Path) -> None:
-    done = warm.run(
-        "-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json"
+    said = output_of(
+        warm.run("-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json")
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(said)
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
     here = evaluate(load_model(model), dataset, batch_size=8, device="cpu")
     assert found["loss_nats"] == pytest.approx(here.loss_nats, rel=1e-5)
@@ -86,10 +86,9 @@ def test_a_larger_vocabulary_than_the_models_is_refused(copied: Path, tokens: Pa
 
 
 def test_windows_longer_than_the_models_positions_are_refused(model: Path, tokens: Path) -> None:
-    done = warm.run("-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", 129)
-    assert done.returncode == 2
-    assert "--sequence-length = 129" in done.stderr
-    assert "use 128 or less" in done.stderr
+    said = refusal_of(warm.run("-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", 129))
+    assert "--sequence-length = 129" in said
+    assert "use 128 or less" in said
 
 
 def test_a_missing_path_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:

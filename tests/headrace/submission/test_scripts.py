@@ -17,6 +17,7 @@ from headrace.submission.configs import elements
 from headrace.submission.script import fill
 from tests.conftest import ROOT
 from tests.headrace.commands.test_app import run
+from tests.support import output_of
 
 TRAINING: dict[str, Any] = {
     "train_batch_size": 8,
@@ -222,9 +223,7 @@ def test_each_element_of_a_sweep_has_its_values_and_a_run_directory_of_its_own()
 def test_elements_of_a_plain_sbatch_array_do_not_share_a_run_directory(
     work: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: list[str], expected: list[str]
 ) -> None:
-    done = in_job(work, monkeypatch, words, variables)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == expected
+    assert output_of(in_job(work, monkeypatch, words, variables)).splitlines() == expected
 
 
 def test_a_sweep_without_a_fitting_array_is_refused_with_the_option(

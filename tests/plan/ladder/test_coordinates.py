@@ -14,6 +14,7 @@ from pipeline.plan.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import write_config
 from tests.plan.ladder.coordinate_check.test_coordinate_check import config
+from tests.support import output_of
 
 
 def parsed(*words: object) -> argparse.Namespace:
@@ -66,9 +67,8 @@ def test_the_ladder_s_rate_check_writes_figures_and_a_picture_and_is_the_module_
     assert "peak learning rate" in (written / "rate_check.svg").read_text()
 
     own = ("-m", "pipeline.plan.ladder.coordinate_check", "rates", *words, "--widths", 32, 64, "--rates", 4e-3, 1e-4)
-    done = warm.run(*(str(word) for word in own), "--output", str(tmp_path / "own.json"))
-    assert done.returncode == 0, done.stderr
-    assert "completep, width 64, depth 2: best learning rate 0.004" in done.stdout
+    said = output_of(warm.run(*(str(word) for word in own), "--output", str(tmp_path / "own.json")))
+    assert "completep, width 64, depth 2: best learning rate 0.004" in said
     assert json.loads((tmp_path / "own.json").read_text()) == found
 
 

@@ -23,6 +23,7 @@ from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import losses, tiny_config, write_config
 from tests.runtime.metrics.offline import logged
+from tests.support import output_of
 
 SCRIPT = Path(__file__).with_name("train_poisoned.py")
 BAD_STEP, BAD_SAMPLE, CHECKPOINT = 13, 12 * 8 + 5, 10
@@ -32,9 +33,9 @@ SKIPPED = Skips((Skip(CHECKPOINT + 1, BAD_STEP - CHECKPOINT),))
 def run_poisoned(config: Path, *sets: str, processes: int = 1) -> str:
     """Trains with the bad sample; returns the output."""
     overrides = [word for text in sets for word in ("--set", text)]
-    done = warm.run(SCRIPT, "--config", config, *overrides, cwd=config.parent, processes=processes, merged=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return output_of(
+        warm.run(SCRIPT, "--config", config, *overrides, cwd=config.parent, processes=processes, merged=True)
+    )
 
 
 def config_of(work: Path, tokens: Path, **fields: Any) -> Path:

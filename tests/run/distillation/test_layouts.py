@@ -10,6 +10,7 @@ import pytest
 from headrace.base.directory import read_manifest
 from tests import warm
 from tests.conftest import launch, losses, tiny_config, write_config
+from tests.support import output_of
 
 STEPS = 8
 TOLERANCE = 2e-5
@@ -96,9 +97,7 @@ def test_between_forward_passes_a_rank_has_its_share_of_the_teachers_layers(
     teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path / "c.json", student(tokens, tmp_path / "run", teacher))
-    done = warm.run("-c", SHARE, config, processes=2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in output_of(warm.run("-c", SHARE, config, processes=2)).splitlines()]
     assert len(lines) == 2
     for own, whole, head in lines:
         assert 2 * int(own) == int(whole)

@@ -17,6 +17,7 @@ from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import ROOT, losses, tiny_config, write_config
 from tests.run.distillation.recorded_tokens import read
+from tests.support import output_of
 
 STEPS = 8
 PROMPT, NEW = 9, 15
@@ -51,8 +52,7 @@ def run(config: Path, folder: Path, *sets: str, processes: int = 1) -> None:
     """Distils, and writes the sampled tokens to a folder."""
     overrides = [word for each in sets for word in ("--set", each)]
     words = ("-m", "tests.run.distillation.recorded_tokens", folder, "--config", config, *overrides)
-    done = warm.run(*words, processes=processes, merged=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+    output_of(warm.run(*words, processes=processes, merged=True))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["contiguous", "documents"])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from headrace.base.errors import EXIT_LOST
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.launch.group import free_port
 from tests.conftest import ROOT, launch, losses, tiny_config, write_config
+from tests.support import wait_until
 
 START_S = 240.0
 """Until the first checkpoint, on a busy machine."""
@@ -71,14 +71,6 @@ def server_runs(work: Path) -> bool:
     return False
 
 
-def wait_for(condition: Callable[[], bool], *, within_s: float, what: str) -> None:
-    """Waits until a condition holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < within_s, what
-        time.sleep(0.02)
-
-
 def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> tuple[str, int]:
     """Trains; sends one rank a signal after the first checkpoint. Returns the output and the exit code."""
     command = list(LAUNCHERS[launcher])
@@ -89,18 +81,18 @@ def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> 
         process = subprocess.Popen([*command, "--config", str(config)], stdout=output, stderr=output, cwd=work)
     try:
         checkpoints = work / "run/checkpoints"
-        wait_for(
+        wait_until(
             lambda: process.poll() is not None or any(checkpoints.glob("step-*")),
             within_s=START_S,
-            what="there was no checkpoint",
+            said=lambda: "there was no checkpoint",
         )
         ranks = ranks_of(config)
         assert sorted(ranks) == [0, 1], (work / "output").read_text()
         time.sleep(3.0)  # heartbeats come once per second: one from the middle of training
         os.kill(ranks[victim], how)
         limit_s = EXIT_S + (SILENT_S if how is signal.SIGSTOP else 0)
-        wait_for(lambda: not ranks_of(config), within_s=limit_s, what="ranks are left")
-        wait_for(lambda: not server_runs(work), within_s=EXIT_S, what="the watchdog is left")
+        wait_until(lambda: not ranks_of(config), within_s=limit_s, said=lambda: "ranks are left")
+        wait_until(lambda: not server_runs(work), within_s=EXIT_S, said=lambda: "the watchdog is left")
         process.wait(timeout=60)  # of which torchrun and deepspeed take 5 to 15 s for themselves
     finally:
         for pid in ranks_of(config).values():

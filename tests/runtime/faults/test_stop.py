@@ -14,6 +14,7 @@ import pytest
 from pipeline.runtime.faults.stop_signals import Stop
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import entry_point, launch, losses, tiny_config, write_config
+from tests.support import last_step, wait_until
 
 STEPS = 40
 SLOW = {"evaluation": {"every": 10, "samples": 4000}}
@@ -40,10 +41,7 @@ def stopped_at_step(
     words = entry_point("train.py", config)
     command = [sys.executable, words[0], *(["--nproc", str(processes)] if processes > 1 else []), *words[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and step not in (losses(run_dir) if (run_dir / "metrics.jsonl").exists() else {}):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+    wait_until(lambda: last_step(run_dir) >= step, process=process, said=lambda: process.communicate()[0])
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     return process.returncode, output
@@ -85,9 +83,7 @@ def test_a_run_stopped_while_it_starts_does_no_step_and_builds_no_engine(tokens:
     config, run_dir = configured(tokens, tmp_path), tmp_path / "run"
     words = [*entry_point("train.py", config), "--nproc", "2"]
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not (run_dir / ".lock").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
+    wait_until((run_dir / ".lock").exists, process=process, poll_s=0.001)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output

@@ -17,6 +17,7 @@ from pipeline.runtime.faults.progress import progress_from_io
 from pipeline.runtime.faults.watchdog import Watchdog
 from tests import warm
 from tests.runtime.faults.ranks import RANKS
+from tests.support import output_of
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 HOST = socket.gethostname()
@@ -41,8 +42,7 @@ def run_ranks(work: Path, fault: str, bad: int = -1) -> Outcome:
     """Runs four ranks and injects a fault into `bad`, or into all of them."""
     warm.run("-c", "pass")  # starts the fork server: its imports are not part of the time
     started = time.monotonic()
-    done = warm.run(SCRIPT, fault, bad, cwd=work, merged=True, timeout_s=90)
-    assert done.returncode == 0, done.stdout
+    output_of(warm.run(SCRIPT, fault, bad, cwd=work, merged=True, timeout_s=90))
     outputs = [(work / f"output-{rank}").read_text() for rank in range(RANKS)]
     codes = [int((work / f"code-{rank}").read_text()) for rank in range(RANKS)]
     rows = work / "faults.jsonl"

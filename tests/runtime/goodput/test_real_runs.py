@@ -20,9 +20,10 @@ from pipeline.runtime.metrics.attempts_journal import read_events
 from pipeline.runtime.metrics.journal import read_rows
 from pipeline.runtime.metrics.times import seconds_of as seconds_or_none
 from tests import warm
-from tests.conftest import entry_point, losses, tiny_config, write_config
+from tests.conftest import entry_point, tiny_config, write_config
 from tests.headrace.commands.test_app import run as headrace
 from tests.runtime.metrics.test_stragglers import SLOWED
+from tests.support import last_step, output_of, wait_until
 
 SEEN_S = 2.0
 """Until the watchdog has seen that a process is gone, on a busy machine; 0.01 to 0.04 s on a quiet one."""
@@ -61,10 +62,7 @@ def kill_at_step(config: Path, run_dir: Path, step: int) -> tuple[float, float]:
     """Starts a run and kills it with SIGKILL after a step; the times of both, since the epoch."""
     began = time.time()
     process = subprocess.Popen([sys.executable, *entry_point("train.py", config)], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and step not in (losses(run_dir) if (run_dir / "metrics.jsonl").exists() else {}):
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.01)
+    wait_until(lambda: last_step(run_dir) >= step, within_s=240, process=process)
     os.kill(process.pid, signal.SIGKILL)
     killed = time.time()
     process.wait()
@@ -141,8 +139,7 @@ def test_a_suspended_rank_shows_as_stragglers(tokens: Path, tmp_path: Path) -> N
     config = config_of(tokens, tmp_path, steps=24, checkpoint_every=24) | {"stragglers": {"every": 2}}
     config |= {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 64}  # computing is most of a step
     words = entry_point("train.py", write_config(tmp_path / "c.json", config))
-    done = warm.run("-c", SLOWED, 1, *words, cwd=tmp_path, processes=2, merged=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    output_of(warm.run("-c", SLOWED, 1, *words, cwd=tmp_path, processes=2, merged=True))
     spent = goodput_of(tmp_path / "run").spent
     # how much it is without a slow rank depends on the machine: cores that are shared make stragglers, too
     assert spent.stragglers > 0.2 * (spent.productive + spent.stragglers), spent
@@ -164,8 +161,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_slow_source_of_data_shows_as_data_wait(tokens: Path, tmp_path: Path) -> None:
     words = entry_point("train.py", write_config(tmp_path / "c.json", config_of(tokens, tmp_path, steps=20)))
-    done = warm.run("-c", SLOW_DATA, *words, merged=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    output_of(warm.run("-c", SLOW_DATA, *words, merged=True))
     spent = goodput_of(tmp_path / "run").spent
     reading_s = 0.05 * 8 * 20  # of which only what computing does not hide is waited for
     hidden_s = spent.productive + spent.checkpoint + spent.evaluation

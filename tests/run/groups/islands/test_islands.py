@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -25,6 +24,7 @@ from tests import groups
 from tests.conftest import launch, losses
 from tests.groups import events
 from tests.run.groups.islands.struck import two_islands
+from tests.support import refusal_of, wait_until
 from tests.warm_python import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
@@ -41,10 +41,7 @@ def make_config(tokens: Path, work: Path, *, steps: int, **islands: Any) -> Path
 
 
 def wait_for_exchanges(run_dir: Path, count: int) -> None:
-    deadline = time.monotonic() + 200
-    while not (run_dir.exists() and len(events(run_dir, "exchange")) >= count):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(events(run_dir, "exchange")) >= count, within_s=200)
 
 
 def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
@@ -155,9 +152,7 @@ def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens:
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     sets = ("islands.steps=100", "run.checkpoint_every=800", "evaluation.samples=4")
     with subprocess.Popen(command(config, *sets), stdout=subprocess.DEVNULL) as process:
-        while not (second.exists() and len(events(second, "exchange")) >= 2):
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: len(events(second, "exchange")) >= 2, within_s=200, process=process)
         process.terminate()
     assert process.returncode == EXIT_REQUEUE
     run_islands(config, *sets)
@@ -228,9 +223,8 @@ def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: P
         other = [word for text in words for word in ("--set", text)]
         other = [python(), "-m", "headrace", "train", "--config", str(config), *other]
         wait_for_exchanges(tmp_path / "run/island-0", 1)  # the first to come is the one whose secret counts
-        done = subprocess.run(other, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 2
-        assert "island-0 reported at the lighthouse does not verify with the secret of other" in done.stderr
+        said = refusal_of(subprocess.run(other, capture_output=True, text=True, timeout=300, check=False))
+        assert "island-0 reported at the lighthouse does not verify with the secret of other" in said
         process.wait(timeout=300)
     assert process.returncode == 0
     assert any(row["refused"] for row in events(tmp_path / "run/island-0", "exchange"))
@@ -240,6 +234,7 @@ def test_islands_listen_on_the_loopback_interface_only_and_need_a_secret_for_ano
     tokens: Path, tmp_path: Path
 ) -> None:
     config = make_config(tokens, tmp_path, steps=5)
-    done = subprocess.run(command(config, "islands.bind=0.0.0.0"), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "give islands.secret_file" in done.stderr
+    said = refusal_of(
+        subprocess.run(command(config, "islands.bind=0.0.0.0"), capture_output=True, text=True, check=False)
+    )
+    assert "give islands.secret_file" in said

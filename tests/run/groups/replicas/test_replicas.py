@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
 from tests.groups import events
+from tests.support import last_step, wait_until
 from tests.warm_python import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
@@ -84,10 +84,7 @@ def replica(
 
 def wait_for_opening_lines(log: Path, *, starts: int) -> None:
     """They come right before a replica asks for its first quorum."""
-    deadline = time.monotonic() + 200
-    while log.read_text().count("bytes per parameter") < starts:
-        assert time.monotonic() < deadline, log.read_text()[-2000:]
-        time.sleep(0.05)
+    wait_until(lambda: log.read_text().count("bytes per parameter") >= starts, within_s=200, said=log.read_text)
 
 
 def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
@@ -178,23 +175,16 @@ def test_a_replica_that_is_paused_for_many_steps_is_left_behind_and_started_agai
         while len(found) < 2:
             match = re.match(r"(replica-\d): process (\d+)", process.stdout.readline())
             found |= {match[1]: int(match[2])} if match else {}
-        paused = wait_for_step(second, 50)
+        wait_until(lambda: last_step(second) >= 50, within_s=200)
+        paused = last_step(second)
         os.killpg(found["replica-1"], signal.SIGSTOP)
-        wait_for_step(first, paused + 50)
+        wait_until(lambda: last_step(first) >= paused + 50, within_s=200)
         os.killpg(found["replica-1"], signal.SIGCONT)
         said = process.stdout.read()
     assert process.returncode == 0, said
     assert "replica-1 ended with exit code 76: restart 1 of 3" in said
     assert set(map(tuple, samples_by_step(first).values())) == {tuple(range(8))}
     assert_equal_weights(first, second)
-
-
-def wait_for_step(run_dir: Path, step: int) -> int:
-    deadline = time.monotonic() + 200
-    while not (run_dir / "metrics.jsonl").exists() or max(losses(run_dir), default=0) < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return max(losses(run_dir))
 
 
 @contextmanager
