@@ -147,9 +147,7 @@ def test_an_element_whose_node_crashes_is_run_by_another_node_and_the_chain_goes
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
-def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
-    cluster: VirtualCluster, tokens: Path, tmp_path: Path
-) -> None:
+def test_zero3_on_two_nodes_has_the_losses_of_one_host(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
     local = _training_config(tmp_path, name="one_machine", tokens=tokens)
     command = [str(BIN / "deepspeed"), "--num_accelerators", "2", "pipeline/train.py", "--config", str(local)]
     cluster.run(*command, cwd=ROOT, env=JOB_ENV, timeout_s=240)
@@ -188,9 +186,7 @@ def test_a_job_with_fewer_tasks_than_gpus_is_refused(cluster: VirtualCluster, tm
     assert "1 tasks but 2 GPUs per node" in (tmp_path / "train.out").read_text()
 
 
-def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
-    cluster: VirtualCluster, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_job_is_requeued_and_finishes_the_run(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
     config = _long_config(tmp_path, tokens)
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
@@ -205,9 +201,7 @@ def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 
 
-def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
-    cluster: VirtualCluster, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_job_stopped_three_times_early_is_held(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
     config, log = _long_config(tmp_path, tokens), tmp_path / "train.out"
     options = ["--nodes=2", f"--output={log}"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)

@@ -59,7 +59,6 @@ def save(rank: int, work: Path, nodes: tuple[int, ...], steps: tuple[int, ...]) 
             shard = NamedShard((WORLD * ROWS, COLUMNS), start=rank * ROWS * COLUMNS, values=mine.reshape(-1))
             writer.begin(info(step), lambda shard=shard: {KEY: shard})  # type: ignore[misc]
             result = writer.wait()
-            assert result is not None
             assert result.checkpoint is not None
             assert not result.not_copied
             writer.wait_for_copy()
@@ -154,9 +153,7 @@ def test_a_damaged_copy_is_removed_and_the_file_is_read_instead(world: Ranks, sa
     assert not copy.exists()
 
 
-def test_a_file_that_is_damaged_and_not_in_memory_sends_the_run_back_to_the_one_before(
-    world: Ranks, saved: Path
-) -> None:
+def test_a_damaged_file_not_in_memory_sends_the_run_back_to_the_one_before(world: Ranks, saved: Path) -> None:
     copy_of(saved, 3).unlink()
     flip_a_byte(file_of(saved, 3))
     step, read, _ = world.run(resume, saved, TWO_NODES, False)[0]

@@ -95,9 +95,7 @@ def test_a_damaged_file_is_named(intact: Checkpoint, tmp_path: Path, damage: str
     assert message in problem.what
 
 
-def test_tensors_that_do_not_match_the_model_are_named_though_all_checksums_match(
-    intact: Checkpoint, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_match_the_model_are_named_despite_checksums(intact: Checkpoint, tmp_path: Path) -> None:
     def damage(metadata: CheckpointMetadata) -> CheckpointMetadata:
         table, index = metadata.table, metadata.table.index
         norm, gone = index[NORM], index["exp_avg/model.norm.weight"]
@@ -142,9 +140,7 @@ def checkpoint(*arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_commands_show_which_checkpoints_are_damaged_and_which_one_a_resume_takes(
-    intact: Checkpoint, tmp_path: Path
-) -> None:
+def test_the_commands_show_damaged_checkpoints_and_which_one_a_resume_takes(intact: Checkpoint, tmp_path: Path) -> None:
     older = copy_of(intact, tmp_path)
     run = older.path.parent.parent
     newer = shutil.copytree(older.path, older.path.with_name("step-00000007"))

@@ -67,9 +67,7 @@ def test_a_word_list_that_changes_makes_a_different_job(work: Path, cli: Any, wr
     assert "forbidden.txt" in cli("--config", config, code=2).stderr
 
 
-def test_the_error_for_a_split_that_cleaning_empties_names_the_steps(
-    work: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_the_error_for_an_emptied_split_names_the_steps(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
     config = corpus(work, write_config)
     (work / "forbidden.txt").write_text("mill\n")
     error = cli("--config", config, code=2).stderr

@@ -95,9 +95,7 @@ def test_with_an_id_field_the_shards_do_not_depend_on_the_files_of_the_records(
     assert shards[2] != shards[1]
 
 
-def test_with_ids_that_are_not_unique_shards_are_even_and_shuffled(
-    work: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_with_repeated_ids_shards_are_even_and_shuffled(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
     rows = [{"text": f"{i} is a number of the mill", "id": "en"} for i in range(2000)]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cli("--config", write_config(sources=[{"path": "rows.jsonl", "id_field": "id"}], shard_tokens=2000))
@@ -190,9 +188,7 @@ def test_an_output_of_another_config_or_other_inputs_is_an_error(finished: Path,
     assert (finished / "tokens" / "manifest.json").read_bytes() == before
 
 
-def test_an_unfinished_job_resumes_only_with_the_same_config_and_inputs(
-    mixed_config: str, work: Path, cli: Any
-) -> None:
+def test_a_job_resumes_only_with_the_same_config_and_inputs(mixed_config: str, work: Path, cli: Any) -> None:
     cli("prepare", "--config", mixed_config)
     error = cli("--config", mixed_config, "--set", "seed=1", code=2).stderr
     assert "config.seed" in error

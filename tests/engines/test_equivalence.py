@@ -26,9 +26,7 @@ def reference(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "stage", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.sweep), 3]
 )
-def test_zero_on_two_processes_follows_the_reference_for_20_steps(
-    reference: Path, tokens: Path, tmp_path: Path, stage: int
-) -> None:
+def test_zero_follows_the_reference_for_20_steps(reference: Path, tokens: Path, tmp_path: Path, stage: int) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
     launch("train.py", config, f"zero_optimization.stage={stage}", processes=2)
     expected, found = losses(reference), losses(tmp_path / "run")

@@ -56,9 +56,7 @@ def test_a_killed_pod_comes_back_and_the_losses_are_those_of_one_process(
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_evicted_pod_saves_the_run_and_no_failure_is_counted(
-    tokens: Path, tmp_path: Path, expected: dict[int, float]
-) -> None:
+def test_an_evicted_pod_saves_the_run_without_failure(tokens: Path, tmp_path: Path, expected: dict[int, float]) -> None:
     command = command_of_manifest(make_config(tokens, tmp_path))
     with Pods(tmp_path / "pods", 2, command, tokens) as pods:
         pods.run_until(lambda: step(tmp_path) > EVERY)
@@ -80,9 +78,7 @@ def test_a_refused_config_fails_the_job_once(tokens: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_torchrun_in_the_pods_reads_the_same_variables(
-    tokens: Path, tmp_path: Path, expected: dict[int, float]
-) -> None:
+def test_torchrun_in_pods_reads_the_same_variables(tokens: Path, tmp_path: Path, expected: dict[int, float]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "-m", "pipeline.train"]
     command = [*torchrun, "--config", str(make_config(tokens, tmp_path))]
     with Pods(tmp_path / "pods", 2, command, tokens, counted_only=True) as pods:

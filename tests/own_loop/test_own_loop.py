@@ -208,9 +208,7 @@ def test_bf16_follows_fp32_and_keeps_its_statistics_in_fp32(seen: dict[str, Any]
 
 
 @pytest.mark.parametrize(("layout", "weights"), [("torch-3", "torch.float32"), ("bf16 torch-3", "torch.bfloat16")])
-def test_fsdp_gathers_weights_in_bf16_and_reduces_gradients_in_fp32(
-    two: dict[str, Any], layout: str, weights: str
-) -> None:
+def test_fsdp_gathers_weights_in_bf16_and_reduces_in_fp32(two: dict[str, Any], layout: str, weights: str) -> None:
     found = two[layout if "bf16" in layout else f"norm {layout}"]
     assert found["collectives"] == {
         "c10d::_allgather_base_": [weights],

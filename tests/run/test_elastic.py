@@ -86,7 +86,6 @@ def test_rows_without_targets_add_exactly_nothing() -> None:
     total = CrossEntropy(z_loss=1e-3)(logits, labels).total
     (total * 1e6).backward()
     assert total.item() == 0.0
-    assert logits.grad is not None
     assert logits.grad.count_nonzero() == 0  # nan would count
 
 

@@ -56,9 +56,7 @@ def uninterrupted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return work / "run"
 
 
-def test_a_run_killed_with_sigkill_and_resumed_has_the_losses_of_one_that_was_not(
-    uninterrupted: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_and_resumed_has_undisturbed_losses(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
     kill_at_step(deepspeed(config), run_dir, step=8)
@@ -79,9 +77,7 @@ def copy_of(run: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    uninterrupted: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_last_is_taken(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
     run_dir = copy_of(uninterrupted, tmp_path)
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
     flip_a_byte(run_dir / "checkpoints/step-00000020/__0_0.distcp")
@@ -92,9 +88,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         assert losses(run_dir)[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
-    uninterrupted: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_damaged_checkpoints_does_not_start_over(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
     run_dir = copy_of(uninterrupted, tmp_path)
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
     for checkpoint in (run_dir / "checkpoints").glob("step-*"):
@@ -140,9 +134,7 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_whole_ones(tokens: Path, tm
         assert all(whole for _, whole in verify(checkpoint, read_manifest(checkpoint, kind="checkpoint")))
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_start_over(
-    uninterrupted: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_run_without_checkpoints_does_not_start_over(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
     run_dir = copy_of(uninterrupted, tmp_path)
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
     shutil.rmtree(run_dir / "checkpoints")
@@ -151,9 +143,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_field_that_alters_the_curve_changes_only_when_it_is_named(
-    uninterrupted: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_field_that_alters_the_curve_changes_if_named(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
     run_dir = copy_of(uninterrupted, tmp_path)
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
     changed = ("engine=torch", "run.steps=22", "optimizer.params.lr=0.001")

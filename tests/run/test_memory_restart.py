@@ -109,9 +109,7 @@ def test_a_killed_run_resumes_on_any_layout_without_its_files(
     assert not list(shm.iterdir())  # removed at the run's end
 
 
-def test_a_file_that_is_neither_in_memory_nor_on_disk_is_told_and_the_one_before_taken(
-    killed: Path, tmp_path: Path, shm: Path
-) -> None:
+def test_a_file_neither_in_memory_nor_on_disk_is_told_and_passed_over(killed: Path, tmp_path: Path, shm: Path) -> None:
     run_dir = tmp_path / "run"
     step = newest(run_dir)
     launch("train.py", killed, f"run.steps={step + 5}", 'run.allow_change=["run.steps"]', processes=2)

@@ -52,9 +52,7 @@ def test_a_checkpoint_of_one_engine_resumes_on_the_other_and_has_the_states_of_i
         assert verify_checkpoint(Checkpoint(checkpoint, 20)) == []
 
 
-def test_another_optimizer_is_refused_with_what_to_do_and_starts_from_zero_where_it_is_allowed(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_another_optimizer_is_refused_and_starts_from_zero_where_allowed(tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
     launch("train.py", config, "run.steps=10")
     lion = f"optimizer={json.dumps(LION)}"

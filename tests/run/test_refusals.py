@@ -53,9 +53,7 @@ def test_a_truncated_token_file_that_rank_0_alone_has_seen_ends_all_ranks(tokens
     assert "truncated" in refusal(tmp_path, tiny_config(copy, tmp_path / "run"), processes=2)
 
 
-def test_a_fallback_layout_that_the_model_does_not_have_is_refused_before_it_is_needed(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_fallback_layout_that_the_model_cannot_have_is_refused_early(tokens: Path, tmp_path: Path) -> None:
     config = tiny_config(tokens, tmp_path / "run", engine="torch", train_micro_batch_size_per_gpu=1)
     config["launch"] = {"fallback_layouts": [{}, {"pp": 4}]}  # the model has 2 layers
     said = refusal(tmp_path, config)
@@ -65,9 +63,7 @@ def test_a_fallback_layout_that_the_model_does_not_have_is_refused_before_it_is_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_configured_layout_that_the_model_does_not_have_is_refused_although_a_fallback_is_taken(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_layout_that_the_model_cannot_have_is_refused_despite_a_fallback(tokens: Path, tmp_path: Path) -> None:
     keys = {"train_micro_batch_size_per_gpu": 1, "parallel": {"pp": 4}}  # the model has 2 layers
     config = tiny_config(tokens, tmp_path / "run", engine="torch", **keys)
     config["launch"] = {"fallback_layouts": [{}]}
@@ -121,9 +117,7 @@ def test_a_dataset_that_moved_is_the_same_and_fewer_steps_than_done_are_refused(
     assert "is of step 6 already" in said
 
 
-def test_a_damaged_manifest_of_the_newest_checkpoint_does_not_block_the_one_before(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_manifest_of_the_newest_checkpoint_blocks_no_older_one(tokens: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
     launch("train.py", path)
     (tmp_path / "run/checkpoints/step-00000020/manifest.json").write_text("")

@@ -64,9 +64,7 @@ CASES = [pytest.param(name, marks=pytest.mark.integration if name in MAIN else p
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_a_throttled_rank_loses_its_share_and_the_curve_stays_the_same(
-    tokens: Path, tmp_path: Path, layout: str
-) -> None:
+def test_a_throttled_rank_loses_its_share_and_the_curve_stays(tokens: Path, tmp_path: Path, layout: str) -> None:
     config = config_of(tokens, tmp_path / "auto", parallel={"shares": "auto"}, **LAYOUTS[layout])
     words = entry_point("train.py", write_config(tmp_path / "auto.json", config))
     said = output_of(

@@ -56,7 +56,6 @@ def test_no_process_outlives_a_cluster_that_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
     ) as process:
-        assert process.stdout is not None
         while process.stdout.readline() not in ("ready\n", ""):
             pass
         assert _processes_of(tmp_path)

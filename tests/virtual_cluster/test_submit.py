@@ -74,9 +74,7 @@ def test_one_submission_leads_from_text_to_a_small_model_with_the_losses_of_one_
 
 
 @pytest.mark.integration
-def test_what_slurm_would_refuse_is_refused_with_nothing_left_behind(
-    cluster: VirtualCluster, clone: Path, tmp_path: Path
-) -> None:
+def test_what_slurm_would_refuse_leaves_nothing_behind(cluster: VirtualCluster, clone: Path, tmp_path: Path) -> None:
     configs = whole_way(tmp_path)
     before = len(cluster.jobs())
     (tmp_path / "site.toml").write_text('partition = "mian"\n')

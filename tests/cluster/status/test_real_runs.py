@@ -18,9 +18,7 @@ from tests.headrace.commands.test_app import run
 from tests.support import last_step, wait_until
 
 
-def test_a_run_is_seen_while_it_trains_when_a_rank_is_killed_and_when_it_has_resumed(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_seen_while_it_trains_when_a_rank_dies_and_when_it_has_resumed(tokens: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fields = {"run": {"dir": str(run_dir), "steps": 300, "seed": 7, "checkpoint_every": 5}}
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir, **fields))
@@ -53,9 +51,7 @@ def test_a_run_is_seen_while_it_trains_when_a_rank_is_killed_and_when_it_has_res
     assert status.attempts[0].reached == reached
     assert status.attempts[1].step >= reached - 5 - 1
     assert status.attempts[1].code == 75
-    assert status.newest is not None
     assert (status.newest.step, status.newest.damage) == (status.step, None)
-    assert status.goodput is not None
     assert 0 < status.goodput.share < 1
     assert run("status", run_dir, "--reason").output.startswith("reason: stopped by SIGTERM, saved (exit code 75)")
     log = run("status", run_dir, "--log").output

@@ -35,9 +35,7 @@ def test_a_waiting_job_says_why_and_is_found_by_its_run_directory(cluster: Virtu
         cluster.run("scancel", str(held), str(later))
 
 
-def test_a_job_of_another_program_and_spaces_in_paths_do_not_end_a_status(
-    cluster: VirtualCluster, tmp_path: Path
-) -> None:
+def test_another_program_and_spaces_in_paths_do_not_end_a_status(cluster: VirtualCluster, tmp_path: Path) -> None:
     """Slurm prints the command line of a job without its quotes."""
     place = tmp_path / "a place"
     place.mkdir()

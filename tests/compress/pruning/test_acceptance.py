@@ -51,9 +51,7 @@ def trained(folder: Path, script: str, fields: dict[str, Any]) -> float:
 
 
 @pytest.mark.integration
-def test_distillation_of_a_pruned_model_beats_cross_entropy_which_beats_random_values_for_every_seed(
-    tmp_path: Path,
-) -> None:
+def test_distillation_of_a_pruned_model_beats_cross_entropy_which_beats_random_values(tmp_path: Path) -> None:
     texts = chain()
     parts = {"train": texts[:-HELDOUT], "heldout": texts[-HELDOUT:]}
     tokens = make_tokens(tmp_path / "tokens", texts, parts=parts)

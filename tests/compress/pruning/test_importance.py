@@ -171,9 +171,7 @@ sys.exit(guarded(main))
 """
 
 
-def test_the_shape_that_rank_zero_measures_is_that_of_all_processes_and_so_is_its_refusal(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_the_shape_that_rank_0_measures_and_its_refusal_are_those_of_all_ranks(tokens: Path, tmp_path: Path) -> None:
     source = models.make(tmp_path / "model", "llama", tokens, dead=False)
     config = write_config(tmp_path, source, tokens, target={"latency": 0.6})
     said = output_of(warm.run("-c", MEASURED, config, processes=2, merged=True))
@@ -196,7 +194,6 @@ def _assert_same(one: Sums, two: Sums) -> None:
 
 
 def _chosen(plan: PruningPlan, sums: Sums) -> Any:
-    assert plan.shape is not None
     kept = select(sums, plan.anatomy, plan.shape, metric="mean_abs", depth="loss")
     return kept.summary(), {place: each.tolist() for place, each in kept.ffn.items()}
 
@@ -260,9 +257,7 @@ def test_of_equal_scores_the_first_are_kept() -> None:
     assert top(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 3).tolist() == [0, 1, 3]
 
 
-def test_a_second_start_takes_the_sums_of_the_first_unless_what_they_depend_on_has_changed(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_second_start_takes_the_sums_of_the_first_if_they_are_still_valid(tokens: Path, tmp_path: Path) -> None:
     source = models.make(tmp_path / "model", "llama", tokens, dead=False)
     config = write_config(tmp_path, source, tokens, target={"shape": {"hidden_size": 16}})
     warm.run("-c", GATHER, config).check_returncode()

@@ -35,7 +35,6 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
     least = plan_of(
         tmp_path, model, tokens, target={"shape": {"hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}}
     )
-    assert least.shape is not None
     assert f"use {least.anatomy.parameters(least.shape)} or more" in said
     assert "or add num_hidden_layers to axes" in said
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.splitlines()}
@@ -118,7 +117,6 @@ def test_a_layout_that_an_architecture_has_no_plan_for_is_refused_before_process
 
     def open_it() -> None:
         layout = prepare(parse(PruneConfig, raw), world_size=next(iter(section.values()))).layout
-        assert layout is not None
         open_model(layout)
 
     with pytest.raises(ConfigError, match=expected) as caught:

@@ -129,9 +129,7 @@ def test_embeddings_and_norms_are_not_quantized(made: Made) -> None:
     assert "lm_head.weight" not in tensors  # tied
 
 
-def test_the_directory_is_a_finished_model_with_its_parents_and_tokenizer(
-    made: Made, model: Path, tokens: Path
-) -> None:
+def test_the_directory_is_a_model_with_its_parents_and_tokenizer(made: Made, model: Path, tokens: Path) -> None:
     assert all(good for _, good in verify(made.path, made.manifest))
     assert made.manifest.parents["data"]["fingerprint"] == read_manifest(tokens, kind="tokens").fingerprint
     assert made.manifest.parents["model"] == {"path": str(model), "fingerprint": ModelFolder.open(model).fingerprint()}

@@ -146,9 +146,7 @@ def test_smoothed_int8_activations_are_nearer_by_every_consumer(model: Path, tok
         assert value < 0.2 * kl["plain"][who], who
 
 
-def test_other_architectures_and_files_without_norms_are_refused_by_name(
-    model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_other_architectures_and_files_without_norms_are_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
     def refused(source: Path, **fields: Any) -> str:
         raw = json.loads(write_config(tmp_path, source, tokens, **fields).read_text())
         with pytest.raises((ConfigError, ValidationError)) as caught:

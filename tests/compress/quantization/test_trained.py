@@ -41,9 +41,7 @@ def run_dir(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
-def test_a_sharded_run_is_exported_once_and_gives_the_bytes_of_its_export(
-    run_dir: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_sharded_run_is_exported_once_to_the_same_bytes(run_dir: Path, tokens: Path, tmp_path: Path) -> None:
     exported = tmp_path / "exported"
     warm.run("-m", "pipeline", "export", run_dir, exported).check_returncode()
     found = []

@@ -59,9 +59,7 @@ def with_template(folder: Path, template: str, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("template", [WITH_BLOCKS, WITHOUT_BLOCKS], ids=["generation blocks", "turn by turn"])
-def test_ids_are_those_of_transformers_and_the_loss_mask_covers_the_assistants_tokens(
-    template: str, folder: Path, tmp_path: Path
-) -> None:
+def test_ids_are_those_of_transformers_and_the_mask_the_assistants(template: str, folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     mine = with_template(folder, template, tmp_path / "t")
     found = ChatEncoder(mine, parse_special_tokens=False).encode(conversation_line(TALK), everything=False)
@@ -142,9 +140,7 @@ def test_tools_are_a_list_or_a_json_string_of_one(folder: Path, tmp_path: Path) 
         ("{%+generation\t%}",) * 2,
     ],
 )
-def test_generation_blocks_are_found_with_any_spacing_of_their_tags(
-    tags: tuple[str, str], folder: Path, tmp_path: Path
-) -> None:
+def test_generation_blocks_are_found_with_any_spacing(tags: tuple[str, str], folder: Path, tmp_path: Path) -> None:
     begin, end = tags[0], tags[1].replace("+generation", "+endgeneration")
     written = WITH_BLOCKS.replace("{% generation %}", begin).replace("{% endgeneration %}", end)
     found, expected = (

@@ -119,9 +119,7 @@ def test_running_a_finished_task_again_changes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["all different", "all the same"])
-def test_a_pairs_task_stays_within_its_memory_limit(
-    tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pairs_task_keeps_its_memory_limit(tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All documents equal is the worst case: then one range has them all."""
     count, runs = 8_000, 25
     for n in range(runs):

@@ -50,9 +50,7 @@ def cluster() -> Iterator[RayCluster]:
             running.shutdown()
 
 
-def test_a_node_killed_in_the_middle_of_a_task_does_not_change_the_output(
-    corpus: Corpus, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_node_killed_during_a_task_changes_no_output(corpus: Corpus, cluster: RayCluster, tmp_path: Path) -> None:
     node = cluster.add_node()
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
     job.suspend_worker(lambda heartbeat: _runs_on(node, heartbeat))
@@ -64,9 +62,7 @@ def test_a_node_killed_in_the_middle_of_a_task_does_not_change_the_output(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".headrace-tokenizers", "tokens"]
 
 
-def test_a_task_whose_worker_hangs_is_finished_by_speculative_execution(
-    corpus: Corpus, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_hung_task_is_finished_by_speculative_execution(corpus: Corpus, cluster: RayCluster, tmp_path: Path) -> None:
     node = cluster.add_node()
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
     hanging = job.suspend_worker(lambda heartbeat: _runs_on(node, heartbeat))
@@ -95,9 +91,7 @@ def test_a_task_whose_worker_is_killed_in_every_attempt_ends_the_job_with_a_mess
     assert "error: map task 3 did not come back from its workers" in printed
 
 
-def test_a_task_error_is_printed_as_one_message_without_a_stack_trace(
-    corpus: Corpus, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_task_error_is_one_message_without_a_traceback(corpus: Corpus, cluster: RayCluster, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes((corpus.directory / "library.jsonl").read_bytes() + b"no json\n")
     options = ["--executor", "ray", "--address", cluster.address, "--set", f"sources.0.path={bad}"]

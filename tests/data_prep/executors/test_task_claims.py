@@ -127,9 +127,7 @@ def test_the_error_for_an_engine_that_is_not_installed_names_the_extra_to_instal
 @pytest.mark.parametrize(
     ("engine", "address"), [("ray", "127.0.0.1:1"), ("spark", "spark://127.0.0.1:1"), ("local", "x")]
 )
-def test_an_unreachable_cluster_is_an_error_before_the_job_starts(
-    corpus: Corpus, tmp_path: Path, engine: str, address: str
-) -> None:
+def test_an_unreachable_cluster_is_an_early_error(corpus: Corpus, tmp_path: Path, engine: str, address: str) -> None:
     if engine != "local":
         pytest.importorskip({"ray": "ray", "spark": "pyspark"}[engine])
     job = corpus.start(tmp_path / "tokens", "--executor", engine, "--address", address)

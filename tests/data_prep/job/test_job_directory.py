@@ -141,9 +141,7 @@ def test_shares_of_a_reduce_phase_with_deduplication_can_start_at_the_same_time(
     cli("finish", "--config", config)
 
 
-def test_word_lists_and_tokenizers_that_change_between_phases_are_errors(
-    work: Path, write_config: Write, cli: Any
-) -> None:
+def test_word_lists_and_tokenizers_changed_between_phases_are_errors(work: Path, write_config: Write, cli: Any) -> None:
     rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(60)])
     (work / "words.txt").write_text("lemming\n")
     clean = [{"step": "word_blocklist", "words": ["words.txt"]}]

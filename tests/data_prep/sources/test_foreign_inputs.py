@@ -47,9 +47,7 @@ def read(
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
-def test_bzip2_and_xz_are_read_stream_after_stream(
-    suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_bzip2_and_xz_are_read_by_streams(suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     """As pbzip2 and pixz write them; one file is one unit."""
     path = tmp_path / f"a.jsonl{suffix}"
     half = LINES.index(b"\n", len(LINES) // 2) + 1

@@ -71,9 +71,7 @@ def test_a_line_is_skipped_if_and_only_if_it_is_longer(
 
 @settings(max_examples=60)
 @given(st.integers(0, 1 << 32), st.integers(13, 200), st.integers(40, 2000), st.booleans())
-def test_what_is_too_long_does_not_depend_on_the_division_into_units(
-    seed: int, limit: int, task_bytes: int, newline: bool
-) -> None:
+def test_what_is_too_long_does_not_depend_on_units(seed: int, limit: int, task_bytes: int, newline: bool) -> None:
     """Also with limits and chunks that are small, so that a line ends and begins anywhere in the buffer."""
     rng = random.Random(seed)
     sizes = [rng.choice([13, 20, limit - 1, limit, limit + 1, 900]) for _ in range(rng.randrange(1, 30))]

@@ -115,9 +115,7 @@ def test_a_reduce_before_the_merge_is_an_error_and_a_killed_merge_is_retried(
     assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
 
 
-def test_merging_reduces_the_number_of_opened_runs(
-    mixed_config: str, work: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merging_reduces_opened_runs(mixed_config: str, work: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("prepare", "--config", mixed_config)
     cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
     monkeypatch.chdir(work)

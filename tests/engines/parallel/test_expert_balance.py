@@ -29,7 +29,6 @@ def balanced(name: str, **fields: Any) -> tuple[Decoder, ExpertBalancer]:
     """A tiny model on one process whose experts are balanced."""
     decoder = plain_decoder(name)
     balancer = make_balancer(MoeSection(**fields), decoder.causal, device=CPU)
-    assert balancer is not None
     balancer.attach(decoder.causal)
     decoder.balancer = balancer
     return decoder.train(), balancer
@@ -178,9 +177,7 @@ def test_the_auxiliary_loss_balances_a_skewed_router() -> None:
         (("mixtral", {}), "bias", r"moe.balance = 'bias'.*routers of mixtral have no correction bias.*use aux_loss"),
     ],
 )
-def test_a_balance_that_the_architecture_cannot_have_is_refused(
-    model: tuple[str, dict[str, Any]], balance: str, message: str
-) -> None:
+def test_an_impossible_balance_is_refused(model: tuple[str, dict[str, Any]], balance: str, message: str) -> None:
     run = resolved(world_size=1, moe={"balance": balance})
     with pytest.raises(ConfigError) as refused:
         check_layout(run, meta_of(model[0], **model[1]))

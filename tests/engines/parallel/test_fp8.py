@@ -148,7 +148,6 @@ def test_a_gathered_weight_is_freed_between_the_passes(recipe: Any) -> None:
     assert storage.expired()
     weight.data = values
     output.sum().backward()
-    assert weight.grad is not None
     assert weight.grad.shape == (32, 32)
 
 

@@ -41,8 +41,6 @@ def rows(model: Path, gguf: Path, tokens: Path) -> list[Row]:
 def test_the_first_model_is_the_reference(rows: list[Row]) -> None:
     own, q8 = rows
     assert (own.mean_kl, own.max_kl, own.top1_agreement) == (0.0, 0.0, 1.0)
-    assert q8.mean_kl is not None
-    assert q8.max_kl is not None
     assert 0 < q8.mean_kl < q8.max_kl < 0.1  # eight bits
     assert own.positions == q8.positions == 320
     assert (own.consumer, q8.consumer) == ("transformers", "llama.cpp")
@@ -90,9 +88,7 @@ def test_llama_cpp_generates_a_batch_as_each_sequence_alone(gguf: Path) -> None:
     assert np.shape(together) == (3, 5)
 
 
-def test_a_program_that_is_not_there_has_a_row_that_says_so(
-    model: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_program_has_a_row_that_says_so(model: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VLLM_PYTHON, raising=False)
     data = HeldOutData(path=str(tokens), sequence_length=SEQUENCE, max_tokens=64)
     (row,) = frontier({"own": model}, data=data, consumers=["vllm"])
@@ -207,7 +203,6 @@ def test_the_frontier_has_the_points_that_none_is_smaller_and_better_than() -> N
 def test_the_picture_is_of_kl_where_it_is_known_and_of_loss_otherwise(tmp_path: Path) -> None:
     with_kl = [made("original", 100, 0.0), made("int8", 50, 1e-4), made("int4", 25, 1e-2)]
     picture = picture_of(with_kl)
-    assert picture is not None
     assert [point.label for point in picture.points] == ["int8", "int4"]
     assert picture.logarithmic
     without = [replace(row, mean_kl=None) for row in with_kl]

@@ -127,9 +127,7 @@ def test_verify_uses_the_bound_of_the_manifest_and_deletes_nothing(gguf: Made, t
 @pytest.mark.parametrize(
     ("config", "expected"), [({"scheme": "W8A8"}, "W8A8"), ({"scheme": "mixed"}, "mixed"), ({}, "FP8")]
 )
-def test_a_folder_is_judged_again_by_the_scheme_of_its_quantization(
-    tmp_path: Path, config: dict[str, Any], expected: str
-) -> None:
+def test_a_folder_is_judged_again_by_its_scheme(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
     """With a head of its own a W8A8 is stored as mixed, and a mixed one may have become W8A8 everywhere."""
     assert bound_of_folder(tmp_path, scheme="FP8") == bound_of("FP8")
     write_manifest(tmp_path, kind="model", config=config, parents={}, details={}, files={})
@@ -156,9 +154,7 @@ def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Ga
 
 
 @pytest.mark.integration
-def test_a_tokenizer_with_other_ids_is_refused_by_the_text(
-    int8: Made, model: Path, sample: GateSample, tmp_path: Path
-) -> None:
+def test_a_tokenizer_with_other_ids_is_refused(int8: Made, model: Path, sample: GateSample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
     (copied / MANIFEST).unlink()  # whose sizes would tell
     make_tokenizer(copied, [text.upper() for text in TEXTS])
@@ -168,9 +164,7 @@ def test_a_tokenizer_with_other_ids_is_refused_by_the_text(
 
 
 @pytest.mark.integration
-def test_a_model_whose_weights_are_wrong_in_one_layer_names_that_layer(
-    int8: Made, model: Path, sample: GateSample, tmp_path: Path
-) -> None:
+def test_the_layer_with_wrong_weights_is_named(int8: Made, model: Path, sample: GateSample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
     file = copied / "model.safetensors"
     tensors = load_file(file)
@@ -201,9 +195,7 @@ def test_vllm_serves_what_was_written(scheme: str, model: Path, tokens: Path, tm
     assert figures["vllm"]["texts_with_equal_ids"] == figures["vllm"]["texts"]
 
 
-def test_a_consumer_that_cannot_take_a_scheme_is_refused_before_the_work(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_consumer_that_cannot_take_a_scheme_is_refused_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="reads GGUF files"):
         plan_consumers(ModelDescription(FOLDER, "W8A8", 64), ("llama.cpp",))
     with pytest.raises(ConfigError, match="use W8A8"):

@@ -52,9 +52,7 @@ def test_a_table_is_printed_for_people(model: Path, tokens: Path, capsys: pytest
     assert f"192 in windows of {SEQUENCE}" in shown  # 200 tokens are 6 whole windows
 
 
-def test_bits_per_byte_are_absent_with_a_loss_mask(
-    model: Path, masked: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_bits_per_byte_with_a_loss_mask(model: Path, masked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(arguments(model, "--data", masked, "--max-tokens", 200)) == 0
     assert re.search(r"bits per byte +\S +- ", capsys.readouterr().out)
     assert command.run(arguments(model, "--data", masked, "--max-tokens", 200, "--json")) == 0
@@ -134,9 +132,7 @@ def chatty(copied: Path) -> Path:
     return copied
 
 
-def test_a_completion_follows_the_prompt_and_is_the_same_each_time(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_completion_follows_the_prompt_and_is_repeatable(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (model, "--prompt", "The mill at race 7", "--tokens", 12)
     first = completed(capsys, *given)
     assert first.startswith("The mill at race 7")
@@ -144,9 +140,7 @@ def test_a_completion_follows_the_prompt_and_is_the_same_each_time(
     assert completed(capsys, *given) == first
 
 
-def test_the_command_samples_unless_greedy_decoding_is_selected(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_samples_unless_greedy_is_selected(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (model, "--prompt", "The mill", "--tokens", 24, "--temperature", 1.5, "--top-p", 1)
     drawn = {completed(capsys, *given, "--seed", seed) for seed in (0, 1, 2, 2**32 - 1)}
     assert len(drawn) == 4
@@ -174,9 +168,7 @@ def test_chat_uses_the_template_and_prints_the_reply_alone(chatty: Path, capsys:
     assert whole == plain + answer
 
 
-def test_a_reply_ends_at_the_token_that_the_template_writes_after_it(
-    chatty: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reply_ends_at_the_token_that_the_template_adds(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (chatty, "--prompt", "How many wheels?", "--tokens", 12, "--chat", "--greedy")
     whole = completed(capsys, *given)
     tokenizer = AutoTokenizer.from_pretrained(chatty)

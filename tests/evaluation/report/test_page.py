@@ -73,7 +73,6 @@ def test_the_page_shows_the_greedy_continuation_and_says_so(made: tuple[Path, st
     text = made[0].read_text()
     assert "Each model continues it by up to 4 tokens, by greedy decoding" in text
     continued = re.search(r"<pre><b>[^\n]*?</b>(.*?)</pre>", text, re.DOTALL)
-    assert continued is not None
     assert unescape(continued[1]) == complete(model, PROMPT, tokens=4, temperature=0).removeprefix(PROMPT)
 
 

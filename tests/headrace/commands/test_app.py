@@ -225,9 +225,7 @@ def test_an_overridden_field_reaches_the_config() -> None:
         ("headrace train --config my_r", ["my_run.json"]),
     ],
 )
-def test_verbs_options_choices_config_keys_and_files_are_completed(
-    words: str, offered: list[str], tmp_path: Path
-) -> None:
+def test_verbs_options_choices_keys_and_files_are_completed(words: str, offered: list[str], tmp_path: Path) -> None:
     (tmp_path / "my_run.json").touch()
     assert complete(words, tmp_path) == offered
 

@@ -152,9 +152,7 @@ def test_a_chain_of_slurm_jobs_that_ended_before_the_job_began_shows_the_end_of_
 
 
 @pytest.mark.usefixtures("run_dir")
-def test_without_a_run_those_below_the_working_directory_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_run_those_below_the_directory_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     row = next(line for line in run("status").output.splitlines() if "runs/small" in line)
     assert "stopped" in row

@@ -37,9 +37,7 @@ def stand_in(folder: Path, name: str, body: str) -> None:
 
 @pytest.mark.parametrize("configs", [["corpus.json"], ["corpus.json", "train.json"]])
 @pytest.mark.parametrize("refused", ["at the test", "at the first job"])
-def test_nothing_is_left_of_a_submission_that_slurm_refuses(
-    work: Path, slurm: Path, configs: list[str], refused: str
-) -> None:
+def test_nothing_is_left_of_a_refused_submission(work: Path, slurm: Path, configs: list[str], refused: str) -> None:
     if refused == "at the first job":
         stand_in(slurm, "sbatch", '[ "$1" = --test-only ] || { echo no >&2; exit 1; }')
     before = sorted(work.rglob("*"))
@@ -90,9 +88,7 @@ def test_spaces_and_apostrophes_in_paths_are_quoted_in_the_header(work: Path, mo
         assert [f"--chdir={place}"] in words
 
 
-def test_a_run_in_a_folder_of_the_clone_is_not_copied_into_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_within_the_clone_is_not_copied_into_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "CLONE", tmp_path)
     for name in ("slurm/env.sh", "demo/corpus.json"):
         (tmp_path / name).parent.mkdir(parents=True)

@@ -56,9 +56,7 @@ def test_the_snippet_of_the_card_loads_the_folder(exported: Path) -> None:
 
 
 @pytest.mark.integration  # a quantization
-def test_a_quantized_model_keeps_the_lineage_of_its_source_when_that_is_gone(
-    exported: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_quantized_model_keeps_the_lineage_of_a_lost_source(exported: Path, tokens: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(exported, tmp_path / "source"))
     config = write_config(tmp_path, source, tokens, scheme="W8A16", consumers=["transformers"])
     output_of(warm.run(ENTRY, "--config", config))
@@ -97,9 +95,7 @@ def test_a_manifest_without_a_lineage_is_followed_to_its_parents(exported: Path,
 
 
 @pytest.mark.parametrize("changed", [{"weights": [None]}, {"schedule": [[3, [1.0]]]}])
-def test_where_a_budget_or_a_curriculum_decides_no_mixing_weight_is_told(
-    exported: Path, changed: dict[str, Any]
-) -> None:
+def test_where_a_budget_or_curriculum_decides_no_weight_is_told(exported: Path, changed: dict[str, Any]) -> None:
     checkpoint = read_manifest(read_manifest(exported, kind="model").parents["checkpoint"]["path"], kind="checkpoint")
     assert training_lineage(checkpoint)["corpora"][0]["weight"] == 1.0
     curve = checkpoint.details["curve"]

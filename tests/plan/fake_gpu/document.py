@@ -66,7 +66,6 @@ def facts(case: StepCase) -> tuple[TrafficLayout, Footprint]:
     """The inputs of the formulas for a case."""
     run, model = built(case)
     footprint = footprint_of(run, model)
-    assert footprint is not None
     routed = sum(2 * router.experts for router in find_routers(model))
     return TrafficLayout(run, footprint.ranks[case.pp_rank], footprint.widths, routed), footprint
 

@@ -79,7 +79,6 @@ def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
 def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.killed_step", "3"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting:
-        assert waiting.stderr is not None
         step = int(next(line for line in waiting.stderr if line.strip().isdigit()))
         began = time.monotonic()
         waiting.kill()

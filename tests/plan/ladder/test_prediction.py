@@ -21,15 +21,12 @@ def _judge(points: Points, names: list[str], **changes: float) -> PredictionVerd
 def test_a_clean_ladder_predicts_the_large_run() -> None:
     verdict = _judge(*made(noise=0.002))
     assert verdict.reasons == ()
-    assert verdict.prediction is not None
     assert verdict.prediction.loss == pytest.approx(loss(*LARGE.values()), rel=0.03)
     assert verdict.prediction.low < loss(*LARGE.values()) < verdict.prediction.high
 
 
 def test_more_noise_makes_a_wider_interval() -> None:
     quiet, loud = (_judge(*made(noise=noise, seed=2), tolerance=0.1).prediction for noise in (0.001, 0.005))
-    assert quiet is not None
-    assert loud is not None
     assert loud.high - loud.low > quiet.high - quiet.low
 
 
@@ -87,7 +84,6 @@ def test_the_real_ladder_of_the_demo_is_refused_for_the_published_reasons() -> N
 
 def test_the_real_ladder_of_the_demo_gives_the_published_figures_with_more_tolerance() -> None:
     found = judge(*real(), **TEACHER, tolerance=0.03).prediction
-    assert found is not None
     assert found.loss == pytest.approx(3.747, abs=2e-3)
     assert (found.low, found.high) == pytest.approx((3.502, 4.211), abs=0.02)
     assert 3.4470 < found.low < 3.5458  # the teacher's own loss at the sweep's rate, a miss, and at the config's
@@ -109,7 +105,6 @@ def test_the_interval_widens_with_the_distance() -> None:
     for times in (1, 2, 4):
         large = {"parameters": times * 4.8e5, "tokens": times * 5.8e5}
         found = judge(points, names, **large, tolerance=0.02).prediction
-        assert found is not None
         halves.append((found.high - found.low) / 2 / found.loss)
     assert halves[0] < halves[1] < halves[2]
 

@@ -54,9 +54,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2
 
 @pytest.mark.integration
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
-def test_secondary_shards_bf16_reduction_compiled_layers_and_balanced_experts_are_proven(
-    tmp_path: Path, engine: str
-) -> None:
+def test_secondary_shards_bf16_reduction_compiled_layers_and_experts_are_proven(tmp_path: Path, engine: str) -> None:
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine=engine, bf16={"enabled": True})
     config["model"]["config"] |= EXPERTS
     config["moe"] = {"balance": "aux_loss", "aux_loss_coef": 0.05}
@@ -104,7 +102,6 @@ def test_a_completep_parametrization_is_proven_from_a_smaller_base_model(tmp_pat
     small = shrink_run(resolve(parse(Config, config), world_size=2), steps=4, work=tmp_path)
     section = parse(ModelSection, small.config["model"])
     found = find_parametrization(section, meta_of(section))
-    assert found is not None
     assert found.width == 2.0
     assert found.depth == small.config["model"]["config"]["num_hidden_layers"] / 2
 
@@ -164,9 +161,7 @@ def test_the_first_gradient_is_recovered_from_the_optimizer_state(
 
 
 @pytest.mark.parametrize("name", ["lion", "sgd"])
-def test_it_is_recovered_from_the_state_of_lion_and_of_sgd_too(
-    runs: dict[str, tuple[Case, CaseResult]], name: str
-) -> None:
+def test_it_is_recovered_from_the_state_of_lion_and_sgd(runs: dict[str, tuple[Case, CaseResult]], name: str) -> None:
     found = relative_differences(first_gradient(*runs[name]), first_gradient(*runs["bare"]))
     assert max(found.values()) < 1e-6
 

@@ -133,9 +133,7 @@ def test_a_rollback_of_a_sharded_run_on_two_processes_gives_the_same_curve(
         assert losses(tmp_path / "run")[step] == pytest.approx(loss, rel=1e-5), step
 
 
-def test_a_spike_in_a_full_run_is_skipped_and_recorded(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spike_in_a_run_is_skipped_and_told(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POISON", f"60:{BAD_SAMPLE + 8 * 8}")  # of step 21, when there are enough steps to compare with
     anomalies = {"spikes": "skip", "window": 16, "deviations": 20.0}  # batches this small have norms that vary
     made = tiny_config(tokens, tmp_path / "run", anomalies=anomalies, engine="torch", zero_optimization={"stage": 0})

@@ -95,9 +95,7 @@ def test_another_seed_and_mixture_find_the_records_of_their_samples(work: Path) 
     assert torch.equal(ids.sort(-1).values, torch.arange(512, dtype=torch.int32).expand_as(ids))
 
 
-def test_a_job_that_was_killed_goes_on_in_any_number_of_processes_and_writes_the_same_bytes(
-    work: Path, tmp_path: Path
-) -> None:
+def test_a_killed_job_goes_on_in_any_number_of_processes_and_writes_the_same_bytes(work: Path, tmp_path: Path) -> None:
     run = resolve(read_config(work / "c.json", ["distill.logits=null"]).config, world_size=1)
     mixture = open_mixture(run.config.data, seed=run.config.run.seed)
     made = CachedLogits(work / "logits", read_manifest(work / "logits", kind="logits"), [0])
@@ -151,9 +149,7 @@ def refusal(work: Path, *sets: str) -> str:
         (("anomalies.non_finite=rollback",), "anomalies.non_finite = 'rollback'"),
     ],
 )
-def test_a_run_that_the_logits_do_not_fit_is_refused_with_what_they_are(
-    work: Path, sets: tuple[str, ...], words: str
-) -> None:
+def test_a_run_that_the_logits_do_not_fit_is_told_what_they_are(work: Path, sets: tuple[str, ...], words: str) -> None:
     assert words in refusal(work, *sets)
 
 
@@ -193,7 +189,6 @@ def test_a_run_on_cached_logits_needs_no_teacher(work: Path, tmp_path: Path) -> 
 def test_a_cache_of_all_windows_allows_rollbacks(work: Path, tmp_path: Path) -> None:
     """The remedy of the refusal: with so many steps, the cache has all windows."""
     steps = re.search(r"run\.steps=(\d+)", refusal(work, "anomalies.spikes=rollback"))
-    assert steps is not None
     everything, small = f"distill.logits={tmp_path / 'all'}", "distill.top_k=2"
     launch("cache_logits.py", work / "c.json", everything, small, f"run.steps={steps[1]}")
     [source] = read_manifest(tmp_path / "all", kind="logits").details["sources"]

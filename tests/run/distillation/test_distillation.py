@@ -85,9 +85,7 @@ def test_a_dense_teacher_does_not_keep_a_students_experts_from_being_balanced(
     assert run.config.moe.balance == balance
 
 
-def test_both_engines_distil_alike_and_the_student_approaches_its_teacher(
-    teacher: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_both_engines_distil_alike_and_the_student_learns(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     before = {p.name: p.read_bytes() for p in teacher.iterdir()}
     rows = {}
     for engine, processes in (("torch", 1), ("deepspeed", 2)):
@@ -129,9 +127,7 @@ def test_an_incomplete_teacher_is_refused_and_another_teacher_cannot_resume_the_
     assert not (tmp_path / "other").exists()
 
 
-def test_a_student_made_of_the_teachers_layers_starts_near_its_teacher(
-    teacher: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_student_of_the_teachers_layers_starts_near_its_teacher(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     start_from = {"path": str(teacher), "keep_layers": [0, 2]}
     config = tiny_config(tokens, tmp_path / "run", model=start_from, distill={"teacher": str(teacher), "alpha": 0.0})
     launch("distill.py", write_config(tmp_path / "c.json", config), "engine=torch", "run.steps=2", "scheduler=auto")

@@ -150,9 +150,7 @@ def test_losses_and_gradients_are_those_of_the_formula_on_transformers_own_model
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
-def test_models_of_one_width_can_be_matched_state_by_state(
-    kind: str, tokens: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_models_of_one_width_are_matched_state_by_state(kind: str, tokens: Path, teacher: Path, tmp_path: Path) -> None:
     matching = {"loss": kind, "layers": {"0": 1}}
     ready = prepared(tokens, teacher, tmp_path, "model.config.hidden_size=48", hidden_states=matching)
     batch, decoder = first_batch(ready), decoder_of(ready)
@@ -163,9 +161,7 @@ def test_models_of_one_width_can_be_matched_state_by_state(
     assert hidden.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_hidden_states_of_compiled_layers_are_matched_as_those_of_others(
-    tokens: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_states_of_compiled_layers_are_matched_as_those_of_others(tokens: Path, teacher: Path, tmp_path: Path) -> None:
     sums = []
     for sets in ((), ("compile.enabled=true", "compile.backend=aot_eager", "memory.activation_checkpointing=full")):
         ready = prepared(tokens, teacher, tmp_path, *sets, hidden_states={})
@@ -177,9 +173,7 @@ def test_hidden_states_of_compiled_layers_are_matched_as_those_of_others(
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
-def test_other_architectures_are_recorded_layer_by_layer(
-    kind: str, tokens: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_other_architectures_are_recorded_by_layer(kind: str, tokens: Path, teacher: Path, tmp_path: Path) -> None:
     sizes = {
         "gpt2": {"n_layer": 2, "n_embd": 48, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     }
@@ -203,9 +197,7 @@ def test_other_architectures_are_recorded_layer_by_layer(
     assert all(query.shape == (2, 4, 32, 12) for query, _, _ in found.attention.values())
 
 
-def test_an_evaluation_records_nothing_and_a_decoder_is_left_as_it_was(
-    tokens: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_records_nothing_and_a_decoder_stays(tokens: Path, teacher: Path, tmp_path: Path) -> None:
     ready = prepared(tokens, teacher, tmp_path, **BOTH)
     batch, decoder = first_batch(ready), decoder_of(ready)
     before = decoder(batch.input_ids, batch, CrossEntropy())
@@ -267,9 +259,7 @@ def test_what_is_named_twice_is_refused(tokens: Path, tmp_path: Path) -> None:
         resolve(Config.model_validate(config), world_size=1)
 
 
-def test_layers_before_the_last_pipeline_stage_are_refused_before_work(
-    tokens: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_layers_before_the_last_pipeline_stage_are_refused(tokens: Path, teacher: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", student(tokens, tmp_path / "run", teacher, **BOTH))
     arguments = ("--config", config, "--processes", "2", "--set", "parallel.pp=2")
     done = warm.run("-m", "pipeline", "check", *arguments, merged=True)

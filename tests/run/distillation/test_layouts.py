@@ -93,9 +93,7 @@ dist.destroy_process_group()
 """
 
 
-def test_between_forward_passes_a_rank_has_its_share_of_the_teachers_layers(
-    teacher: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_between_passes_a_rank_has_its_share_of_the_teacher(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", student(tokens, tmp_path / "run", teacher))
     lines = [line.split() for line in output_of(warm.run("-c", SHARE, config, processes=2)).splitlines()]
     assert len(lines) == 2

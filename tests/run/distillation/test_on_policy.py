@@ -32,9 +32,7 @@ from tests.support import output_of, refusal_of
 
 
 @pytest.mark.parametrize(("samples", "fraction"), [(8, 0.375), (8, 0.05), (7, 0.3), (5, 1.0)])
-def test_over_many_steps_the_fraction_of_samples_is_chosen_in_another_order_every_step(
-    samples: int, fraction: float
-) -> None:
+def test_over_many_steps_the_fraction_of_samples_is_chosen_in_other_orders(samples: int, fraction: float) -> None:
     steps = [chosen_samples(step, samples=samples, fraction=fraction, seed=7) for step in range(1, 401)]
     assert sum(len(each) for each in steps) == int(400 * samples * fraction)
     assert {len(each) for each in steps} <= {int(samples * fraction), -int(-samples * fraction // 1)}

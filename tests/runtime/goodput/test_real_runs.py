@@ -48,7 +48,6 @@ def config_of(tokens: Path, work: Path, **run: Any) -> dict[str, Any]:
 def goodput_of(run_dir: Path) -> Goodput:
     """The goodput of a run in which nothing trains, with what has to hold of any."""
     goodput = read_goodput(run_dir, training=False)
-    assert goodput is not None
     assert goodput.spent.wall == pytest.approx(goodput.wall, abs=1e-6)  # of 1.7e9 seconds since the epoch
     for each, after in zip(goodput.attempts, goodput.attempts[1:], strict=False):
         assert after.begin == each.end
@@ -70,9 +69,7 @@ def kill_at_step(config: Path, run_dir: Path, step: int) -> tuple[float, float]:
 
 
 @pytest.mark.integration
-def test_a_run_killed_twice_accounts_for_the_steps_it_lost_and_the_time_it_was_down(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_twice_accounts_for_lost_steps_and_the_time_it_was_down(tokens: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = config_of(tokens, tmp_path, steps=60, checkpoint_every=10)
     config["evaluation"]["every"] = 20

@@ -72,7 +72,6 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     sets = ("run.checkpoint_every=500", "evaluation.samples=4")
     with subprocess.Popen(command(config, *sets), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         found: dict[str, int] = {}
         while len(found) < 2:
             match = re.match(r"(island-\d): process (\d+)", process.stdout.readline())
@@ -193,9 +192,7 @@ def test_islands_of_two_processes_exchange_beside_their_steps_and_end_alike(toke
 
 
 @pytest.mark.integration
-def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_go_on_from_their_checkpoints(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_resume(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=30, mode="asynchronous", start_s=100)
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     for steps in ("20", "30"):
@@ -230,9 +227,7 @@ def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: P
     assert any(row["refused"] for row in events(tmp_path / "run/island-0", "exchange"))
 
 
-def test_islands_listen_on_the_loopback_interface_only_and_need_a_secret_for_another(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_islands_listen_on_the_loopback_interface_and_need_a_secret_for_another(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=5)
     said = refusal_of(
         subprocess.run(command(config, "islands.bind=0.0.0.0"), capture_output=True, text=True, check=False)
