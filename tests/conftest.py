@@ -101,7 +101,6 @@ def tiny_config(tokens: Path, run_dir: Path, **fields: Any) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: dict[str, Any]) -> Path:
-    """Writes a config file and returns its path."""
     path.write_text(json.dumps(config))
     return path
 
@@ -195,7 +194,6 @@ _INTEGRATION = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Counts CPU seconds."""
     config.pluginmanager.register(CpuSeconds())
 
 

@@ -44,11 +44,9 @@ class CpuSeconds:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """Takes a worker's sums."""
         self.by_file.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the folders that took the most."""
         rooms: Counter[str] = Counter()
         for path, seconds in self.by_file.items():
             rooms[str(PurePath(path).parent)] += seconds

@@ -30,7 +30,6 @@ def make_config(kind: str, tokens: Path, work: Path, *, run_steps: int, **sectio
 
 
 def command(kind: str, config: Path, *sets: str, options: tuple[str, ...] = ()) -> list[str]:
-    """`headrace islands` or `headrace replicas`."""
     overrides = [word for text in sets for word in ("--set", text)]
     return [python(), "-m", "headrace", kind, "--config", str(config), *overrides, *options]
 
@@ -44,5 +43,4 @@ def run_groups(kind: str, config: Path, *sets: str, options: tuple[str, ...] = (
 
 
 def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
-    """The events of a journal with these names."""
     return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]

@@ -48,7 +48,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokens of `corpus`, made without Slurm."""
     output = tmp_path_factory.mktemp("direct") / "tokens"
     command = [sys.executable, "-m", "data_prep", "--config", str(corpus), "--set", f"output={output}"]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -250,7 +249,6 @@ def _long_config(directory: Path, tokens: Path) -> Path:
 
 
 def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
-    """Submits a chain of data-prep jobs from `directory`; returns what the command printed."""
     command = [sys.executable, "-m", "data_prep", "--executor", "slurm", "--workers", str(WORKERS)]
     output = ["--config", str(corpus), "--set", f"output={directory}/tokens"]
     return cluster.run(*command, *output, cwd=directory, env=JOB_ENV)

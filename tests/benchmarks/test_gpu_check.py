@@ -73,32 +73,32 @@ class Limited:
 
     @staticmethod
     def opened(_device: torch.device) -> Any:
-        """No process group."""
         import contextlib  # noqa: PLC0415
 
         return contextlib.nullcontext()
+
+
+def measured_with(monkeypatch: pytest.MonkeyPatch, attempts: list[str], **limits: object) -> dict[str, Any]:
+    contestant = type("Contestant", (Limited,), limits)
+    module = type("Module", (), {"Contestant": contestant, "opened": Limited.opened})
+    monkeypatch.setattr(measure, "module_of", lambda _row: module)
+    return measure.measured(tiny_sizes()["tiny"], ROW, {"trace": None, "warmup": 1, "steps": 2}, attempts)
 
 
 @pytest.mark.parametrize(("fits", "micro", "checkpointing"), [(4, 4, "none"), (1, 1, "none"), (0.5, 1, "full")])
 def test_the_largest_micro_batch_that_fits_is_found(
     monkeypatch: pytest.MonkeyPatch, fits: float, micro: int, checkpointing: str
 ) -> None:
-    contestant = type("Contestant", (Limited,), {"fits": fits})
-    module = type("Module", (), {"Contestant": contestant, "opened": Limited.opened})
-    monkeypatch.setattr(measure, "module_of", lambda _row: module)
-    job, attempts = {"trace": None, "warmup": 1, "steps": 2}, list[str]()
-    found = measure.measured(tiny_sizes()["tiny"], ROW, job, attempts)
+    attempts: list[str] = []
+    found = measured_with(monkeypatch, attempts, fits=fits)
     assert (found["micro_batch"], found["activation_checkpointing"]) == (micro, checkpointing)
     assert len(found["step_s"]) == 2
     assert all("Tried to allocate 2 GiB" in text for text in attempts)
 
 
 def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    contestant = type("Contestant", (Limited,), {"allocates": False})
-    module = type("Module", (), {"Contestant": contestant, "opened": Limited.opened})
-    monkeypatch.setattr(measure, "module_of", lambda _row: module)
     attempts: list[str] = []
-    found = measure.measured(tiny_sizes()["tiny"], ROW, {"trace": None, "warmup": 1, "steps": 2}, attempts)
+    found = measured_with(monkeypatch, attempts, allocates=False)
     assert found["reason"].startswith("out of memory before the first step: weights and optimizer do not fit")
     assert len(attempts) == 1  # a smaller micro-batch would not help
 

@@ -21,7 +21,6 @@ from pipeline.models.build.rectangle import Rectangle
 
 
 def table(shape: tuple[int, ...], shards: Sequence[Rectangle]) -> ShardTable:
-    """Of one tensor."""
     offsets, sizes = (
         padded([getattr(each, name) for each in shards], dims=max(1, len(shape)), fill=fill)
         for name, fill in (("offsets", 0), ("sizes", 1))

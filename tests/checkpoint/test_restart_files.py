@@ -34,7 +34,6 @@ TWO_NODES = (0, 0, 1, 1)
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Four processes with a gloo group."""
     ranks = Ranks(str(tmp_path_factory.mktemp("world")))
     yield ranks
     ranks.close()
@@ -95,22 +94,17 @@ def saved(world: Ranks, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_layout_reads_its_own_memory_and_no_file(world: Ranks, saved: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["the same layout reads its own", "another one that of all nodes"])
+def test_a_resume_reads_memory_and_no_file(world: Ranks, saved: Path, whole: bool) -> None:
     for rank in range(WORLD):
         file_of(saved, rank).unlink()
-    step, read, warnings = world.run(resume, saved, TWO_NODES, False)[0]
-    assert (step, warnings) == (2, [])
-    assert read["memory"] > 2 * WORLD * ROWS * COLUMNS * 4  # verified once, and loaded
-    assert read["other_nodes"] == read["run_dir"] == 0
-
-
-def test_another_layout_reads_the_memory_of_all_nodes_and_no_file(world: Ranks, saved: Path) -> None:
-    for rank in range(WORLD):
-        file_of(saved, rank).unlink()
-    step, read, warnings = world.run(resume, saved, TWO_NODES, True)[0]
-    assert (step, warnings) == (2, [])
-    assert read["run_dir"] == 0
-    assert read["other_nodes"] > WORLD * WORLD * ROWS * COLUMNS * 4 / 2  # each rank half of it
+    step, read, warnings = world.run(resume, saved, TWO_NODES, whole)[0]
+    assert (step, warnings, read["run_dir"]) == (2, [], 0)
+    if whole:
+        assert read["other_nodes"] > WORLD * WORLD * ROWS * COLUMNS * 4 / 2  # each rank half of it
+    else:
+        assert read["memory"] > 2 * WORLD * ROWS * COLUMNS * 4  # verified once, and loaded
+        assert read["other_nodes"] == 0
 
 
 def test_of_a_lost_node_only_its_files_are_read_from_the_run_directory(world: Ranks, saved: Path) -> None:

@@ -33,7 +33,6 @@ KEY = named_state.weight_key("w")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Four processes with a gloo group."""
     ranks = Ranks(str(tmp_path_factory.mktemp("world")))
     yield ranks
     ranks.close()
@@ -200,7 +199,6 @@ def save_on_every_rank(rank: int, folder: str, limited: int | None) -> list[Any]
 
 
 def reads_other_shard(path: Path) -> bool:
-    """Whether values that another rank has written are read correctly."""
     rank = dist.get_rank()
     values = torch.zeros(100)
     start = ((rank + 1) % WORLD) * ROWS * 512 + 77

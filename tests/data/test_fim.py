@@ -101,6 +101,7 @@ def test_psm_and_spm_have_the_order_of_the_paper(tokens: Path) -> None:
 @pytest.mark.parametrize("spm", [False, True])
 def test_the_bos_token_stays_in_front_of_the_fim_tokens(tokens: Path, spm: bool) -> None:
     known = opened(tokens).fim
+    assert known is not None
     fim = replace(known, bos=7, eos=8)
     for piece in ([7, *range(10, 20), 8], [7, 10, 8], [7, 10, 11]):
         for drawn in ((0, 0), (0, 1 << 61), (1 << 60, 3 << 60), ((1 << 62) - 1, 0)):

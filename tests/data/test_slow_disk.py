@@ -34,7 +34,6 @@ def device_of(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def control_group() -> Iterator[Path]:
-    """A control group of block devices' input and output."""
     group = BLKIO / f"headrace-test-{os.getpid()}"
     try:
         group.mkdir()
@@ -72,7 +71,6 @@ def forget(directory: Path) -> None:
 
 
 def steps(run_dir: Path) -> list[dict[str, float]]:
-    """Rows of steps in a run's journal."""
     return read_rows(run_dir, kind="step")
 
 

@@ -29,7 +29,6 @@ COMMAND = [sys.executable, "-m", "data_prep"]
 
 @pytest.fixture
 def reference(finished_work: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
-    """The output made by one worker."""
     return bytes_of(finished_work / "tokens")
 
 

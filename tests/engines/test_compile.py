@@ -30,7 +30,6 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2
 
 
 def compiled(stage: int, *, how: dict[str, Any] = AOT, memory: str = "none", **keys: Any) -> dict[str, Any]:
-    """A layout with compiled layers."""
     return {**layout(stage, **keys), **how, "memory": {"activation_checkpointing": memory}}
 
 
@@ -62,14 +61,12 @@ DEEPSPEED = {
 
 @pytest.fixture(scope="module")
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of the native engine's layouts from the uncompiled reference, by name."""
     test, work = test_a_compiled_native_layout_trains_as_the_reference, tmp_path_factory.mktemp("native")
     return compare_selected(request, work, "torch", test, set(), {2: NATIVE})
 
 
 @pytest.fixture(scope="module")
 def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of DeepSpeed's layouts from the uncompiled reference, by name."""
     test, work = test_a_compiled_deepspeed_layout_trains_as_the_reference, tmp_path_factory.mktemp("deepspeed")
     return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
 

@@ -23,7 +23,6 @@ ON_THE_CPU = {"device": "cpu"}
 def parallel(
     stage: int, *, zero: dict[str, Any] | None = None, more: dict[str, Any] | None = None, **sizes: int
 ) -> Any:
-    """A layout with a mesh."""
     return layout(stage, zero=zero, parallel=sizes, **(more or {}))
 
 
@@ -90,7 +89,6 @@ INTEGRATION = {"stage 0, fp16", "pp 2 x tp 2, stage 1, clipped"}
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences from the reference, by name of the layout."""
     test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("deepspeed")
     return compare_selected(request, work, "deepspeed", test, set(), {2: ON_TWO, 4: ON_FOUR})
 

@@ -51,7 +51,6 @@ RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
 
 
 def balanced(stage: int, model: dict[str, Any] = QWEN, moe: dict[str, Any] = AUX, **keys: Any) -> dict[str, Any]:
-    """A layout with balanced experts."""
     return layout(stage, model=model, moe=moe, **keys)
 
 
@@ -86,14 +85,12 @@ ALWAYS_DEEPSPEED = {"ZeRO-1"}
 
 @pytest.fixture(scope="module")
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of the native engine's layouts from the reference, by name."""
     test, work = test_a_native_layout_balances_experts_as_one_process, tmp_path_factory.mktemp("native")
     return compare_selected(request, work, "torch", test, set(), {2: NATIVE})
 
 
 @pytest.fixture(scope="module")
 def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of DeepSpeed's layouts from the reference, by name."""
     test, work = test_a_deepspeed_layout_balances_experts_as_one_process, tmp_path_factory.mktemp("deepspeed")
     return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
 
@@ -140,5 +137,4 @@ def test_a_run_logs_the_load_resumes_identically_and_exports_its_biases(tokens: 
 
 
 def rows_of(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Step -> its row of the journal."""
     return {row["step"]: row for row in read_rows(run_dir, kind="step")}

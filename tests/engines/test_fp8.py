@@ -21,7 +21,6 @@ CALM = {"params": {"lr": 1e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}}
 
 
 def fp8(stage: int, recipe: str, *, memory: str = "none", gather: bool = False, **keys: Any) -> dict[str, Any]:
-    """A layout with fp8 products."""
     return {
         **layout(stage, bf16=BF16, model=SIZES, optimizer=CALM, **keys),
         "fp8": {"enabled": True, "recipe": recipe, "emulate": True, "fsdp_all_gather": gather},
@@ -57,14 +56,12 @@ FOUR = {
 
 @pytest.fixture(scope="module")
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of the native engine's layouts from the fp8 reference, by name."""
     test, work = test_a_native_layout_in_fp8_trains_as_the_reference, tmp_path_factory.mktemp("native")
     return compare_selected(request, work, "torch", test, set(), {2: NATIVE, 4: FOUR})
 
 
 @pytest.fixture(scope="module")
 def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of DeepSpeed's layouts from the fp8 reference, by name."""
     test, work = test_a_deepspeed_layout_in_fp8_trains_as_the_reference, tmp_path_factory.mktemp("deepspeed")
     return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
 

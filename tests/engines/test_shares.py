@@ -13,7 +13,6 @@ from tests.engines.comparison import assert_within_tolerance, compare_layouts, l
 
 
 def shared(stage: int, shares: Any, *, micro: int, **keys: Any) -> dict[str, Any]:
-    """A layout with shares."""
     return layout(stage, micro=micro, parallel={"shares": shares, **keys})
 
 

@@ -13,7 +13,6 @@ from tests.engines.comparison import assert_within_tolerance, compare_selected, 
 
 
 def parallel(stage: int, **keys: Any) -> dict[str, Any]:
-    """A layout with a mesh."""
     return layout(stage, parallel=keys)
 
 
@@ -89,7 +88,6 @@ ALWAYS = {
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences from the reference, by name of the layout."""
     test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("torch")
     return compare_selected(request, work, "torch", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
 

@@ -18,7 +18,6 @@ ENGINES = ("torch", "deepspeed")
 
 
 def losses_printed(script: str, *arguments: str, processes: int = 1) -> list[float]:
-    """The losses that an example prints on rank 0."""
     said = output_of(warm.run(EXAMPLES / f"{script}.py", *arguments, cwd=ROOT, processes=processes))
     return [float(number) for number in re.findall(r"^(?:loss|evaluated) (\S+)$", said, re.MULTILINE)]
 

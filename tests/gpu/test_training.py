@@ -26,7 +26,6 @@ FP32, BF16 = 1e-4, 5e-3
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """The process group of one process."""
     with process_group(detect(), gpu=DEVICE.index):
         yield
 
@@ -39,7 +38,6 @@ def _fresh_compiler() -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> Curve:
-    """The curve of the plain engine in fp32, uncompiled."""
     return curve(engine="torch")
 
 

@@ -48,12 +48,10 @@ def _built(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """The documents of a folder of k8s/, built once; copies."""
     return copy.deepcopy(list(_built(name)))
 
 
 def document(name: str, kind: str) -> dict[str, Any]:
-    """The one document of a kind in a folder of k8s/."""
     (found,) = (each for each in documents(name) if each["kind"] == kind)
     return found
 

@@ -38,8 +38,6 @@ def command_of_manifest(config: Path, *sets: str) -> list[str]:
 
 @dataclass
 class Pod:
-    """A pod that runs: its host, its process."""
-
     machine: Machine
     process: subprocess.Popen[bytes]
 
@@ -109,7 +107,6 @@ class Pods:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the last pod of each number has ended with 0."""
         return all(self.ended.get(index, [1])[-1] == 0 for index in range(self.count))
 
     def logs(self) -> str:

@@ -24,7 +24,6 @@ def _kubectl() -> None:
 
 @pytest.fixture(scope="module")
 def expected(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process."""
     work = tmp_path_factory.mktemp("alone")
     launch("train.py", make_config(tokens, work))
     return losses(work / "run")

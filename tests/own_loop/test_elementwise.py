@@ -85,8 +85,6 @@ class RefreshesEveryTwenty(SignDescent):
 
 
 class Idle(SignDescent):
-    """Changes nothing."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing."""
 

@@ -30,7 +30,6 @@ HALF = dict.fromkeys(("torch-0", "torch-2", "torch-3", "deepspeed-0", "deepspeed
 
 
 def all_cases(work: Path) -> dict[str, dict[str, Any]]:
-    """Name -> what worker.py runs."""
     cases: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS.items():
         clipped = {**layout, "gradient_accumulation_steps": 2, "gradient_clipping": 0.15, "scheduler": WARMUP}
@@ -52,7 +51,6 @@ def all_cases(work: Path) -> dict[str, dict[str, Any]]:
 
 
 def launched(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, Any]:
-    """What worker.py made of the cases."""
     work.mkdir(parents=True, exist_ok=True)
     (work / "cases.json").write_text(json.dumps(cases))
     worker = Path(__file__).with_name("worker.py")
@@ -68,19 +66,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(work: Path) -> dict[str, Any]:
-    """All cases on one process."""
     return launched(work / "one", all_cases(work / "one"), processes=1)
 
 
 @pytest.fixture(scope="module")
 def two(work: Path) -> dict[str, Any]:
-    """All cases on two processes."""
     return launched(work / "two", all_cases(work / "two"), processes=2)
 
 
 @pytest.fixture(params=["one", "two"])
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """All cases, on one and on two processes."""
     results: dict[str, Any] = request.getfixturevalue(request.param)
     return results
 
@@ -109,7 +104,6 @@ def plain(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, *, clip
 
 @cache
 def plain_of(kind: str, optimizer: str, schedule: str) -> Any:
-    """The plain loop with a network and an optimizer of `worker.py`."""
     model = network(kind)
     made = optimizer_of(optimizer, model)
     assert made is not None
@@ -128,13 +122,6 @@ def test_accumulation_clipping_optimizer_and_scheduler_of_the_config(seen: dict[
     result = seen[f"everything {layout}"]
     assert result["losses"] == pytest.approx(losses, rel=1e-5)
     assert result["norms"] == pytest.approx(norms, rel=1e-4)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_optimizer_and_a_scheduler_of_the_user(seen: dict[str, Any], layout: str) -> None:
-    losses, norms, _ = plain_of("plain", "sgd", "steps")
-    assert seen[f"sgd {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
-    assert seen[f"sgd {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -191,11 +178,19 @@ def test_an_optimizer_of_whole_tensors_is_exact_where_nothing_is_sharded(seen: d
     assert seen[f"adafactor {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["torch-0", "torch-3", "deepspeed-2"])
-def test_tied_weights(seen: dict[str, Any], layout: str) -> None:
-    losses, norms, _ = plain_of("tied", "adamw", "none")
-    assert seen[f"tied {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
-    assert seen[f"tied {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
+@pytest.mark.parametrize(
+    ("name", "layout", "plain"),
+    [
+        *(("sgd", layout, ("plain", "sgd", "steps")) for layout in LAYOUTS),  # optimizer and scheduler of the user
+        *(("tied", layout, ("tied", "adamw", "none")) for layout in ("torch-0", "torch-3", "deepspeed-2")),
+    ],
+)
+def test_the_users_optimizer_and_tied_weights(
+    seen: dict[str, Any], name: str, layout: str, plain: tuple[str, str, str]
+) -> None:
+    losses, norms, _ = plain_of(*plain)
+    assert seen[f"{name} {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
+    assert seen[f"{name} {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", HALF)

@@ -56,7 +56,6 @@ def launch(cases: list[Case], work: Path) -> dict[str, tuple[Case, CaseResult]]:
 
 
 def failure_text(name: str, result: ProofResult) -> str:
-    """The message of a failed test."""
     if result.error is not None:
         return f"{name}: {result.error}"
     failed = [

@@ -60,7 +60,6 @@ class Search:
         return best
 
     def total(self, cells: Sequence[Cell]) -> float:
-        """The cost of a set of cells, with its references."""
         needed = set(itertools.chain.from_iterable(cell.needs for cell in cells))
         return sum(cell.cost for cell in cells) + self.reference_cost * len(needed)
 

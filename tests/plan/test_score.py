@@ -27,7 +27,6 @@ CPU_MACHINE = "cpu"
 
 @pytest.fixture(scope="module")
 def runs(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Trained runs: one process, and two with a pipeline."""
     work = tmp_path_factory.mktemp("scored")
     made = []
     for name, processes, fields in (("one", 1, {}), ("two", 2, {"parallel": {"pp": 2}})):

@@ -98,7 +98,6 @@ def work(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forty_steps(tokens: Path, run_dir: Path) -> dict[str, Any]:
-    """The run of this file."""
     config = tiny_config(tokens, run_dir, loss={"z_loss": 1e-3})
     config["data"]["mask_documents"] = True
     config["run"]["steps"] = 40

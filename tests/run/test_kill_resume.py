@@ -32,7 +32,6 @@ def deepspeed(config: Path, *sets: str) -> list[str]:
 
 
 def kill_at_step(command: list[str], run_dir: Path, step: int) -> None:
-    """Starts a run, waits until its journal has a step, and kills the launcher and every rank with SIGKILL."""
     process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=run_dir.parent
     )
@@ -88,13 +87,19 @@ def test_a_damaged_checkpoint_is_named_and_the_last_is_taken(uninterrupted: Path
         assert losses(run_dir)[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_run_of_damaged_checkpoints_does_not_start_over(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["all 2 checkpoints", "its checkpoints are gone"])
+def test_a_run_whose_checkpoints_are_damaged_or_gone_does_not_start_over(
+    uninterrupted: Path, tokens: Path, tmp_path: Path, lost: bool
+) -> None:
     run_dir = copy_of(uninterrupted, tmp_path)
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
     for checkpoint in (run_dir / "checkpoints").glob("step-*"):
         flip_a_byte(checkpoint / "__1_0.distcp")
+    if lost:
+        shutil.rmtree(run_dir / "checkpoints")
     before = (run_dir / "metrics.jsonl").read_bytes()
-    assert "all 2 checkpoints" in refusal_of(start("train.py", config, "engine=torch"))
+    words = "its checkpoints are gone" if lost else "all 2 checkpoints"
+    assert words in refusal_of(start("train.py", config, "engine=torch"))
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
@@ -132,15 +137,6 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_whole_ones(tokens: Path, tm
     assert max(found).name == f"step-{max(losses(tmp_path / 'run')):08d}"
     for checkpoint in found:
         assert all(whole for _, whole in verify(checkpoint, read_manifest(checkpoint, kind="checkpoint")))
-
-
-def test_a_run_without_checkpoints_does_not_start_over(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
-    run_dir = copy_of(uninterrupted, tmp_path)
-    config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
-    shutil.rmtree(run_dir / "checkpoints")
-    before = (run_dir / "metrics.jsonl").read_bytes()
-    assert "its checkpoints are gone" in refusal_of(start("train.py", config, "engine=torch"))
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_field_that_alters_the_curve_changes_if_named(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A directory of a real tmpfs."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder)

@@ -83,7 +83,6 @@ class Machine:
         return done.stdout
 
     def ip(self, arguments: str) -> None:
-        """Runs `ip` with these arguments in the machine's network."""
         self.run("ip", *arguments.split())
 
     def stop(self) -> None:

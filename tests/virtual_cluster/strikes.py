@@ -98,7 +98,6 @@ KINDS = {
 
 
 def cells() -> dict[str, list[str]]:
-    """Kind -> names of its strikes."""
     return {name: [f"{name} {number}" for number in range(1, kind.times + 1)] for name, kind in KINDS.items()}
 
 
@@ -163,7 +162,6 @@ def _tokens() -> Path:
 
 @cache
 def _undisturbed() -> dict[int, float]:
-    """The losses of one process."""
     work = Path(tempfile.mkdtemp(prefix="hr-alone-"))
     launch("train.py", write_config(work / "alone.json", _config(work / "run", LAST + 6)))
     return losses(work / "run")

@@ -101,7 +101,6 @@ def logs(work: Path) -> str:
 
 
 def submit(cluster: VirtualCluster, clone: Path, work: Path, *words: str) -> str:
-    """Runs the clone's `headrace submit` in a directory; returns what it printed."""
     env = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     code = {"PYTHONPATH": str(clone), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "headrace", "submit", *words]

@@ -59,6 +59,7 @@ def states(
 
 def decided(world: World, plan: RanksPlan, waited_s: float = CAUSE_S, **given: object) -> RanksPlan:
     made = next_plan(world.terms, plan, states(plan, **given), waited_s=waited_s)  # type: ignore[arg-type]
+    assert made is not None
     assert made.version == plan.version + 1
     return made
 

@@ -81,7 +81,6 @@ def test_a_terminal_shows_a_run_that_trains_until_it_ends(tmp_path: Path) -> Non
 
 
 def newest_pid(run_dir: Path) -> int:
-    """Process id of rank 0 of the newest attempt."""
     events, _ = read_events(run_dir)
     pid: int = [event["pid"] for event in events if event["event"] == "start"][-1]
     return pid

@@ -38,7 +38,6 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Architecture -> folder."""
     folder = tmp_path_factory.mktemp("models")
 
     def of(name: str) -> Path:

@@ -43,7 +43,6 @@ for folder in sys.argv[2:]:
 
 
 def kill_once_written(config: Path, written: Path) -> None:
-    """Starts a quantization and kills it, and all that it has started, as soon as a file is there."""
     command = [sys.executable, str(ENTRY), "--config", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     wait_until(written.exists, within_s=240, process=process, poll_s=0.002)

@@ -23,7 +23,6 @@ from tests.support import refusal_of
 
 
 def refusal(folder: Path, model: Path, tokens: Path, **fields: Any) -> str:
-    """The message of the error that `prepare` raises."""
     raw = json.loads(write_config(folder, model, tokens, **fields).read_text())
     with pytest.raises(HeadraceError) as caught:
         prepare(parse(QuantizeConfig, raw))

@@ -30,7 +30,6 @@ ROUNDS = [
 
 
 def write_recipe(work: Path, output: str) -> Path:
-    """The config of two rounds."""
     fields: dict[str, Any] = {
         "model": str(work / "model"),
         "output": str(work / output),
@@ -42,7 +41,6 @@ def write_recipe(work: Path, output: str) -> Path:
 
 
 def kill_when(path: Path, reached: Callable[[], bool]) -> None:
-    """Starts the recipe, and kills it with all of its steps at some moment."""
     process = started(path)
     wait_until(reached, within_s=300, process=process, said=lambda: process.communicate()[0])
     os.killpg(process.pid, signal.SIGKILL)

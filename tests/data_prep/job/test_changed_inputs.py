@@ -45,7 +45,6 @@ def inputs(work: Path) -> list[Path]:
 
 
 def touch(path: Path) -> None:
-    """Another time of modification, as after a copy."""
     os.utime(path, ns=(1, 1 + path.stat().st_mtime_ns))
 
 

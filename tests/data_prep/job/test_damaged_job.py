@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -22,7 +23,6 @@ CONFIG = {"task_bytes": 2000, "shard_tokens": 2000, "tokenizer": {"train": "bpe"
 
 @pytest.fixture(scope="module")
 def mapped_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of which the map phase has finished."""
     work = tmp_path_factory.mktemp("mapped")
     text_folder(work)
     with pytest.MonkeyPatch.context() as patch:
@@ -70,14 +70,10 @@ def test_a_damaged_file_of_the_job_directory_is_an_error_with_a_remedy(
 
 
 @pytest.mark.parametrize("arguments", [[], ["prepare"], ["status"], ["phase", "map", "--task", "0", "--of", "1"]])
-def test_a_missing_plan_is_an_error_with_a_remedy(
-    arguments: list[str], mapped: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_plan_is_an_error(arguments: list[str], mapped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mapped / ".tokens.job/plan.json").unlink()
     assert main([*arguments, "--config", "corpus.json"]) == 2
-    error = capsys.readouterr().err
-    assert "plan.json is damaged" in error
-    assert "rm -r .tokens.job" in error
+    assert re.search(r"plan.json is damaged(.|\n)*rm -r .tokens.job", capsys.readouterr().err)
 
 
 def test_runs_without_checksums_are_read(mapped: Path) -> None:

@@ -114,8 +114,6 @@ class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 
 class UnreadableFile(io.BytesIO):
-    """Can be opened, but not read."""
-
     def read(self, *_: Any) -> bytes:
         raise TokenExpiredError("ask for a new one")
 
@@ -124,7 +122,6 @@ class UnreadableFile(io.BytesIO):
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An empty file system at failing://."""
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
     files = fsspec.filesystem("failing")
     monkeypatch.setattr(FailingFileSystem, "fails", "")

@@ -30,7 +30,6 @@ LIMIT = 3 << 20
 def read_all(
     path: Path, *, limit: int | None, kind: str | None = None, task_bytes: int = 1 << 40, text_field: str = "text"
 ) -> tuple[list[str], list[BadRecord]]:
-    """All texts of a file and its unreadable records."""
     source = Source(path=str(path), type=kind, text_field=text_field)  # type: ignore[arg-type]
     texts: list[str] = []
     bad: list[BadRecord] = []
@@ -44,7 +43,6 @@ def read_all(
 
 
 def line(size: int, mark: str = "x") -> bytes:
-    """A line of so many bytes, without its newline."""
     return json.dumps({"text": mark * (size - 12)}).encode()
 
 

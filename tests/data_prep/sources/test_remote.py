@@ -92,7 +92,6 @@ def free_port() -> int:
 
 
 def shards(tokens: Path) -> list[bytes]:
-    """The bytes of every shard of both splits."""
     prefixes = [prefix for split in ("train", "heldout") for prefix in open_split(tokens, split=split)[0]]
     return [prefix.with_name(prefix.name + suffix).read_bytes() for prefix in prefixes for suffix in (".bin", ".idx")]
 

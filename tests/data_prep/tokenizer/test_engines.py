@@ -30,8 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class WrongEngine:
-    """An engine that gives wrong ids for one word."""
-
     name = "fastokens"
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool, word: str) -> None:

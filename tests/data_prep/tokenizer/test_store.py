@@ -40,7 +40,6 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def made(root: Path, kept: TokenizerStore, of: TokenizerSection, texts: list[str] = TEXTS) -> tuple[Path, list[str]]:
-    """A new folder with the tokenizer, and the lines for the user."""
     root.mkdir(exist_ok=True)
     folder = root / f"folder-{len(list(root.iterdir()))}"
     folder.mkdir()

@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 
 
 def balanced(name: str, **fields: Any) -> tuple[Decoder, ExpertBalancer]:
-    """A tiny model on one process whose experts are balanced."""
     decoder = plain_decoder(name)
     balancer = make_balancer(MoeSection(**fields), decoder.causal, device=CPU)
+    assert balancer is not None
     balancer.attach(decoder.causal)
     decoder.balancer = balancer
     return decoder.train(), balancer
@@ -43,7 +43,6 @@ def router_logits(decoder: Decoder) -> list[Tensor]:
 
 
 def ended(balancer: ExpertBalancer, *, targets: int = 47, applied: bool = True) -> dict[str, float]:
-    """Ends the step; returns what is logged."""
     return balancer.parts(balancer.end_step(targets=targets, vetoed=not applied).tolist())
 
 
@@ -103,7 +102,6 @@ def test_a_step_that_is_not_applied_leaves_the_balance_as_it_was() -> None:
 
 
 def printed_state(decoder: Decoder, balancer: ExpertBalancer) -> dict[str, str]:
-    """The values of the state, under their keys."""
     return {key: str(value) for key, value in {**balancer.state_dict(), **buffer_state(decoder.causal)}.items()}
 
 

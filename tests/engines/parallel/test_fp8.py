@@ -28,7 +28,6 @@ BF16 = {"enabled": True}
 
 
 def meta_model(run: Any) -> nn.Module:
-    """The model of a run, on meta."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
     return build_meta(hf, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
 

@@ -107,7 +107,6 @@ def test_virtual_stages_have_the_speed_of_their_rank() -> None:
 
 
 def peaks(run: Any, model: Any) -> list[float]:
-    """Bytes of every pipeline rank, by the formulas."""
     footprint = footprint_of(run, model)
     return [peak_memory(run, footprint, pp_rank=rank).total for rank in range(run.topology.pp)]
 

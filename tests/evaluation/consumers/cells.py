@@ -59,7 +59,6 @@ TOKENIZERS = ("bpe", "sentencepiece-bpe")
 
 
 def groups() -> dict[str, list[str]]:
-    """Architecture -> its cells."""
     return {name: [f"{name}, {s}, {t}" for t in TOKENIZERS for s in SCHEMES] for name in ARCHITECTURES}
 
 
@@ -109,7 +108,6 @@ def _verify(model: Path, tokens: Path) -> tuple[bool, str]:
 
 
 def shown(consumers: dict[str, dict[str, Any]]) -> str:
-    """Figures of the consumers that were run."""
     return "; ".join(
         f"{name} {each['mean_kl']:.1e} ({each['top1_agreement']:.1%})"
         for name, each in consumers.items()

@@ -187,11 +187,6 @@ def test_a_reply_ends_at_the_token_that_the_template_adds(chatty: Path, capsys: 
     assert len(reply) < len(whole)
 
 
-def test_a_chat_without_a_template_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--chat\n.*has no chat template.*\n.*leave --chat out"):
-        complete.run(completion(model, "--prompt", "How many wheels?", "--chat"))
-
-
 def test_a_chat_template_that_fails_is_refused(chatty: Path) -> None:
     (chatty / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
     with pytest.raises(ConfigError, match=r"--chat\n.*a system message comes first"):
@@ -213,6 +208,7 @@ def test_a_chat_template_that_fails_is_refused(chatty: Path) -> None:
         ("--seed", ["--seed", -1]),
         ("--seed", ["--seed", 2**32]),
         ("--prompt", ["--prompt", ""]),
+        (r"--chat\n.*has no chat template.*\n.*leave --chat out", ["--chat"]),
     ],
 )
 def test_invalid_arguments_are_refused_by_name(model: Path, flag: str, given: list[object]) -> None:

@@ -35,7 +35,6 @@ QUIET = ["--disable-background-networking", "--disable-component-update", "--dis
 
 @pytest.fixture(scope="module")
 def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The page of two runs and a model, and what the command printed."""
     work = tmp_path_factory.mktemp("report")
     runs = [make_run(work / "a", steps=40), make_run(work / "b", steps=30, distilled=True)]
     named = ["--run", f"first={runs[0]}", "--run", f"<second>={runs[1]}", "--model", f"[small]={model}"]

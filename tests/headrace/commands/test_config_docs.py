@@ -30,7 +30,6 @@ SHIPPED = {
 
 
 def errors(kind: str, value: object) -> list[str]:
-    """What an editor would underline."""
     return [error.message for error in jsonschema.Draft202012Validator(KINDS[kind].schema()).iter_errors(value)]
 
 

@@ -64,7 +64,6 @@ def write(directory: Path, name: str, config: dict[str, Any]) -> None:
 
 
 def scripts_in(output: str) -> dict[str, str]:
-    """Name -> text of the scripts that --dry-run prints."""
     parts = re.split(r"^==> (\S+) <==\n", output, flags=re.MULTILINE)[1:]
     return {Path(path).stem: text.split("\n$ ")[0] for path, text in zip(parts[::2], parts[1::2], strict=True)}
 
@@ -238,7 +237,6 @@ def test_a_sweep_without_a_fitting_array_names_the_option(work: Path, monkeypatc
 def in_job(
     work: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], variables: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Calls `headrace_sweep` as train.sbatch does."""
     monkeypatch.undo()  # PATH
     script = f'source {ROOT}/slurm/sweep.sh; headrace_sweep "$@"; printf "%s\\n" "${{HEADRACE_ARGUMENTS[@]}}"'
     with monkeypatch.context() as patched:

@@ -22,7 +22,6 @@ from tests.support import output_of
 
 @pytest.fixture(scope="module")
 def exported(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of six steps of training."""
     work = tmp_path_factory.mktemp("run")
     config = tiny_config(tokens, work / "run")
     config["run"]["steps"] = 6

@@ -194,7 +194,6 @@ def slowest(row: Row, graphs: list[dict[str, Any]]) -> tuple[StepCase, Work]:
 
 
 def least_time(name: str, graphs: list[dict[str, Any]], *, gpu: str) -> Time:
-    """The least time of a step of a row on a GPU."""
     return time_of(slowest(ROWS[name], graphs)[1], gpu)
 
 

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=guard.missin
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    """All kinds, in one process."""
     cases = gating_cases()
     return dict(zip(cases, run_cases(list(cases.values()), timeout_s=300), strict=True))
 

@@ -51,7 +51,6 @@ EXPECTED = {"loss": "non_finite", "gradient": "non_finite", "gate": "refused"}
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
-    """Layout -> results of all ranks."""
     work, results = tmp_path_factory.mktemp("poison"), {}
     wanted = set(selected(request.session, test_a_step_not_applied_changes_no_state, "name")) | {"reference"}
     for processes, every in ((1, {**ON_ONE, "fp16": FP16}), (2, ON_TWO)):

@@ -20,7 +20,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Case -> results of all ranks."""
     work = tmp_path_factory.mktemp("own_loop")
     (work / "cases.json").write_text(json.dumps(CASES))
     output_of(warm.run("-m", "tests.run.anomalies.own_loop", work / "cases.json", work / "out.json", processes=2))

@@ -35,12 +35,10 @@ def work(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(work: Path, *arguments: object) -> str:
-    """Output of the command."""
     return output_of(warm.run("-m", "pipeline", "samples", work / "run", *arguments))
 
 
 def refused(work: Path, *arguments: object) -> str:
-    """Error message of a refused command."""
     said = refusal_of(warm.run("-m", "pipeline", "samples", work / "run", *arguments))
     assert "Traceback" not in said
     return said

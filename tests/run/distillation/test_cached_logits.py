@@ -129,7 +129,6 @@ def test_a_killed_job_goes_on_in_any_number_of_processes_and_writes_the_same_byt
 
 
 def refusal(work: Path, *sets: str) -> str:
-    """What a run with these settings is refused with."""
     said = refusal_of(start("distill.py", work / "c.json", f"run.dir={work / 'refused'}", *sets))
     assert not (work / "refused").exists()
     return said

@@ -16,7 +16,6 @@ from tests.warm import run
 
 
 def control(config: Path, *words: str) -> str:
-    """Runs `headrace distill --control`; what it printed."""
     return output_of(run("-m", "pipeline", "distill", "--control", "--config", config, *words, merged=True))
 
 

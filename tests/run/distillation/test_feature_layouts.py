@@ -32,7 +32,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def alone(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process."""
     work = tmp_path_factory.mktemp("alone")
     launch("distill.py", write_config(work / "c.json", student(tokens, work / "run", teacher, **BOTH)))
     rows = [json.loads(line) for line in (work / "run/metrics.jsonl").read_text().splitlines()]

@@ -35,32 +35,27 @@ BOTH: dict[str, Any] = {"hidden_states": {"weight": 2.0}, "attentions": {"weight
 
 
 def prepared(tokens: Path, teacher: Path, work: Path, *sets: str, **distill: Any) -> PreparedRun:
-    """A distillation of a narrower student, ready to start."""
     config = student(tokens, work / "run", teacher, **distill)
     config["model"]["config"] |= {"hidden_size": 32, "intermediate_size": 64}
     return prepare(resolve(read_config(write_config(work / "c.json", config), list(sets)).config, world_size=1))
 
 
 def first_batch(ready: PreparedRun) -> MicroBatch:
-    """The first micro-batch of a run."""
     [batch, *_] = loader(ready.run, ready).gather(1).micro_batches
     return batch
 
 
 def loader(run: ResolvedRun, ready: PreparedRun) -> StepLoader:
-    """Steps of one process."""
     return StepLoader(ready.mixture, run.batch, dp_rank=0, steps=(1, 1), mask_documents=run.config.data.mask_documents)
 
 
 def decoder_of(ready: PreparedRun) -> Decoder:
-    """The student with its first values."""
     decoder = assemble(ready.run, ready.model, None).decoder
     materialize(decoder.causal, ready.values, device=torch.device("cpu"))
     return decoder.train()
 
 
 def transformers_model(source: nn.Module) -> Any:
-    """The same weights in transformers' own eager attention."""
     config: Any = source.config
     plain = AutoModelForCausalLM.from_config(config.__class__(**config.to_dict()), attn_implementation="eager")
     plain.load_state_dict(source.state_dict())

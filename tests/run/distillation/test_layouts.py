@@ -37,7 +37,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def student(tokens: Path, run_dir: Path, teacher: Path, **distill: Any) -> dict[str, Any]:
-    """A distillation of 8 steps on documents apart."""
     section = {"teacher": str(teacher), "temperature": 2.0, "alpha": 0.5, **distill}
     config = tiny_config(tokens, run_dir, engine="torch", distill=section)
     config["data"]["mask_documents"] = True
@@ -47,7 +46,6 @@ def student(tokens: Path, run_dir: Path, teacher: Path, **distill: Any) -> dict[
 
 @pytest.fixture(scope="module")
 def expected(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process."""
     work = tmp_path_factory.mktemp("alone")
     launch("distill.py", write_config(work / "c.json", student(tokens, work / "run", teacher, divergence="jsd")))
     return losses(work / "run")

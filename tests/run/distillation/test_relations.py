@@ -29,7 +29,6 @@ def made(kind: Kind) -> tuple[Tensor, Tensor, Pairs]:
 
 
 def by_formula(kind: Kind, student: Tensor, teacher: Tensor, pairs: Pairs) -> Tensor:
-    """The loss, pair by pair."""
     total = student.new_zeros(())
     for b in range(B):
         for i in range(T):

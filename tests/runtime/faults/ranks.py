@@ -72,12 +72,10 @@ def cut_links() -> None:
 
 
 def fail() -> None:
-    """An error of one rank."""
     raise ValueError("the real cause")
 
 
 def refuse() -> None:
-    """An error that all ranks raise together."""
     raise TrainingError("all raise this\n  try: something else")
 
 

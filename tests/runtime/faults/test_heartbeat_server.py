@@ -18,7 +18,6 @@ from pipeline.runtime.launch import detect
 
 @pytest.fixture
 def address(tmp_path: Path) -> ServerAddress:
-    """Of a server for one rank."""
     return start_heartbeat_server(detect({}), None, config=WatchdogSection(heartbeat_timeout=30.0), run_dir=tmp_path)
 
 

@@ -58,7 +58,6 @@ def ranks_of(config: Path) -> dict[int, int]:
 
 
 def server_runs(work: Path) -> bool:
-    """Whether a heartbeat server still runs in a directory."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (
@@ -129,7 +128,6 @@ def test_a_lost_rank_is_reported_and_all_exit(config: Path, launcher: str, victi
 
 
 def resume(config: Path) -> None:
-    """Starts the run again, for a few steps."""
     fields = json.loads(config.read_text())
     fields["run"]["steps"] = max(losses(config.parent / "run")) + 8
     output = launch("train.py", write_config(config, fields))

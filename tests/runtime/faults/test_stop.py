@@ -23,7 +23,6 @@ SLOW = {"evaluation": {"every": 10, "samples": 4000}}
 
 @pytest.fixture(scope="module")
 def uninterrupted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run on two processes."""
     work = tmp_path_factory.mktemp("whole")
     launch("train.py", configured(tokens, work), processes=2)
     return work / "run"
@@ -37,7 +36,6 @@ def configured(tokens: Path, work: Path, **fields: object) -> Path:
 def stopped_at_step(
     config: Path, run_dir: Path, step: int, number: signal.Signals, *, processes: int
 ) -> tuple[int, str]:
-    """Starts a run, sends its launcher a signal once a step is done, and returns the exit code and the output."""
     words = entry_point("train.py", config)
     command = [sys.executable, words[0], *(["--nproc", str(processes)] if processes > 1 else []), *words[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)

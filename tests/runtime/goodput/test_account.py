@@ -55,6 +55,7 @@ def write(run_dir: Path, attempts: Sequence[dict[str, Any]], rows: Sequence[dict
 
 def account(run_dir: Path) -> Goodput:
     goodput = read_goodput(run_dir, training=False)
+    assert goodput is not None
     assert goodput.spent.wall == pytest.approx(goodput.wall, abs=1e-5)
     return goodput
 

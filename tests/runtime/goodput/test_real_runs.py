@@ -46,8 +46,8 @@ def config_of(tokens: Path, work: Path, **run: Any) -> dict[str, Any]:
 
 
 def goodput_of(run_dir: Path) -> Goodput:
-    """The goodput of a run in which nothing trains, with what has to hold of any."""
     goodput = read_goodput(run_dir, training=False)
+    assert goodput is not None
     assert goodput.spent.wall == pytest.approx(goodput.wall, abs=1e-6)  # of 1.7e9 seconds since the epoch
     for each, after in zip(goodput.attempts, goodput.attempts[1:], strict=False):
         assert after.begin == each.end

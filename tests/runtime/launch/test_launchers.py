@@ -33,7 +33,6 @@ def work(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(work: Path, *command: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; stdout and stderr are merged."""
     pipe = subprocess.PIPE
     return subprocess.run(
         command, stdout=pipe, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False, cwd=work
@@ -47,7 +46,6 @@ def train(work: Path, name: str, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def expected(work: Path) -> dict[int, float]:
-    """The losses under torchrun."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     output = train(work, "torchrun", *torchrun)
     assert "torchrun: 2 processes" in output
@@ -153,7 +151,6 @@ sys.exit(supervise([sys.executable, "rank.py", sys.argv[1]], processes=3))
 
 
 def supervised(work: Path, mode: str) -> subprocess.Popen[str]:
-    """Starts three ranks with a mode of `RANK`."""
     (work / "rank.py").write_text(RANK.format(root=str(ROOT)))
     (work / "supervise.py").write_text(SUPERVISE.format(root=str(ROOT)))
     command = [sys.executable, "supervise.py", mode]
@@ -162,7 +159,6 @@ def supervised(work: Path, mode: str) -> subprocess.Popen[str]:
 
 
 def exited(process: subprocess.Popen[str], *, within_s: float) -> str:
-    """The output of a process that exits in time."""
     output, _ = process.communicate(timeout=within_s)
     return output
 
@@ -182,10 +178,22 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_all_ranks_run_and_only_rank_0_prints(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "fine")
-    assert exited(process, within_s=30) == "rank 0 prints\n"
-    assert process.returncode == 0
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("fine", 0, "^rank 0 prints\n$"),
+        ("refuse", 2, "^(?!.*all raise this.*all raise this).*all raise this"),  # all ranks raise it: printed once
+        ("exit", 7, ""),
+        ("slow cause", 1, "ValueError: the real cause"),  # waited for, though the ranks that follow it exit first
+    ],
+)
+def test_the_exit_code_is_the_first_failed_ranks_and_its_output_is_printed_once(
+    tmp_path: Path, fault: str, code: int, words: str
+) -> None:
+    process = supervised(tmp_path, fault)
+    output = exited(process, within_s=30)
+    assert process.returncode == code, output
+    assert re.search(words, output, re.DOTALL), output
 
 
 def test_the_first_failure_is_printed_once_and_secondary_errors_are_not(tmp_path: Path) -> None:
@@ -197,12 +205,6 @@ def test_the_first_failure_is_printed_once_and_secondary_errors_are_not(tmp_path
     assert "closed by peer" not in output
 
 
-def test_an_error_that_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "refuse")
-    assert exited(process, within_s=30).count("all raise this") == 1
-    assert process.returncode == 2
-
-
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     process = supervised(tmp_path, "kill")
     assert "rank 1 of 3 was ended by SIGKILL" in exited(process, within_s=30)
@@ -210,24 +212,11 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
-def test_the_exit_code_of_a_failed_rank_is_returned(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "exit")
-    exited(process, within_s=30)
-    assert process.returncode == 7
-
-
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     process = supervised(tmp_path, "stubborn")
     # 1 s to collect other failures, 5 s until SIGKILL; the rest is for a busy machine
     assert "the real cause" in exited(process, within_s=30)
     assert not any(alive(pid) for pid in pids(tmp_path))
-
-
-def test_the_error_is_waited_for_when_the_ranks_that_follow_it_exit_first(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "slow cause")
-    output = exited(process, within_s=30)
-    assert process.returncode == 1, output
-    assert "ValueError: the real cause" in output
 
 
 def test_ranks_that_only_followed_an_error_are_not_reported_as_a_lost_rank(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from tests.conftest import launch, losses, tiny_config, write_config
 
 
 def scalars(directory: Path) -> dict[str, dict[int, float]]:
-    """Tag -> step -> value, as TensorBoard shows them."""
     events = EventAccumulator(str(directory))
     events.Reload()
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}

@@ -49,13 +49,11 @@ class Islands:
     processes: dict[str, subprocess.Popen[bytes]]
 
     def start(self, name: str) -> None:
-        """Starts an island, or starts it again."""
         sets = ("--set", f"islands.name={name}", "--set", f"run.dir={self.work / name}")
         log = self.work / f"{name}.log"
         self.processes[name] = _start(self.started, "train", "--config", str(self.config), *sets, log=log)
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
         self.processes.pop(name).kill()
 
     def rows(self, name: str, event: str = "exchange") -> list[dict[str, Any]]:
@@ -69,7 +67,6 @@ class Islands:
         return "; ".join(f"step {row['step']}: {row['why']}" for row in self.rows(name, "exchange_failed")) or "none"
 
     def wait_for_rounds(self, name: str, count: int) -> None:
-        """Until an island has exchanged so often."""
         deadline = time.monotonic() + _LIMIT_S
         while len(self.rows(name)) < count:
             if time.monotonic() > deadline or self.processes[name].poll() is not None:
@@ -77,7 +74,6 @@ class Islands:
             time.sleep(_POLL_S)
 
     def wait(self) -> None:
-        """Until all have ended well."""
         deadline = time.monotonic() + _LIMIT_S
         left = dict(self.processes)
         while left:
@@ -93,12 +89,10 @@ class Islands:
             time.sleep(_POLL_S)
 
     def loss(self, name: str) -> float:
-        """The held-out loss at the end."""
         return float(read_rows(self.work / name, kind="eval")[-1]["loss"])
 
 
 def _start(started: list[subprocess.Popen[bytes]], *words: str, log: Path) -> subprocess.Popen[bytes]:
-    """Starts `headrace WORDS`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         process = subprocess.Popen([python(), "-m", "headrace", *words], stdout=output, stderr=output, cwd=ROOT)

@@ -45,7 +45,6 @@ def wait_for_exchanges(run_dir: Path, count: int) -> None:
 
 
 def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
-    """The tensors under a key in a run's newest checkpoint."""
     directory = (run_dir / "checkpoints/latest").resolve()
     metadata = read_metadata(directory)
     wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith(f"{key}/")}

@@ -41,8 +41,6 @@ STEPS, OVERLAP, TOTAL = 4, 2, 12
 
 @dataclass
 class Weights:
-    """An engine of one weight tensor."""
-
     values: Tensor = field(default_factory=lambda: torch.zeros(5))
 
     @contextmanager
@@ -69,19 +67,16 @@ class ToyIsland:
     slots: list[int] = field(default_factory=list)
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Writes a checkpoint; returns what its manifest records."""
         directory.mkdir()
         named_state.write(self.island.state(), directory)
         details: dict[str, Any] = json.loads(json.dumps(self.island.details()["island"]))
         return details
 
     def load(self, directory: Path, details: dict[str, Any]) -> None:
-        """Loads a checkpoint, as an island that is started again."""
         named_state.read(self.engine.state(), directory)
         self.island.load(directory, details, samples=0)
 
     def train(self, change: float, until: int | None = None) -> None:
-        """The trainer's loop, to its end or up to a step."""
         for batch in cast("Iterator[Slot]", self.island.batches()):
             self.slots.append(batch.slot)
             self.engine.values += change

@@ -38,7 +38,6 @@ run_replicas = partial(groups.run_groups, "replicas")
 
 
 def make_config(tokens: Path, work: Path, *, steps: int, **replicas: Any) -> Path:
-    """Two replicas."""
     return groups.make_config("replicas", tokens, work, run_steps=steps, **replicas)
 
 

@@ -24,7 +24,6 @@ def is_intact(path: Path) -> bool:
 
 
 def being_written(run_dir: Path) -> bool:
-    """Whether a checkpoint is being written."""
     return any((run_dir / "checkpoints").glob(".step-*.partial"))
 
 
@@ -72,7 +71,6 @@ class Damage:
 
 
 def flip(path: Path, rng: random.Random) -> None:
-    """Flips one random bit of a file."""
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)

@@ -122,7 +122,6 @@ def draw_faults(count: int, rng: random.Random) -> list[str]:
 
 
 def violations_of(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Violation]]:
-    """All failed checks."""
     return [(outcome, violation) for outcome in outcomes for violation in outcome.violations]
 
 

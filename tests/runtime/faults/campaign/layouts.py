@@ -66,7 +66,6 @@ def config_of(layout: Layout, tokens: Path, run_dir: Path) -> dict[str, Any]:
 
 
 def command_of(launcher: str, layout: Layout, config: Path) -> list[str]:
-    """The command line that starts a run."""
     arguments = [str(TRAIN), "--config", str(config)]
     processes = str(layout.processes)
     match launcher:
@@ -90,6 +89,5 @@ def environment(work: Path) -> dict[str, str]:
 
 
 def write(config: dict[str, Any], path: Path) -> Path:
-    """Writes a config file."""
     path.write_text(json.dumps(config))
     return path

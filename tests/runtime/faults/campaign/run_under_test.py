@@ -86,7 +86,6 @@ class RunUnderTest:
             shutil.rmtree(self.work, ignore_errors=True)
 
     def begin(self, launcher: str) -> Start:
-        """Starts or resumes the run."""
         self._starts += 1
         return Start(self.work, self.run_dir, self.layout, launcher, self._starts)
 
@@ -132,7 +131,6 @@ class RunUnderTest:
         return self._check_end(start, outcome, newest, damaged)
 
     def _newest(self, outcome: Outcome) -> int:
-        """The step of the newest intact checkpoint."""
         intact, broken = self._damage.inspect(self.run_dir)
         if broken:
             outcome.violations.append(Violation("resumed wrongly", f"checkpoints of the steps {broken} are damaged"))
@@ -185,7 +183,6 @@ class RunUnderTest:
         outcome.lost, self._to_repeat = max(0, to_repeat - self._to_repeat), max(0, to_repeat)
 
     def _check_end(self, start: Start, outcome: Outcome, newest: int, damaged: Set[int]) -> Outcome | None:
-        """Checks a run that has exited by itself."""
         left = start.wait_until_gone(RENDEZVOUS_S)
         broken = outcome.violations
         if left is None:

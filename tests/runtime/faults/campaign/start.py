@@ -95,12 +95,10 @@ class Start:
         return step if len(opened) == len(kept) + 1 else None
 
     def done(self) -> int:
-        """The last step that this start has finished; 0 if none."""
         resumed_after = self.resumed_after()
         return 0 if resumed_after is None else max([0, *(s for s in steps_of(self.rows()) if s > resumed_after)])
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Rank -> process."""
         if self.layout.processes == 1:
             return {0: psutil.Process(self.process.pid)} if self.alive else {}
         found = {}
@@ -134,7 +132,6 @@ class Start:
         return None
 
     def kill(self) -> None:
-        """Kills all remaining processes."""
         while self.alive or processes_of(self.work):
             kill_all(self.work)
             with suppress(ProcessLookupError):
@@ -143,7 +140,6 @@ class Start:
 
 
 def steps_of(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps in a journal, in its order."""
     return [row["step"] for row in rows if row["kind"] == "step"]
 
 

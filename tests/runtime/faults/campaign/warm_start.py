@@ -40,7 +40,6 @@ class Warm:
         self.pid = _server().start(job)
 
     def poll(self) -> int | None:
-        """Its exit code, or None."""
         self.returncode = _server().codes.get(self.pid)
         return self.returncode
 
@@ -50,7 +49,6 @@ class Warm:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
