@@ -20,11 +20,7 @@ ROOMS = 25
 
 
 class CpuSeconds:
-    """Hooks of pytest, in the workers of xdist and in the process that prints.
-
-    Attributes:
-        by_file: path of a test file below tests/ -> CPU seconds.
-    """
+    """Hooks of pytest, in the workers of xdist and in the process that prints."""
 
     def __init__(self) -> None:
         self.by_file: Counter[str] = Counter()

@@ -13,15 +13,7 @@ from tests.warm_python import python
 
 
 def make_config(kind: str, tokens: Path, work: Path, *, run_steps: int, **section: Any) -> Path:
-    """A tiny run of two groups.
-
-    Args:
-        kind: islands or replicas.
-        tokens: of the run.
-        work: gets the file and the runs.
-        run_steps: steps of the run.
-        section: keys of the section.
-    """
+    """A tiny run of two groups (islands or replicas) in `work`; keyword arguments are keys of the section."""
     found = {"count": 2, "lighthouse": f"127.0.0.1:{free_port()}", "timeout_s": 10, **section}
     config = tiny_config(tokens, work / "run", engine="torch", **{kind: found})
     config["zero_optimization"] = {"stage": 0}

@@ -23,14 +23,7 @@ PACKAGE = "pipeline"
 
 @dataclass(frozen=True)
 class House:
-    """What was counted.
-
-    Attributes:
-        rooms: names.
-        arrows: (room, imported room) -> an import that makes it, as "module -> module".
-        floors: room -> floor, from 1; empty where arrows make a circle.
-        classes: name of a class -> the modules that define it.
-    """
+    """What was counted: rooms, their arrows ("module -> module"), floors from 1 (empty in a circle), classes."""
 
     rooms: frozenset[str]
     arrows: Mapping[tuple[str, str], str]

@@ -60,14 +60,7 @@ class RunningJob:
 
 @dataclass
 class FaultResults:
-    """The results of all faults of one kind.
-
-    Attributes:
-        wrong: descriptions of wrong results.
-        seconds: until all processes had exited.
-        codes: exit codes.
-        phases: phases in which the fault was injected.
-    """
+    """The results of all faults of one kind."""
 
     times: int = 0
     wrong: list[str] = field(default_factory=list)

@@ -204,14 +204,7 @@ def first_states(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[str, Any]:
-    """Relative differences of a layout from the reference, the largest over steps, names and ranks; and its losses.
-
-    Args:
-        run: of the layout.
-        expected: the curve of the reference.
-        saved: directory of the reference's state after step `SAVED`.
-        own: directory for the layout's state.
-    """
+    """Relative differences of a layout from the reference, the largest over steps, names and ranks; and its losses."""
     steps = len(expected.losses)
     torch._dynamo.reset()
     counters["stats"].clear()

@@ -38,11 +38,7 @@ class Stage:
 
 
 def stages(dockerfile: Path = ROOT / "Dockerfile") -> dict[str, Stage]:
-    """The stages of a Dockerfile by name.
-
-    Raises:
-        ValueError: a stage has no name, or an instruction is not known.
-    """
+    """The stages of a Dockerfile by name; ValueError where one has no name, or an instruction is not known."""
     found: dict[str, Stage] = {}
     for instruction in _instructions(dockerfile.read_text()):
         if instruction.name == "FROM":

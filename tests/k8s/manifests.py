@@ -32,11 +32,7 @@ def need_kubectl() -> str:
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """The documents that kustomize makes of a folder.
-
-    Raises:
-        subprocess.CalledProcessError: it refuses the folder.
-    """
+    """The documents that kustomize makes of a folder."""
     command = [need_kubectl(), "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return list(yaml.safe_load_all(done.stdout))
@@ -57,11 +53,7 @@ def document(name: str, kind: str) -> dict[str, Any]:
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Validates a manifest strictly.
-
-    Raises:
-        Exception: it is refused; of the type that its validator raises.
-    """
+    """Validates a manifest strictly; raises what its validator raises."""
     if not manifest["apiVersion"].startswith("trainer.kubeflow.org/"):
         validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate (.ci/run installs it)")
         validator.validate(manifest, KUBERNETES, strict=True)

@@ -21,12 +21,7 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a cell is run.
-
-    Attributes:
-        steps: of the run.
-        saved: the step after which it saves its state, from which the next cell resumes.
-    """
+    """How many steps a cell is run, and after which it saves the state that the next cell resumes from."""
 
     steps: int
     saved: int

@@ -15,14 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cell:
-    """A candidate.
-
-    Attributes:
-        key: identifies it.
-        bits: the bits it covers.
-        cost: of itself.
-        needs: the references it is compared with, which cells share.
-    """
+    """A candidate with the bits it covers; `cost` is its own, and cells share the references that they need."""
 
     key: tuple[Hashable, ...]
     bits: int

@@ -19,14 +19,7 @@ JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{Path(sys.executable).parent}:{os.envi
 
 @dataclass
 class SlurmRun:
-    """A submitted run.
-
-    Attributes:
-        cluster: that it runs on.
-        directory: of the run.
-        log: the job's output.
-        job: its id.
-    """
+    """A run submitted to a cluster; `log` is the output of its job."""
 
     cluster: VirtualCluster
     directory: Path

@@ -74,12 +74,7 @@ def stop_is_requested(run: SlurmRun, _draw: random.Random) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of strike.
-
-    Attributes:
-        strike: does it.
-        times: how often.
-    """
+    """A kind of strike, and how often it is done."""
 
     strike: Strike
     times: int

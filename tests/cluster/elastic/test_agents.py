@@ -23,12 +23,7 @@ STEPS = 400
 
 @dataclass
 class Hosts:
-    """Agents of two hosts, which share this machine.
-
-    Attributes:
-        work: directory of the run, the agents' files and logs.
-        config: of the run.
-    """
+    """Agents of two hosts, which share this machine; `work` has the run, the agents' files and logs."""
 
     work: Path
     config: Path

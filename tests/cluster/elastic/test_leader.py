@@ -17,12 +17,7 @@ NODES = ("a", "b", "c")
 
 @dataclass
 class World:
-    """A job on three nodes.
-
-    Attributes:
-        step: of the newest checkpoint.
-        sizes: numbers of nodes that the run has a layout for.
-    """
+    """A job on three nodes; `step` is the newest checkpoint's, and the run has layouts for `sizes` nodes."""
 
     step: int = 0
     sizes: tuple[int, ...] = (1, 2, 3)

@@ -24,13 +24,7 @@ TASKS = 12
 
 @dataclass(frozen=True)
 class Job:
-    """A running command.
-
-    Attributes:
-        root: its job directory.
-        directory: its working directory.
-        config: the arguments that name its config.
-    """
+    """A running command."""
 
     process: subprocess.Popen[str]
     root: Path

@@ -63,16 +63,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def run_cell(cell: str, work: Path) -> tuple[bool, str]:
-    """Runs a cell.
-
-    Args:
-        cell: as `groups` names it.
-        work: a directory; models and tokens of other cells in it are used again.
-
-    Returns:
-        Whether all consumers that take the scheme accept the result, or it was refused by name before any work; and
-        their figures, or why not.
-    """
+    """Whether all that take the scheme accept a cell's result, or it was refused first; and figures, or why not."""
     name, scheme, kind = cell.split(", ")
     tokens = work / kind / "tokens"
     if not tokens.exists():

@@ -44,13 +44,7 @@ def make_tokenizer(folder: Path, texts: list[str] = TEXTS) -> PreTrainedTokenize
 
 
 def make_tokens(final: Path, texts: list[str] = TEXTS, *, parts: dict[str, list[str]] | None = None) -> Path:
-    """Writes a tokens directory as `data_prep` does: a tokenizer, two splits of two shards each, a manifest.
-
-    Args:
-        final: the directory.
-        texts: that the tokenizer is trained on.
-        parts: texts of each split; those of `TEXTS` when None.
-    """
+    """Writes a tokens directory as `data_prep` does: a tokenizer, two splits of two shards each, a manifest."""
     staging = staging_path(final)
     staging.mkdir(parents=True)
     tokenizer = make_tokenizer(staging / "tokenizer", texts)

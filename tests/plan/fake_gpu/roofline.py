@@ -131,13 +131,7 @@ def measure(name: str) -> list[dict[str, Any]]:
 
 
 def work_of(case: StepCase, graphs: list[dict[str, Any]], *, cell: str | None) -> Work:
-    """What a rank of a case does.
-
-    Args:
-        case: at its real size.
-        graphs: of the layers and of the loss, as `measure` returns them.
-        cell: name of its committed fake step.
-    """
+    """What one rank of a case does, by the graphs of `measure` and the committed fake step of a cell."""
     layout, _ = _facts(case)
     run, rank = layout.run, layout.rank
     topology, count = run.topology, run.batch.accumulation

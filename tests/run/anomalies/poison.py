@@ -35,11 +35,7 @@ class _BadGradient(torch.autograd.Function):
 
 
 class Poisonous(CrossEntropy):
-    """Cross-entropy with an injected fault on this rank.
-
-    Attributes:
-        fault: none, loss (NaN) or gradient (NaN, of a finite loss).
-    """
+    """Cross-entropy with a fault on this rank: none, loss (NaN) or gradient (NaN, of a finite loss)."""
 
     fault = "none"
 

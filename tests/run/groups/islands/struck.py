@@ -34,14 +34,7 @@ class WrongError(Exception):
 
 @dataclass
 class Islands:
-    """Running islands of one lighthouse.
-
-    Attributes:
-        started: all processes, the lighthouse too, in the order of their starts.
-        config: file.
-        work: directory of the runs.
-        processes: name -> process.
-    """
+    """Running islands of one lighthouse; `started` has the lighthouse, too, in the order of starts."""
 
     started: list[subprocess.Popen[bytes]]
     config: Path
@@ -141,12 +134,7 @@ def undisturbed(state: Path) -> list[float]:
 
 
 def run_cell(cell: str, state: Path) -> tuple[bool, str]:
-    """Runs a cell; whether what it checks held, and a line about it.
-
-    Args:
-        cell: its name.
-        state: where the losses of undisturbed runs are kept.
-    """
+    """Runs a cell; whether what it checks held, and a line about it."""
     losses = undisturbed(state)
     numbers, began = random.Random(cell), time.monotonic()
     try:
@@ -212,15 +200,7 @@ def _come_late(islands: Islands, numbers: random.Random) -> tuple[float, str]:
 
 
 def check_samples(rows: list[dict[str, Any]], *, failures: str = "") -> None:
-    """What the weights contain, and what was lost, is every sample once.
-
-    Args:
-        rows: the exchanges of an island.
-        failures: of exchanges.
-
-    Raises:
-        WrongError: it is not, or a round is missing.
-    """
+    """What the weights contain, and what was lost, is every sample once, and no round is missing; else WrongError."""
     if [row["round"] for row in rows] != list(range(1, ROUNDS + 1)):
         healed = [row["round"] for row in rows if row["healed"]]
         raise WrongError(f"rounds {[row['round'] for row in rows]}, healed in {healed}; failed exchanges: {failures}")

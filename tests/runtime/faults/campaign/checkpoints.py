@@ -34,11 +34,7 @@ def leftovers(run_dir: Path) -> list[str]:
 
 @dataclass
 class Damage:
-    """The checkpoints that the campaign has damaged itself.
-
-    Attributes:
-        steps: of these checkpoints.
-    """
+    """The checkpoints that the campaign has damaged itself, by step."""
 
     steps: set[int] = field(default_factory=set)
 

@@ -26,13 +26,7 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to train the model.
-
-    Attributes:
-        name: in the report.
-        fields: of the config.
-        processes: ranks.
-    """
+    """A way to train the model."""
 
     name: str
     fields: dict[str, Any] = field(hash=False)

@@ -38,15 +38,7 @@ def kill_all(work: Path) -> None:
 
 
 class Start:
-    """A started run.
-
-    Args:
-        work: working directory, by which its processes are identified.
-        run_dir: the run's directory.
-        layout: of the run.
-        launcher: of this start.
-        number: of this start in `work`.
-    """
+    """A started run; its processes are identified by their working directory."""
 
     def __init__(self, work: Path, run_dir: Path, layout: Layout, launcher: str, number: int) -> None:
         self.work, self.run_dir, self.layout, self.launcher = work, run_dir, layout, launcher
