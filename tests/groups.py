@@ -6,6 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import tiny_config, write_config
@@ -36,3 +40,18 @@ def run_groups(kind: str, config: Path, *sets: str, options: tuple[str, ...] = (
 
 def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
     return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
+
+
+def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
+    """The tensors under a key in a run's newest checkpoint."""
+    directory = (run_dir / "checkpoints/latest").resolve()
+    metadata = read_metadata(directory)
+    wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith(f"{key}/")}
+    ShardReader(directory, metadata).read(wanted)
+    return {name.partition("/")[2]: value for name, value in wanted.items()}
+
+
+def assert_equal_weights(first: Path, second: Path) -> None:
+    ours, theirs = weights(first), weights(second)
+    assert ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -23,6 +23,8 @@ REDUCED_IN_BF16 = 2**-8
 """Relative, on the norm of a tensor of the first gradient: every rank's gradient is rounded to bf16, and so is their
 sum, each by at most 2^-9."""
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
 Layouts = Mapping[str, Mapping[str, Any]]
 """Config keys that differ from the reference, by name of the layout."""
 
@@ -44,17 +46,24 @@ def compare_layouts(work: Path, engine: str, layouts: Layouts, *, processes: int
     return read
 
 
-def compare_selected(
-    request: pytest.FixtureRequest, work: Path, engine: str, test: Any, needed: set[str], layouts: Mapping[int, Layouts]
-) -> dict[str, dict[str, float]]:
-    """Runs the layouts selected in this session for `test`, and those of `needed`; `layouts` by number of processes."""
-    wanted = needed | set(selected(request.session, test, "name"))
-    differences: dict[str, dict[str, float]] = {}
-    for processes, each in layouts.items():
-        chosen = {name: layout for name, layout in each.items() if name in wanted}
-        if chosen:
-            differences |= compare_layouts(work, engine, chosen, processes=processes)
-    return differences
+def differences_fixture(test: str, layouts: Mapping[str, Mapping[int, Layouts]], needed: Collection[str] = ()) -> Any:
+    """A module's fixture: runs the layouts selected for a test of it, and those of `needed`.
+
+    `layouts`: engine -> number of processes -> layouts. The fixture is the differences by name of the layout.
+    """
+
+    @pytest.fixture(scope="module")
+    def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+        wanted = {*needed, *selected(request.session, getattr(request.module, test), "name")}
+        differences: dict[str, dict[str, float]] = {}
+        for engine, by_processes in layouts.items():
+            work = tmp_path_factory.mktemp(engine)
+            for processes, each in by_processes.items():
+                if chosen := {name: layout for name, layout in each.items() if name in wanted}:
+                    differences |= compare_layouts(work, engine, chosen, processes=processes)
+        return differences
+
+    return found
 
 
 def layout_params(always: set[str], *layouts: Layouts, integration: Collection[str] = ()) -> list[Any]:

@@ -25,10 +25,9 @@ from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.launch.rendezvous import RUN_FINISHED, RUN_STOPPED
 from pipeline.runtime.launch.store import open_rendezvous
 from tests.conftest import ROOT, command_line, entry_point, launch, losses, start, tiny_config, write_config
-from tests.engines.comparison import FP32, assert_within_tolerance, compare_layouts, layout
+from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, compare_layouts, layout
 from tests.support import last_step, refusal_of, wait_until
 
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # every parameter is cut up, and buckets are filled more than once
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
 

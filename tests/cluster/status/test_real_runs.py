@@ -26,7 +26,7 @@ def test_a_run_is_seen_while_it_trains_when_a_rank_dies_and_when_it_has_resumed(
     thread = threading.Thread(target=lambda: ended.append(start("train.py", config, processes=2)))
     thread.start()
     wait_for_step(run_dir, 8)
-    shown = run("status", run_dir).output  # this process is none of the run's
+    shown = run("status", run_dir)  # this process is none of the run's
     assert "training now" in shown
     assert "time left" in shown
     [first] = read_status(run_dir).attempts
@@ -53,8 +53,8 @@ def test_a_run_is_seen_while_it_trains_when_a_rank_dies_and_when_it_has_resumed(
     assert status.attempts[1].code == 75
     assert (status.newest.step, status.newest.damage) == (status.step, None)
     assert 0 < status.goodput.share < 1
-    assert run("status", run_dir, "--reason").output.startswith("reason: stopped by SIGTERM, saved (exit code 75)")
-    log = run("status", run_dir, "--log").output
+    assert run("status", run_dir, "--reason").startswith("reason: stopped by SIGTERM, saved (exit code 75)")
+    log = run("status", run_dir, "--log")
     places = [log.index(text) for text in ("attempt 1", "was killed or crashed", "attempt 2", "stopped by SIGTERM")]
     assert places == sorted(places)
 

@@ -76,10 +76,19 @@ def test_a_dataset_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) 
         command.run(arguments(model, "--data", other))
 
 
-def test_a_larger_vocabulary_than_the_models_is_refused(copied: Path, tokens: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"vocab_size": 300}, ConfigError, r"384 ids.*vocabulary of 300"),
+        ({"num_hidden_layers": 3}, DataError, r"missing model\.layers\.2"),  # and not initialized randomly
+    ],
+)
+def test_a_model_that_lacks_ids_or_tensors_is_refused(
+    copied: Path, tokens: Path, change: dict[str, int], error: type[Exception], message: str
+) -> None:
     config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(ConfigError, match=r"384 ids.*vocabulary of 300"):
+    (copied / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(error, match=message):
         command.run(arguments(copied, "--data", tokens))
 
 
@@ -103,13 +112,6 @@ def test_truncated_weights_are_refused(copied: Path, tokens: Path) -> None:
         command.run(arguments(copied, "--data", tokens))
     weights.write_bytes(b"\xff" * 20)
     with pytest.raises(DataError, match="header cannot be read"):
-        command.run(arguments(copied, "--data", tokens))
-
-
-def test_a_missing_tensor_is_refused_not_initialized_randomly(copied: Path, tokens: Path) -> None:
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(DataError, match=r"missing model\.layers\.2"):
         command.run(arguments(copied, "--data", tokens))
 
 

@@ -21,6 +21,7 @@ from pipeline.plan.proof.shrunk_run import shrink_run
 from pipeline.plan.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import tiny_config, write_config
+from tests.engines.comparison import EXPERTS
 from tests.engines.parametrization.models import meta_of
 from tests.parity.choice import read_pairs
 from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, reference_of
@@ -47,9 +48,6 @@ def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> No
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", parallel={"pp": 2})
     said = refusal_of(prove("--config", str(write_config(tmp_path / "c.json", config))))
     assert "use engine torch, or zero_optimization.stage 1" in said
-
-
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.mark.integration

@@ -22,6 +22,7 @@ from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import losses, tiny_config, write_config
+from tests.groups import events
 from tests.runtime.metrics.offline import logged
 from tests.support import output_of
 
@@ -42,10 +43,6 @@ def config_of(work: Path, tokens: Path, **fields: Any) -> Path:
     made = tiny_config(tokens, work / "run", anomalies={"non_finite": "rollback", "check_replicas": 4}, **fields)
     made["run"] |= {"keep_checkpoints": 9}
     return write_config(work / "c.json", made)
-
-
-def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
 
 
 @pytest.fixture(scope="module")

@@ -56,17 +56,17 @@ def lost(codes: list[int], *, but: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "bad"),
     [
-        "fine",
+        ("fine", -1),
         # twice as long as the timeout: the heartbeat comes from a thread that needs no interpreter lock
-        "holds lock, shortly",
+        ("holds lock, shortly", 1),
         # all ranks stopped, and then one of them in a debugger, both for longer than the heartbeat timeout
-        "paused",
+        ("paused", -1),
     ],
 )
-def test_a_run_without_faults_or_in_a_long_call_or_paused_has_no_report(tmp_path: Path, fault: str) -> None:
-    run = run_ranks(tmp_path, fault, 1)
+def test_a_run_without_faults_or_in_a_long_call_or_paused_has_no_report(tmp_path: Path, fault: str, bad: int) -> None:
+    run = run_ranks(tmp_path, fault, bad)
     assert run.codes == [0] * RANKS, run
     assert run.outputs == [""] * RANKS
     assert run.faults == []

@@ -123,11 +123,11 @@ def check_that_all_say_the_same(run_dir: Path, goodput: Goodput, output: str) ->
     assert f"goodput {100 * event['share']:.1f} % of " in said
     assert "in 3 attempts: " in said
     assert event["lost"] == pytest.approx(spent.lost, abs=1e-6)
-    shown = json.loads(headrace("status", run_dir, "--json").output)["goodput"]
+    shown = json.loads(headrace("status", run_dir, "--json"))["goodput"]
     assert shown["lost"] == pytest.approx(spent.lost, abs=1e-6)
     assert shown["share"] == pytest.approx(goodput.share)
     assert [each["spent"]["lost"] > 0 for each in shown["attempts"]] == [True, True, False]
-    assert f"goodput  {100 * goodput.share:.1f} % of " in headrace("status", run_dir).output
+    assert f"goodput  {100 * goodput.share:.1f} % of " in headrace("status", run_dir)
 
 
 @pytest.mark.integration

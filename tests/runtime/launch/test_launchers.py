@@ -239,23 +239,19 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in ranks)
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "wait")
+@pytest.mark.parametrize(
+    ("mode", "number", "code"),
+    [("wait", signal.SIGINT, 130), ("usr1", signal.SIGUSR1, 0)],
+    ids=["Ctrl-C", "stop signal"],
+)
+def test_a_signal_reaches_and_ends_all_ranks(tmp_path: Path, mode: str, number: signal.Signals, code: int) -> None:
+    process = supervised(tmp_path, mode)
     ranks = pids(tmp_path)
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     exited(process, within_s=30)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert not any(alive(pid) for pid in ranks)
-
-
-def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "usr1")
-    pids(tmp_path)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGUSR1)
-    exited(process, within_s=30)
-    assert process.returncode == 0
 
 
 def test_no_rank_survives_a_launcher_that_is_killed(tmp_path: Path) -> None:

@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace.base.errors import EXIT_REQUEUE
-from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
@@ -42,20 +39,6 @@ def make_config(tokens: Path, work: Path, *, steps: int, **islands: Any) -> Path
 
 def wait_for_exchanges(run_dir: Path, count: int) -> None:
     wait_until(lambda: len(events(run_dir, "exchange")) >= count, within_s=200)
-
-
-def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
-    directory = (run_dir / "checkpoints/latest").resolve()
-    metadata = read_metadata(directory)
-    wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith(f"{key}/")}
-    ShardReader(directory, metadata).read(wanted)
-    return {name.partition("/")[2]: value for name, value in wanted.items()}
-
-
-def assert_equal_weights(first: Path, second: Path) -> None:
-    ours, theirs = weights(first), weights(second)
-    assert ours
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def assert_each_sample_once(rows: list[dict[str, Any]]) -> None:
@@ -87,7 +70,7 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
     assert joined["healed"] == ["island-1"]
     after = rows[joined["round"]]
     assert list(after["trained"]) == ["island-0", "island-1"]
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
     # alone, with a newcomer, and once its state has come through; after an exchange that failed on busy cores, too
     new = {row["round"] for row in rows if row["group"] == "new"}
     [killed] = [row["round"] for row in rows if row["lost"]]
@@ -106,7 +89,7 @@ def test_an_island_that_comes_late_takes_the_state_of_the_others_and_trains_with
         [joined] = [row for row in rows if row["healed"]]
         assert joined["healed"] == ["late"]
         assert list(rows[joined["round"]]["trained"]) == ["island-0", "island-1", "late"]
-        assert_equal_weights(islands.work / "island-0", islands.work / "late")
+        groups.assert_equal_weights(islands.work / "island-0", islands.work / "late")
 
 
 def test_one_island_that_exchanges_every_step_is_an_ordinary_run(tokens: Path, tmp_path: Path) -> None:
@@ -130,9 +113,9 @@ def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path
     config = make_config(tokens, tmp_path, steps=30, start_s=100, compress="int8")
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     run_islands(config, "run.steps=10", "scheduler=null")
-    assert_equal_weights(first, second)
-    assert any(value.any() for value in weights(first, "outer_momentum").values())
-    assert any(value.any() for value in weights(first, "outer_error").values())
+    groups.assert_equal_weights(first, second)
+    assert any(value.any() for value in groups.weights(first, "outer_momentum").values())
+    assert any(value.any() for value in groups.weights(first, "outer_error").values())
     run_islands(config, "run.steps=20", "scheduler=null", "islands.count=1")
     rows = events(first, "exchange")
     assert [list(row["trained"]) for row in rows] == [["island-0", "island-1"]] * 2 + [["island-0"]] * 2
@@ -141,7 +124,7 @@ def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path
     assert list(rows[-1]["trained"]) == ["island-0", "island-1"]
     assert_each_sample_once(rows)
     assert not any(row["lost"] for row in rows)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.integration
@@ -157,7 +140,7 @@ def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens:
     rows = events(first, "exchange")
     assert [list(row["trained"]) for row in rows] == [["island-0", "island-1"]] * 8
     assert_each_sample_once(rows)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.parametrize(("engine", "stage", "shares"), [("deepspeed", 3, "null"), ("torch", 2, '"auto"')])
@@ -169,7 +152,7 @@ def test_islands_of_two_processes_exchange_between_equal_ranks(
     run_islands(config, *sets, options=("--nproc", "2"))
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     assert_each_sample_once(events(first, "exchange"))
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
     assert bool(events(first, "shares")) == (shares != "null")
     verify = [python(), "-m", "headrace", "checkpoint", "verify", str(first)]
     assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
@@ -187,7 +170,7 @@ def test_islands_of_two_processes_exchange_beside_their_steps_and_end_alike(toke
     assert ["overlapped_seconds" in row for row in rows] == [True, True, False]
     assert_each_sample_once(rows)
     assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 2 * 8 * (2 + 2 + 5)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.integration
@@ -197,7 +180,7 @@ def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_resume
     for steps in ("20", "30"):
         sets = (f"run.steps={steps}", "scheduler=null", "zero_optimization.stage=2", "run.checkpoint_every=10")
         run_islands(config, *sets, options=("--nproc", "2"))
-        assert_equal_weights(first, second)
+        groups.assert_equal_weights(first, second)
     rows = [row for each in (first, second) for row in events(each, "exchange")]
     assert_each_sample_once(rows)
     assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 30 * 8

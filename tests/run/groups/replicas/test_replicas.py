@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
@@ -41,26 +38,12 @@ def make_config(tokens: Path, work: Path, *, steps: int, **replicas: Any) -> Pat
     return groups.make_config("replicas", tokens, work, run_steps=steps, **replicas)
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    directory = (run_dir / "checkpoints/latest").resolve()
-    metadata = read_metadata(directory)
-    wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith("weight/")}
-    ShardReader(directory, metadata).read(wanted)
-    return wanted
-
-
-def assert_equal_weights(first: Path, second: Path) -> None:
-    ours, theirs = weights(first), weights(second)
-    assert ours
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_two_replicas_and_then_one_follow_the_loss_of_one_plain_process(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=10, start_s=100)
     run_replicas(config, "run.steps=5", "scheduler=null")
     first, second = (tmp_path / "run" / f"replica-{number}" for number in range(2))
     assert losses(first) == losses(second)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
     run_replicas(config, "replicas.count=1", "scheduler=null")
     launch("train.py", config, "replicas=null", "scheduler=null", f"run.dir={tmp_path / 'plain'}")
     assert losses(first) == pytest.approx(losses(tmp_path / "plain"), rel=FP32)
@@ -127,7 +110,7 @@ def test_a_replica_killed_within_a_step_comes_back_and_the_curve_is_the_same(tok
     assert (joined["healed"], joined["parts"]) == (["replica-1"], {"replica-0": [[0, 4]], "replica-1": [[4, 8]]})
     later = {step: loss for step, loss in losses(second).items() if step >= joined["step"]}
     assert later == {step: loss for step, loss in losses(first).items() if step >= joined["step"]}
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.sweep
@@ -178,7 +161,7 @@ def test_a_replica_that_is_paused_for_many_steps_is_left_behind_and_started_agai
     assert process.returncode == 0, said
     assert "replica-1 ended with exit code 76: restart 1 of 3" in said
     assert set(map(tuple, samples_by_step(first).values())) == {tuple(range(8))}
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @contextmanager
