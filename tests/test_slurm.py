@@ -166,9 +166,7 @@ def test_zero3_on_two_nodes_has_the_losses_of_one_host(cluster: VirtualCluster, 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_config_that_is_refused_ends_the_job_with_exit_code_2_and_one_message(
-    cluster: VirtualCluster, tmp_path: Path
-) -> None:
+def test_a_refused_config_ends_the_job_with_code_2_and_one_message(cluster: VirtualCluster, tmp_path: Path) -> None:
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=JOB_ENV))
     log = (tmp_path / "train.out").read_text()

@@ -311,9 +311,7 @@ def test_processes_that_pack_concurrently_leave_a_whole_packing_and_no_traceback
     assert_whole(directory)
 
 
-def test_a_file_that_disappears_before_a_packing_is_finished_is_reported(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_disappears_is_reported(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = packing._run
 
     def losing(tasks: list[packing.PackTask], *, workers: int) -> object:

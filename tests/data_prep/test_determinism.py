@@ -266,9 +266,7 @@ def test_each_shard_has_one_source_and_about_the_configured_size(finished: Path)
         assert max(sizes) < 2 * 5000
 
 
-def test_the_order_of_documents_is_a_shuffle_that_does_not_depend_on_the_task_size(
-    finished: Path, cli: Any, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_no_order_depends_on_the_task_size(finished: Path, cli: Any, bytes_of: Callable[[Path], Tree]) -> None:
     shards = {name: data for name, data in bytes_of(finished / "tokens").items() if "shard" in name}
     order = documents_of(finished / "tokens", "train")
     config = json.loads((finished / "corpus.json").read_text())

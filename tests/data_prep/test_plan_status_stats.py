@@ -96,9 +96,7 @@ def test_plan_estimates_tokens_and_time(work: Path, write_config: Any, cli: Any)
     assert re.search(r"about \d+ s on \d+ workers", given), given
 
 
-def test_the_estimate_has_the_time_of_training_on_the_whole_sample(
-    work: Path, write_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_estimate_includes_training_time(work: Path, write_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Extrapolated from trainings on a third and on a twelfth of it; each takes 0.1 s and 0.5 s per MB in this test."""
     rows = (json.dumps({"text": f"{i} la rivière turns the wheel of the mill. " * 40}) + "\n" for i in range(1800))
     (work / "rows.jsonl").write_text("".join(rows))

@@ -110,9 +110,7 @@ def test_more_processes_than_cores_are_planned_on_one_host(runs: list[Path]) -> 
     assert planned.machine.rate("fp32")[1] == pytest.approx(two.machine.rate("fp32")[1] / 2)
 
 
-def test_a_prediction_that_has_changed_since_the_run_is_mentioned(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_prediction_is_named(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = record_of(runs[0])["predicted_memory_bytes"][0]
     old = rewritten(runs[0], tmp_path / "old", predicted_memory_bytes=[2 * before])
     assert score_command([str(old)], None, save=None, as_json=False) == 0

@@ -154,9 +154,7 @@ def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_
     assert worlds(run_dir) == [3, left]
 
 
-def test_a_node_that_is_asked_to_leave_saves_the_run_and_the_others_go_on(
-    work: Path, expected: dict[int, float], rendezvous_port: int
-) -> None:
+def test_a_leaving_node_saves_and_others_go_on(work: Path, expected: dict[int, float], rendezvous_port: int) -> None:
     run_dir, said = work / "asked", work / "said-2"
     asked, left = (
         agent(work, run_dir, port=rendezvous_port, processes=size) for size in (1, 2)
@@ -221,9 +219,7 @@ def descendants(pid: int) -> list[int]:
     return [each for child in children for each in (child, *descendants(child))]
 
 
-def test_a_run_that_has_begun_goes_on_with_processes_that_do_not_divide_its_batch(
-    tokens: Path, expected: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_an_undivided_batch(tokens: Path, expected: dict[int, float], tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", forty_steps(tokens, tmp_path / "run"))
     assert "use 6 or 12" in refusal_of(start("train.py", path, processes=3))
     assert not (tmp_path / "run").exists()

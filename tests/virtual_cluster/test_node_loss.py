@@ -48,9 +48,7 @@ def after_crash(run: SlurmRun, name: str) -> float:
 
 
 @pytest.mark.integration
-def test_the_first_node_dies_and_training_goes_on_before_slurm_notices_with_the_losses_of_one_process(
-    run: SlurmRun, tokens: Path, tmp_path: Path
-) -> None:
+def test_the_first_node_dies_and_training_goes_on_alike(run: SlurmRun, tokens: Path, tmp_path: Path) -> None:
     run.wait_for_step(22)
     after_crash(run, "n1")
     assert nodes_of(run) == "n[1-3]"  # Slurm still takes the first node for alive

@@ -34,9 +34,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.integration
-def test_jobs_train_on_the_tokens_of_their_chain_with_the_code_and_configs_of_their_submission(
-    cluster: VirtualCluster, clone: Path, tmp_path: Path
-) -> None:
+def test_jobs_train_by_the_code_of_their_submission(cluster: VirtualCluster, clone: Path, tmp_path: Path) -> None:
     """Tokens by arrays, then a sweep of two elements of ZeRO-3 over two nodes each."""
     configs = whole_way(tmp_path)[:2]
     words = [*configs, "--nodes", "2", "--workers", "2", "--sweep", "run.seed=1,2"]
@@ -54,9 +52,7 @@ def test_jobs_train_on_the_tokens_of_their_chain_with_the_code_and_configs_of_th
 
 
 @pytest.mark.sweep
-def test_one_submission_leads_from_text_to_a_small_model_with_the_losses_of_one_machine(
-    cluster: VirtualCluster, clone: Path, tmp_path: Path
-) -> None:
+def test_one_submission_leads_from_text_to_a_small_model(cluster: VirtualCluster, clone: Path, tmp_path: Path) -> None:
     """Tokens by arrays, ZeRO-3 over two nodes, a 3D layout over four, export, prune, distil, quantize."""
     submit(cluster, clone, tmp_path, *whole_way(tmp_path), "--nodes", "2,4", "--workers", "2")
     edit(clone, tmp_path)

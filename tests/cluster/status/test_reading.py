@@ -270,9 +270,7 @@ def test_reasons_of_slurm_are_put_in_words(reason: str, words: str) -> None:
     assert in_words("None") == ""
 
 
-def test_a_refusal_in_a_job_ends_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refused() -> None:
         raise ConfigError("run.steps", 3, why="w", remedy="r")
 

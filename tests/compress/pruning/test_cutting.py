@@ -88,9 +88,7 @@ LAYERS_OF_QWEN = {"num_hidden_layers": 6, "mlp_only_layers": [2], "decoder_spars
 
 
 @pytest.mark.parametrize("lists", [{}, {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1}], ids=["step", "list"])
-def test_layers_of_qwen_moe_stay_dense_or_sparse_when_others_are_cut(
-    tokens: Path, tmp_path: Path, lists: dict[str, Any]
-) -> None:
+def test_layers_of_qwen_moe_stay_dense_or_sparse_in_a_cut(tokens: Path, tmp_path: Path, lists: dict[str, Any]) -> None:
     source = models.make(tmp_path / "mixed", "qwen3_moe", tokens, dead=False, **{**LAYERS_OF_QWEN, **lists})
     plan, kept = pruned(tmp_path, source, tokens, target={"shape": {"num_hidden_layers": 4}})
     left = as_rows(kept.layers)

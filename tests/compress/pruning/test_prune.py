@@ -103,9 +103,7 @@ def test_a_shape_is_measured_as_the_model_that_would_be_written(model: Path, tok
 
 
 @pytest.mark.integration
-def test_a_killed_run_leaves_nothing_under_the_final_name_and_the_next_does_not_gather_again(
-    model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_leaves_nothing_and_the_next_gathers_no_more(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}}, consumers=["transformers"])
     plan = plan_of(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}})
     command = [sys.executable, str(ENTRY), "--config", str(config)]

@@ -90,9 +90,7 @@ def made(request: pytest.FixtureRequest) -> Made:
 
 
 @pytest.mark.integration
-def test_plain_transformers_in_a_fresh_process_gives_the_numbers_of_the_manifests(
-    int8: Made, int4: Made, tokens: Path, tmp_path: Path
-) -> None:
+def test_plain_transformers_gives_the_manifests_numbers(int8: Made, int4: Made, tokens: Path, tmp_path: Path) -> None:
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
     (tmp_path / "rows.json").write_text(json.dumps(dataset.read(range(dataset.windows)).tolist()))
     said = output_of(run_python("-c", PLAIN, tmp_path / "rows.json", int8.path, int4.path, cwd=tmp_path))

@@ -113,9 +113,7 @@ def test_a_killed_calibration_goes_on_to_the_same_bytes(done: int, model: Path, 
     assert said == ["resuming at layer 2 of 2" if done == 1 else "all 2 layers are there"]
 
 
-def test_layers_of_edited_code_are_not_used(
-    model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edited_layers_are_not_used(model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(tmp_path, model, tokens, **GPTQ)
     CalibrationWork.open(plan).finish(0, {"weight": torch.ones(1)}, [])
     assert CalibrationWork.open(plan).done == 1

@@ -117,9 +117,7 @@ LISTING = "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% en
     ],
     ids=["tool", "key of a tool", "tools as a string", "key of a message"],
 )
-def test_a_special_token_in_any_string_of_a_conversation_is_refused(
-    messages: list[Any], tools: Any, folder: Path, tmp_path: Path
-) -> None:
+def test_a_special_token_in_any_string_is_bad(messages: list[Any], tools: Any, folder: Path, tmp_path: Path) -> None:
     encoder = ChatEncoder(with_template(folder, LISTING, tmp_path / "t"), parse_special_tokens=False)
     with pytest.raises(ConversationError, match="special token"):
         encoder.encode(conversation_line(messages, tools), everything=False)
@@ -228,9 +226,7 @@ def test_a_document_ends_with_one_end_of_text_where_the_template_has_written_it(
     assert not encoded.without((), ()).end_learnt
 
 
-def test_a_job_writes_a_loss_mask_per_shard_and_plain_text_counts_in_full(
-    work: Path, folder: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_every_shard_has_a_loss_mask(work: Path, folder: Path, cli: Any, write_config: Callable[..., str]) -> None:
     talks = [
         [*TALK[:3], {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes {i}"}]
         for i in range(60)

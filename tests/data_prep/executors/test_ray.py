@@ -67,9 +67,7 @@ def test_a_lost_task_changes_no_output(corpus: Corpus, cluster: RayCluster, tmp_
         kill_tree(node)
 
 
-def test_a_task_whose_worker_is_killed_in_every_attempt_ends_the_job_with_a_message(
-    corpus: Corpus, cluster: RayCluster, tmp_path: Path
-) -> None:
+def test_a_task_killed_in_every_attempt_ends_the_job(corpus: Corpus, cluster: RayCluster, tmp_path: Path) -> None:
     """As when memory runs out: every retry would fail in the same way."""
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
     attempts = set()

@@ -68,9 +68,7 @@ def _wait_for_line(log: Path, pattern: str) -> str:
     return re.search(pattern, log.read_text())[1]
 
 
-def test_a_worker_killed_in_the_middle_of_a_task_does_not_change_the_output(
-    corpus: Corpus, standalone: Standalone, tmp_path: Path
-) -> None:
+def test_a_worker_killed_in_a_task_changes_no_output(corpus: Corpus, standalone: Standalone, tmp_path: Path) -> None:
     options = ["--executor", "spark", "--address", standalone.master]
     job = corpus.start(tmp_path / "tokens", *options, env=ENV | {"PYSPARK_SUBMIT_ARGS": SETTINGS})
     suspended = job.suspend_worker()

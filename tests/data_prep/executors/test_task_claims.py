@@ -112,9 +112,7 @@ def test_a_task_stops_when_its_coordinator_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("spark", "pyspark")])
-def test_the_error_for_an_engine_that_is_not_installed_names_the_extra_to_install(
-    corpus: Corpus, tmp_path: Path, engine: str, package: str
-) -> None:
+def test_a_missing_engine_is_named_with_its_extra(corpus: Corpus, tmp_path: Path, engine: str, package: str) -> None:
     (tmp_path / f"{package}.py").write_text("raise ImportError('not installed')\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     job = corpus.start(tmp_path / "tokens", "--executor", engine, env={"PYTHONPATH": path})

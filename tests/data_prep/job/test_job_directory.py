@@ -31,9 +31,7 @@ def rows(path: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("texts")
-def test_the_rest_of_a_partly_removed_job_is_not_resumed(
-    work: Path, write_config: Write, cli: Any, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_no_removed_job_is_resumed(work: Path, write_config: Write, cli: Any, bytes_of: Callable[[Path], Tree]) -> None:
     config = write_config()
     cli("prepare", "--config", config)
     cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
@@ -127,9 +125,7 @@ def test_the_scratch_files_of_killed_tasks_are_removed(work: Path, write_config:
     assert not any(path.exists() for path in leftover)
 
 
-def test_shares_of_a_reduce_phase_with_deduplication_can_start_at_the_same_time(
-    work: Path, write_config: Write, cli: Any
-) -> None:
+def test_shares_of_a_reduce_phase_with_deduplication_start_at_once(work: Path, write_config: Write, cli: Any) -> None:
     rows(work / "a.jsonl", [f"{i % 40} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}], dedup={"exact": True}, heldout_fraction=0.3, shard_tokens=50)
     cli("prepare", "--config", config)

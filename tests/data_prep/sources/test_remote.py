@@ -107,9 +107,7 @@ def shards_from(
     return shards(work / output)
 
 
-def test_a_corpus_in_an_s3_bucket_gives_the_shards_of_local_files(
-    s3: Any, finished: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_an_s3_bucket_gives_equal_shards(s3: Any, finished: Path, cli: Any, write_config: Callable[..., str]) -> None:
     names = ["plain.jsonl", "packed.jsonl.gz", "rows.parquet"]
     for name in names:
         s3.put(str(finished / name), f"corpus/{name}")

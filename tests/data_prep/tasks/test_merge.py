@@ -148,9 +148,7 @@ def test_merging_reduces_opened_runs(mixed_config: str, work: Path, cli: Any, mo
     assert merged < 0.6 * plain
 
 
-def test_the_memory_of_a_merge_is_limited_even_if_its_runs_are_mostly_of_one_source(
-    work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_a_merge_is_limited(work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are in the order of the input: those of one task are of one or two of many sources."""
     names = [f"{chr(ord('a') + i)}.jsonl" for i in range(8)]
     for name in names:

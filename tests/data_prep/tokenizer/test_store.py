@@ -84,9 +84,7 @@ def test_the_key_follows_all_that_the_training_depends_on(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("memory", [1, 1 << 20])
-def test_spooled_texts_are_read_as_they_were_and_hashed_with_their_boundaries(
-    memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spooled_texts_are_read_as_they_were(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory, and in a file that is gone afterwards."""
     monkeypatch.setattr(spool, "_MEMORY_BYTES", memory)
     with spool.spool(["ab", "", "c"], tmp_path) as one, spool.spool(["a", "", "bc"], tmp_path) as two:

@@ -81,9 +81,7 @@ def test_the_manifest_has_the_figures_of_llama_cpp_and_names_who_was_not_run(ggu
 
 
 @pytest.mark.integration
-def test_activations_that_are_quantized_while_serving_are_scored_so(
-    int8: Made, sample: GateSample, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_activations_are_scored_as_served(int8: Made, sample: GateSample, capfd: pytest.CaptureFixture[str]) -> None:
     """Weights in int8 alone would be nearer: what is scored is what is served."""
     figures = int8.manifest.details["consumers"]["transformers"]
     assert 1e-6 < figures["mean_kl"] < 0.02

@@ -78,9 +78,7 @@ def test_the_batch_size_changes_no_loss(loaded: torch.nn.Module, heldout: TokenD
     assert evaluate(loaded, heldout, batch_size=batch_size, device="cpu").loss_nats == pytest.approx(one, rel=1e-6)
 
 
-def test_a_model_in_training_mode_is_evaluated_without_dropout_and_stays_in_that_mode(
-    loaded: torch.nn.Module, heldout: TokenDataset
-) -> None:
+def test_a_model_in_training_mode_is_evaluated_without_dropout(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
     loaded.train()
     evaluate(loaded, heldout, batch_size=8, device="cpu", max_windows=2)
     assert loaded.training

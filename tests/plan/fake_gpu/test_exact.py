@@ -73,9 +73,7 @@ def test_an_architecture_that_the_formulas_do_not_know_is_executed(tokens: Path,
 
 
 @pytest.mark.parametrize("lacks", ["g++", "a CPU build", "deepspeed"])
-def test_a_machine_that_cannot_execute_a_step_is_told_what_it_lacks(
-    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_is_told_what_it_lacks(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     if lacks == "g++":
         monkeypatch.setattr(shutil, "which", lambda _name: None)

@@ -143,9 +143,7 @@ def test_a_spike_in_a_run_is_skipped_and_told(tokens: Path, tmp_path: Path, monk
     assert [step for step, row in rows.items() if row.get("skipped")] == [BAD_STEP + 8]
 
 
-def test_a_run_that_stopped_at_a_non_finite_loss_can_resume_with_another_policy(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_policy_resumes_a_stopped_run(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
     made = tiny_config(tokens, tmp_path / "run", engine="torch", zero_optimization={"stage": 0})
     config = write_config(tmp_path / "c.json", made)

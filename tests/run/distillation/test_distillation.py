@@ -38,9 +38,7 @@ from tests.support import output_of, refusal_of
         ("gemma2", "forward_kl", False),
     ],
 )
-def test_a_chunked_distillation_is_the_same_and_the_logits_of_teacher_and_student_never_exist_as_a_whole(
-    tmp_path: Path, architecture: str, divergence: Kind, separate: bool
-) -> None:
+def test_chunks_have_no_whole_logits(tmp_path: Path, architecture: str, divergence: Kind, separate: bool) -> None:
     known = {"gemma2": {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 5.0}}
     meta = meta_of("llama", attention="eager", **{**known.get(architecture, {}), "vocab_size": 512})
     section = DistillSection(teacher="it", divergence=divergence, temperature=2.0, alpha=0.4)
@@ -74,9 +72,7 @@ def test_the_loss_compiles_to_one_graph_and_stays_the_same(tmp_path: Path, diver
 
 
 @pytest.mark.parametrize("balance", ["aux_loss", "bias"])
-def test_a_dense_teacher_does_not_keep_a_students_experts_from_being_balanced(
-    teacher: Path, tokens: Path, tmp_path: Path, balance: str
-) -> None:
+def test_experts_are_balanced_beside_a_dense_teacher(teacher: Path, tokens: Path, tmp_path: Path, balance: str) -> None:
     """`moe` is the student's: a teacher is not trained."""
     sections = {"distill": {"teacher": str(teacher)}, "moe": {"balance": balance}}
     raw = tiny_config(tokens, tmp_path / "run", engine="torch", **sections)
@@ -110,9 +106,7 @@ def test_a_student_of_another_vocabulary_is_refused(teacher: Path, tokens: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_an_incomplete_teacher_is_refused_and_another_teacher_cannot_resume_the_run(
-    teacher: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_an_incomplete_teacher_and_another_on_resume_are_refused(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(teacher, tmp_path / "teacher")
     config = tiny_config(tokens, tmp_path / "run", engine="torch", distill={"teacher": str(copy)})
     path = write_config(tmp_path / "c.json", config)
@@ -135,9 +129,7 @@ def test_a_student_of_the_teachers_layers_starts_near_its_teacher(teacher: Path,
     assert losses(tmp_path / "run")[1] < 5.9
 
 
-def test_a_quantized_teacher_is_what_transformers_makes_of_it_unless_it_rounds_activations(
-    teacher: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_quantized_teacher_is_what_transformers_makes_of_it(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     quantized = tmp_path / "int8"
     config = {"model": str(teacher), "output": str(quantized), "scheme": "W8A16", "consumers": ["transformers"]}
     config |= {"data": {"path": str(tokens), "sequence_length": 32, "max_tokens": 2000}}

@@ -235,9 +235,7 @@ def test_what_cannot_be_matched_is_refused_before_work(
     ],
     ids=["mamba", "deepseek_v3"],
 )
-def test_attention_of_another_kind_is_refused_with_what_it_is(
-    model: Any, words: str, tokens: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_other_attention_is_refused(model: Any, words: str, tokens: Path, teacher: Path, tmp_path: Path) -> None:
     ready = prepared(tokens, teacher, tmp_path, attentions={})
     assert ready.teacher is not None
     with torch.device("meta"):
@@ -262,9 +260,7 @@ def test_layers_before_the_last_pipeline_stage_are_refused(tokens: Path, teacher
     assert "the last of 2 pipeline stages, which has the student's layers 1 to 1, and layer 0 is" in done.stdout
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened_and_other_matching_is_another_run(
-    tokens: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_alike_and_other_matching_is_another(tokens: Path, teacher: Path, tmp_path: Path) -> None:
     configs = {name: student(tokens, tmp_path / name, teacher, **BOTH) for name in ("whole", "parts")}
     paths = {}
     for name, config in configs.items():

@@ -67,9 +67,7 @@ def test_an_open_connection_of_another_program_does_not_keep_the_server_running(
 
 
 @pytest.mark.parametrize("seconds", [0.3, 2.5], ids=["while it exits", "after that"])
-def test_a_rank_that_exits_before_it_has_connected_does_not_count_as_dead(
-    address: ServerAddress, tmp_path: Path, seconds: float
-) -> None:
+def test_a_rank_that_exits_unconnected_is_not_dead(address: ServerAddress, tmp_path: Path, seconds: float) -> None:
     def connect_late() -> tuple[socket.socket, MessageDecoder] | None:
         found = connect(address, registration(0), local=True)
         time.sleep(seconds)
