@@ -83,8 +83,8 @@ def file_of(work: Path, rank: int, step: int = 2) -> Path:
     return work / f"run/checkpoints/step-{step:08d}/__{rank}_0.distcp"
 
 
-def copy_of(work: Path, rank: int, nodes: tuple[int, ...] = TWO_NODES) -> Path:
-    return memory_of(work, nodes[rank]).folder(2) / f"__{rank}_0.distcp"
+def copy_of(work: Path, rank: int) -> Path:
+    return memory_of(work, TWO_NODES[rank]).folder(2) / f"__{rank}_0.distcp"
 
 
 @pytest.fixture

@@ -97,9 +97,9 @@ class Pods:
             pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
         os.kill(pid, signal.SIGTERM)
 
-    def run_until(self, condition: Callable[[], bool], *, timeout_s: float = 150) -> None:
+    def run_until(self, condition: Callable[[], bool]) -> None:
         """Starts pods again as the Job controller does, until the condition holds or the job has failed."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 150
         while not condition() and not self.failed:
             assert time.monotonic() < deadline, self.logs()
             self._look()

@@ -80,14 +80,14 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     return results
 
 
-def plain(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, *, clip: float = 0.0, epochs: int = 2) -> Any:
+def plain(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, *, clip: float = 0.0) -> Any:
     """The plain loop of torch; `kind` is warmup, steps or none. Returns losses, norms and the model's buffers."""
     section = SchedulerSection(type="WarmupLR", params=SchedulerParams(**WARMUP["params"]))
     schedule = schedule_from_section(section, lr=ADAMW["params"]["lr"], steps=None)  # type: ignore[index]
     steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1) if kind == "steps" else None
     inputs, targets = data()
     losses, norms = [], []
-    for number in range(epochs * len(inputs) // BATCH):
+    for number in range(2 * len(inputs) // BATCH):
         where = slice(number * BATCH % len(inputs), number * BATCH % len(inputs) + BATCH)
         loss = nn.functional.mse_loss(model(inputs[where]), targets[where])
         loss.backward()

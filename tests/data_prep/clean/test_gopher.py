@@ -18,8 +18,8 @@ def _word(i: int) -> str:
     return "".join("abcdefghij"[i // 10**k % 10] for k in range(5))
 
 
-def lines(count: int, *, start: int = 0) -> list[str]:
-    return [words(10, start=10 * i) for i in range(start, start + count)]
+def lines(count: int) -> list[str]:
+    return [words(10, start=10 * i) for i in range(count)]
 
 
 LINE_RULES = ("duplicate_lines", "duplicate_paragraphs", "duplicate_line_characters", "duplicate_paragraph_characters")

@@ -71,8 +71,8 @@ def test_a_damaged_bzip2_or_xz_file_is_a_bad_file(
     assert [record.reason for record in bad] == ["damaged file"]
 
 
-def array(tmp_path: Path, content: str, name: str = "a.json") -> Path:
-    path = tmp_path / name
+def array(tmp_path: Path, content: str) -> Path:
+    path = tmp_path / "a.json"
     path.write_text(content, encoding="utf-8")
     return path
 
