@@ -19,6 +19,7 @@ from hypothesis import settings
 
 from tests import warm, warm_python
 from tests.cpu_seconds import CpuSeconds
+from tests.support import output_of
 
 ROOT = warm.ROOT
 
@@ -100,7 +101,6 @@ def tiny_config(tokens: Path, run_dir: Path, **fields: Any) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: dict[str, Any]) -> Path:
-    """Writes a config file and returns its path."""
     path.write_text(json.dumps(config))
     return path
 
@@ -112,13 +112,8 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def launch(script: str, config: Path, *sets: str, processes: int = 1, timeout: float = 300) -> str:
-    """Runs an entry point to its end on so many ranks and returns what it said.
-
-    Raises AssertionError with its output when it fails.
-    """
-    done = start(script, config, *sets, processes=processes, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    """Runs an entry point to its end on so many ranks and returns what it said; fails where it does."""
+    return output_of(start(script, config, *sets, processes=processes, timeout=timeout))
 
 
 def start(
@@ -126,7 +121,8 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """As `launch`, without looking at the exit code; stdout and stderr come as one text."""
     words = entry_point(script, config, *sets)
-    return warm.run(*words, cwd=config.parent, processes=processes, merged=True, timeout_s=timeout)
+    done = warm.run(*words, cwd=config.parent, processes=processes, merged=True, timeout_s=timeout)
+    return subprocess.CompletedProcess(words, done.returncode, done.stdout)
 
 
 def entry_point(script: str, config: Path, *sets: str) -> list[str]:
@@ -207,7 +203,6 @@ _INTEGRATION = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Counts CPU seconds."""
     config.pluginmanager.register(CpuSeconds())
 
 

@@ -20,11 +20,7 @@ ROOMS = 25
 
 
 class CpuSeconds:
-    """Hooks of pytest, in the workers of xdist and in the process that prints.
-
-    Attributes:
-        by_file: path of a test file below tests/ -> CPU seconds.
-    """
+    """Hooks of pytest, in the workers of xdist and in the process that prints."""
 
     def __init__(self) -> None:
         self.by_file: Counter[str] = Counter()
@@ -44,11 +40,9 @@ class CpuSeconds:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """Takes a worker's sums."""
         self.by_file.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the folders that took the most."""
         rooms: Counter[str] = Counter()
         for path, seconds in self.by_file.items():
             rooms[str(PurePath(path).parent)] += seconds

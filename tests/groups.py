@@ -6,6 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pipeline.checkpoint.format.metadata import read_metadata
+from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import tiny_config, write_config
@@ -13,15 +17,7 @@ from tests.warm_python import python
 
 
 def make_config(kind: str, tokens: Path, work: Path, *, run_steps: int, **section: Any) -> Path:
-    """A tiny run of two groups.
-
-    Args:
-        kind: islands or replicas.
-        tokens: of the run.
-        work: gets the file and the runs.
-        run_steps: steps of the run.
-        section: keys of the section.
-    """
+    """A tiny run of two groups (islands or replicas) in `work`; keyword arguments are keys of the section."""
     found = {"count": 2, "lighthouse": f"127.0.0.1:{free_port()}", "timeout_s": 10, **section}
     config = tiny_config(tokens, work / "run", engine="torch", **{kind: found})
     config["zero_optimization"] = {"stage": 0}
@@ -30,7 +26,6 @@ def make_config(kind: str, tokens: Path, work: Path, *, run_steps: int, **sectio
 
 
 def command(kind: str, config: Path, *sets: str, options: tuple[str, ...] = ()) -> list[str]:
-    """`headrace islands` or `headrace replicas`."""
     overrides = [word for text in sets for word in ("--set", text)]
     return [python(), "-m", "headrace", kind, "--config", str(config), *overrides, *options]
 
@@ -44,5 +39,19 @@ def run_groups(kind: str, config: Path, *sets: str, options: tuple[str, ...] = (
 
 
 def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
-    """The events of a journal with these names."""
     return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
+
+
+def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
+    """The tensors under a key in a run's newest checkpoint."""
+    directory = (run_dir / "checkpoints/latest").resolve()
+    metadata = read_metadata(directory)
+    wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith(f"{key}/")}
+    ShardReader(directory, metadata).read(wanted)
+    return {name.partition("/")[2]: value for name, value in wanted.items()}
+
+
+def assert_equal_weights(first: Path, second: Path) -> None:
+    ours, theirs = weights(first), weights(second)
+    assert ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

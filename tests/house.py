@@ -23,14 +23,7 @@ PACKAGE = "pipeline"
 
 @dataclass(frozen=True)
 class House:
-    """What was counted.
-
-    Attributes:
-        rooms: names.
-        arrows: (room, imported room) -> an import that makes it, as "module -> module".
-        floors: room -> floor, from 1; empty where arrows make a circle.
-        classes: name of a class -> the modules that define it.
-    """
+    """What was counted: rooms, their arrows ("module -> module"), floors from 1 (empty in a circle), classes."""
 
     rooms: frozenset[str]
     arrows: Mapping[tuple[str, str], str]
@@ -49,7 +42,6 @@ class House:
 
 
 def measure(tree: Path = ROOT) -> House:
-    """Reads all modules of the package below a directory."""
     sources = {_name(path.relative_to(tree)): ast.parse(path.read_text()) for path in (tree / PACKAGE).rglob("*.py")}
     arrows: dict[tuple[str, str], str] = {}
     classes: dict[str, list[str]] = defaultdict(list)
@@ -130,7 +122,6 @@ def imported_modules(tree: Path, module: str = "pipeline.run.session") -> tuple[
 
 
 def main() -> None:
-    """Prints the figures as a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     tree = parser.parse_args().tree.resolve()

@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import last_step, wait_until
 from tests.virtual_cluster.cluster import VirtualCluster
 from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.virtual_cluster.settings import Patience
@@ -49,7 +48,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokens of `corpus`, made without Slurm."""
     output = tmp_path_factory.mktemp("direct") / "tokens"
     command = [sys.executable, "-m", "data_prep", "--config", str(corpus), "--set", f"output={output}"]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -62,7 +60,7 @@ def test_job_arrays_write_the_same_tokens_as_one_machine_and_a_concurrent_submis
     submitted = _submit_tokens(cluster, corpus, tmp_path)
     with pytest.raises(RuntimeError, match="is queued or running: headrace-"):
         _submit_tokens(cluster, corpus, tmp_path)
-    _wait_until(lambda: {node for node in ("n1", "n2") if f"{node}:" in _status(corpus, tmp_path)} == {"n1", "n2"})
+    wait_until(lambda: {node for node in ("n1", "n2") if f"{node}:" in _status(corpus, tmp_path)} == {"n1", "n2"})
     log = _end_of_chain(cluster, submitted)
     jobs = {(job.name, job.element): job for job in cluster.jobs()}
     assert jobs["headrace-finish", None].state == "COMPLETED", log
@@ -113,7 +111,7 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     text, away = corpus.parent / "text", corpus.parent / "away"
     before = len(cluster.jobs())
     submitted = _submit_tokens(cluster, corpus, tmp_path)
-    _wait_until((tmp_path / ".tokens.job/tokenizer/done.json").exists)  # the last thing that prepare makes
+    wait_until((tmp_path / ".tokens.job/tokenizer/done.json").exists)  # the last thing that prepare makes
     text.rename(away)  # on both nodes
     log = _end_of_chain(cluster, submitted)
     states = {(job.name, job.element): job.state for job in cluster.jobs()[before:]}
@@ -148,9 +146,7 @@ def test_an_element_whose_node_crashes_is_run_by_another_node_and_the_chain_goes
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
-def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
-    cluster: VirtualCluster, tokens: Path, tmp_path: Path
-) -> None:
+def test_zero3_on_two_nodes_has_the_losses_of_one_host(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
     local = _training_config(tmp_path, name="one_machine", tokens=tokens)
     command = [str(BIN / "deepspeed"), "--num_accelerators", "2", "pipeline/train.py", "--config", str(local)]
     cluster.run(*command, cwd=ROOT, env=job_env(), timeout_s=240)
@@ -170,9 +166,7 @@ def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_config_that_is_refused_ends_the_job_with_exit_code_2_and_one_message(
-    cluster: VirtualCluster, tmp_path: Path
-) -> None:
+def test_a_refused_config_ends_the_job_with_code_2_and_one_message(cluster: VirtualCluster, tmp_path: Path) -> None:
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=job_env()))
     log = (tmp_path / "train.out").read_text()
@@ -189,13 +183,11 @@ def test_a_job_with_fewer_tasks_than_gpus_is_refused(cluster: VirtualCluster, tm
     assert "1 tasks but 2 GPUs per node" in (tmp_path / "train.out").read_text()
 
 
-def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
-    cluster: VirtualCluster, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_job_is_requeued_and_finishes_the_run(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
     config = _long_config(tmp_path, tokens)
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=job_env())
-    _wait_for_step(tmp_path / "long", 5)
+    wait_until(lambda: last_step(tmp_path / "long") >= 5)
     cluster.run("scancel", "--signal=USR1", str(number))  # as Slurm does before the time limit
     job = cluster.wait(number, timeout_s=240)
     log = (tmp_path / "train.out").read_text()
@@ -206,18 +198,16 @@ def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 
 
-def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
-    cluster: VirtualCluster, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_job_stopped_three_times_early_is_held(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
     config, log = _long_config(tmp_path, tokens), tmp_path / "train.out"
     options = ["--nodes=2", f"--output={log}"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=job_env())
     for start in (1, 2, 3):
-        _wait_until(lambda starts=start: log.exists() and log.read_text().count("tasks\n") == starts)
+        wait_until(lambda starts=start: log.exists() and log.read_text().count("tasks\n") == starts)
         # there is no agent yet: the script remembers the request
         cluster.run("scancel", "--batch", "--signal=USR1", str(number))
-        _wait_until(lambda stops=start: log.read_text().count("agents: stopped before the start") == stops)
-    _wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
+        wait_until(lambda stops=start: log.read_text().count("agents: stopped before the start") == stops)
+    wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
     job = cluster.run("scontrol", "show", "job", str(number))
     cluster.run("scancel", str(number))
     assert "Priority=0 " in job  # held, for a person to release it
@@ -249,13 +239,6 @@ def test_a_run_that_loses_a_rank_and_then_its_first_node_goes_on_and_ends_as_com
     assert list(run.losses()) == list(range(1, LONG + 1))
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def _long_config(directory: Path, tokens: Path) -> Path:
     path = _training_config(directory, name="long", tokens=tokens)
     config = json.loads(path.read_text())
@@ -263,15 +246,7 @@ def _long_config(directory: Path, tokens: Path) -> Path:
     return _write(path, config)
 
 
-def _wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not ((run / "metrics.jsonl").exists() and step in _losses(run)):
-        assert time.monotonic() < deadline, "the run makes no progress"
-        time.sleep(0.05)
-
-
 def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
-    """Submits a chain of data-prep jobs from `directory`; returns what the command printed."""
     command = [sys.executable, "-m", "data_prep", "--executor", "slurm", "--workers", str(WORKERS)]
     output = ["--config", str(corpus), "--set", f"output={directory}/tokens"]
     return cluster.run(*command, *output, cwd=directory, env=job_env())
@@ -300,7 +275,7 @@ def _kill_a_map_job(cluster: VirtualCluster, *, node: str, signal: str = "KILL")
             return False
         return True
 
-    _wait_until(killed)
+    wait_until(killed)
 
 
 def _training_config(directory: Path, *, name: str, tokens: Path) -> Path:

@@ -110,9 +110,7 @@ def test_a_python_without_headrace_is_refused_with_the_variable_to_set(share: Pa
     assert calls == []
 
 
-def test_the_code_of_headrace_root_runs_whatever_the_virtual_environment_and_the_working_directory_hold(
-    tmp_path: Path,
-) -> None:
+def test_the_code_of_headrace_root_runs_whatever_the_venv_and_the_working_directory_hold(tmp_path: Path) -> None:
     clones = [tmp_path / "root", tmp_path / "other"]
     for clone in clones:
         shutil.copytree(ROOT / "slurm", clone / "slurm")

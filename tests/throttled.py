@@ -36,7 +36,6 @@ def work_seconds(pid: int) -> float:
 
 
 def throttle(pid: int, slowdown: float) -> None:
-    """Suspends a process again and again until it ends."""
     seen, due = work_seconds(pid), 0.0
     while Path(f"/proc/{pid}").exists():
         now = work_seconds(pid)

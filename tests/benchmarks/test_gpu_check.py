@@ -23,6 +23,7 @@ from benchmarks.gpu_check.tests import gpu_test_files
 from pipeline.models.build.meta import build_meta
 from pipeline.models.count import measure as count
 from tests.conftest import ROOT
+from tests.support import output_of
 
 CPU = torch.device("cpu")
 ROW = Row("tiny", "torch", "eager")
@@ -72,32 +73,32 @@ class Limited:
 
     @staticmethod
     def opened(_device: torch.device) -> Any:
-        """No process group."""
         import contextlib  # noqa: PLC0415
 
         return contextlib.nullcontext()
+
+
+def measured_with(monkeypatch: pytest.MonkeyPatch, attempts: list[str], **limits: object) -> dict[str, Any]:
+    contestant = type("Contestant", (Limited,), limits)
+    module = type("Module", (), {"Contestant": contestant, "opened": Limited.opened})
+    monkeypatch.setattr(measure, "module_of", lambda _row: module)
+    return measure.measured(tiny_sizes()["tiny"], ROW, {"trace": None, "warmup": 1, "steps": 2}, attempts)
 
 
 @pytest.mark.parametrize(("fits", "micro", "checkpointing"), [(4, 4, "none"), (1, 1, "none"), (0.5, 1, "full")])
 def test_the_largest_micro_batch_that_fits_is_found(
     monkeypatch: pytest.MonkeyPatch, fits: float, micro: int, checkpointing: str
 ) -> None:
-    contestant = type("Contestant", (Limited,), {"fits": fits})
-    module = type("Module", (), {"Contestant": contestant, "opened": Limited.opened})
-    monkeypatch.setattr(measure, "module_of", lambda _row: module)
-    job, attempts = {"trace": None, "warmup": 1, "steps": 2}, list[str]()
-    found = measure.measured(tiny_sizes()["tiny"], ROW, job, attempts)
+    attempts: list[str] = []
+    found = measured_with(monkeypatch, attempts, fits=fits)
     assert (found["micro_batch"], found["activation_checkpointing"]) == (micro, checkpointing)
     assert len(found["step_s"]) == 2
     assert all("Tried to allocate 2 GiB" in text for text in attempts)
 
 
 def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    contestant = type("Contestant", (Limited,), {"allocates": False})
-    module = type("Module", (), {"Contestant": contestant, "opened": Limited.opened})
-    monkeypatch.setattr(measure, "module_of", lambda _row: module)
     attempts: list[str] = []
-    found = measure.measured(tiny_sizes()["tiny"], ROW, {"trace": None, "warmup": 1, "steps": 2}, attempts)
+    found = measured_with(monkeypatch, attempts, allocates=False)
     assert found["reason"].startswith("out of memory before the first step: weights and optimizer do not fit")
     assert len(attempts) == 1  # a smaller micro-batch would not help
 
@@ -195,8 +196,7 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(tmp_path: Path) -> None:
     chosen = "environment,tests,tiny-torch-compiled,tiny-*-eager,tiny-torch-fp8"
     options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "9"]
     words = [sys.executable, "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output_of(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False))
     result = json.loads((tmp_path / "result.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
     for name in ("torch-compiled", "torch-eager", "deepspeed-eager", "trainer-eager"):

@@ -23,6 +23,7 @@ from pipeline.models.build import materialize as model_materialize
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 from tests.models.architectures import config_of
+from tests.support import output_of, refusal_of
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +56,7 @@ print(json.dumps({"loss": loss, "text": tokenizer.decode(ids[0]), "new": made.sh
 
 
 def test_transformers_loads_the_exported_model_and_its_tokenizer(run_dir: Path, tmp_path: Path) -> None:
-    done = export(run_dir, tmp_path / "model")
-    assert done.returncode == 0, done.stderr
-    assert "largest logit difference to the trained model 0" in done.stdout
+    assert "largest logit difference to the trained model 0" in output_of(export(run_dir, tmp_path / "model"))
     user = subprocess.run(
         [sys.executable, "-c", USER, str(tmp_path / "model")], capture_output=True, text=True, check=True
     )
@@ -98,8 +97,7 @@ def test_weights_are_split_into_files_of_bounded_size(run_dir: Path, tmp_path: P
     whole = load_file(tmp_path / "whole/model.safetensors")
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    done = warm.run("-c", USER, tmp_path / "cut")
-    assert done.returncode == 0, done.stderr
+    output_of(warm.run("-c", USER, tmp_path / "cut"))
 
 
 def test_bf16_weights_are_written_on_request(run_dir: Path, tmp_path: Path) -> None:
@@ -137,14 +135,11 @@ def test_an_impossible_export_is_refused_with_exit_code_2(run_dir: Path, tmp_pat
     assert (missing.returncode, "no such directory" in missing.stderr) == (2, True)
     no_tokenizer = export(run_dir, tmp_path / "other", "--tokenizer", tmp_path)
     assert (no_tokenizer.returncode, "no tokenizer_config.json" in no_tokenizer.stderr) == (2, True)
-    explicit = export(run_dir, tmp_path / "again", "--tokenizer", tmp_path / "model")
-    assert explicit.returncode == 0, explicit.stderr
+    output_of(export(run_dir, tmp_path / "again", "--tokenizer", tmp_path / "model"))
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     damaged = copy / "checkpoints/step-00000006/__0_0.distcp"
     os.truncate(damaged, damaged.stat().st_size - 5000)
-    done = export(copy, tmp_path / "other")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in refusal_of(export(copy, tmp_path / "other"))
     assert not (tmp_path / "other").exists()
 
 

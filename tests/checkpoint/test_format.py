@@ -143,9 +143,7 @@ def test_a_plan_of_any_shards_is_that_of_torch_after_a_round_trip(states: list[d
 
 @given(states=states(), data=st.data())
 @settings(deadline=None)
-def test_a_plan_without_a_shard_that_only_one_rank_has_is_refused(
-    states: list[dict[str, Any]], data: st.DataObject
-) -> None:
+def test_a_plan_without_a_shard_of_one_rank_is_refused(states: list[dict[str, Any]], data: st.DataObject) -> None:
     shards = [(n, k) for n, s in enumerate(states) for k, v in s.items() if isinstance(v, NamedShard) and v.parts]
     if not shards:
         return
@@ -217,9 +215,7 @@ class _LookingPlanner(DefaultSavePlanner):
         return value.parts[tuple(index.offset)] if isinstance(value, NamedShard) else value
 
 
-def test_metadata_of_a_later_format_is_refused_with_what_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metadata_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata_module, "FORMAT", 2)
     named_state.write({"optimizer_step": torch.tensor(3.0)}, tmp_path)
     monkeypatch.undo()

@@ -21,6 +21,7 @@ from pipeline.checkpoint.save import CheckpointWriter, SaveResult
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.write_shards import write_shards
 from tests.checkpoint.test_save import finish, info, state_of
+from tests.support import wait_until
 
 STATE = state_of(torch.randn(256, 256))
 
@@ -51,9 +52,7 @@ def copied(memory: MemoryFolder) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_the_newest_checkpoint_is_copied_byte_for_byte_and_the_one_before_is_removed(
-    memory: MemoryFolder, background: bool
-) -> None:
+def test_the_newest_checkpoint_is_copied_and_the_one_before_is_removed(memory: MemoryFolder, background: bool) -> None:
     writer = writer_of(memory, background=background)
     for step in (1, 2, 3):
         weights = torch.randn(256, 256)
@@ -61,28 +60,33 @@ def test_the_newest_checkpoint_is_copied_byte_for_byte_and_the_one_before_is_rem
         weights.zero_()
         result = finish(writer)
         writer.wait_for_copy()
-        assert result.checkpoint is not None
         wanted = result.checkpoint.manifest.files["__0_0.distcp"]["sha256"]
         assert copied(memory) == {f"step-{step:08d}/__0_0.distcp": wanted}
         assert not result.not_copied
+
+
+def steps_of(memory: MemoryFolder) -> set[int]:
+    return {int(name.partition("/")[0].removeprefix("step-")) for name in copied(memory)}
+
+
+def begin_second(writer: CheckpointWriter) -> None:
+    """Writes the files of step 2 and its copy, without the commit."""
+    writer.begin(info(2), lambda: STATE)
+    wait_until(lambda: not writer.busy)
+    writer.wait_for_copy()
 
 
 def test_the_copy_before_stays_until_the_newer_checkpoint_is_complete(memory: MemoryFolder) -> None:
     writer = writer_of(memory)
     save(writer, 1)
     writer.wait_for_copy()
-    writer.begin(info(2), lambda: STATE)
-    while writer.busy:
-        time.sleep(0.01)
-    writer.wait_for_copy()
-    assert {name.partition("/")[0] for name in copied(memory)} == {"step-00000001", "step-00000002"}
+    begin_second(writer)
+    assert steps_of(memory) == {1, 2}
     finish(writer)
-    assert {name.partition("/")[0] for name in copied(memory)} == {"step-00000002"}
+    assert steps_of(memory) == {2}
 
 
-def test_a_save_that_fails_leaves_no_copy_and_keeps_the_one_before(
-    memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_no_copy_and_keeps_the_last(memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = writer_of(memory)
     save(writer, 1)
     writer.wait_for_copy()
@@ -92,7 +96,7 @@ def test_a_save_that_fails_leaves_no_copy_and_keeps_the_one_before(
 
     monkeypatch.setattr(CheckpointStore, "commit", full)
     assert save(writer, 2).checkpoint is None
-    assert [name.partition("/")[0] for name in copied(memory)] == ["step-00000001"]
+    assert steps_of(memory) == {1}
 
 
 def test_the_next_save_does_not_wait_for_a_copy(memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +123,7 @@ def test_the_next_save_does_not_wait_for_a_copy(memory: MemoryFolder, monkeypatc
     assert copied(memory) == {}
 
 
-def test_without_room_nothing_is_copied_and_the_save_says_so(
-    memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_nothing_is_copied_which_is_told(memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_copies, "room", lambda _path: 1000)
     result = save(writer_of(memory), 1)
     assert result.checkpoint is not None
@@ -129,18 +131,13 @@ def test_without_room_nothing_is_copied_and_the_save_says_so(
     assert copied(memory) == {}
 
 
-def test_with_room_for_one_the_copy_before_is_removed_first(
-    memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_room_for_one_the_old_copy_is_removed_first(memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = writer_of(memory)
     save(writer, 1)
     writer.wait_for_copy()
     monkeypatch.setattr(memory_copies, "room", lambda _path: 1000)
-    writer.begin(info(2), lambda: STATE)
-    while writer.busy:
-        time.sleep(0.01)
-    writer.wait_for_copy()
-    assert [name.partition("/")[0] for name in copied(memory)] == ["step-00000002"]  # before the commit
+    begin_second(writer)
+    assert steps_of(memory) == {2}  # before the commit
     assert not finish(writer).not_copied
 
 
@@ -158,9 +155,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_tmpfs_costs_the_copy_and_not_the_checkpoint(
-    small_tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_tmpfs_costs_the_copy_alone(small_tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MemoryFolder.of(str(small_tmpfs), tmp_path / "run")
     with used(memory):
         assert room(memory.path) < 1 << 20

@@ -21,7 +21,6 @@ from pipeline.models.build.rectangle import Rectangle
 
 
 def table(shape: tuple[int, ...], shards: Sequence[Rectangle]) -> ShardTable:
-    """Of one tensor."""
     offsets, sizes = (
         padded([getattr(each, name) for each in shards], dims=max(1, len(shape)), fill=fill)
         for name, fill in (("offsets", 0), ("sizes", 1))
@@ -57,9 +56,7 @@ def sharded_tensor(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Rectangle]]:
 
 
 @given(whole=sharded_tensor(), data=st.data())
-def test_shards_that_cover_a_tensor_exactly_once_are_accepted_and_no_others(
-    whole: tuple[tuple[int, ...], list[Rectangle]], data: st.DataObject
-) -> None:
+def test_only_a_partition_is_accepted(whole: tuple[tuple[int, ...], list[Rectangle]], data: st.DataObject) -> None:
     shape, shards = whole
     assert error_of(shape, shards) is None
     chosen = data.draw(st.sampled_from(shards))

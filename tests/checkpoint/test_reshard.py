@@ -50,16 +50,14 @@ NAMES = [pytest.param(name, marks=[] if name == ALWAYS else pytest.mark.integrat
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
     """The selected layouts of the chain, and those whose checkpoints they load, in one launch."""
-    wanted = set(selected(request.session, test_a_layout_resumes_from_the_checkpoint_of_the_layout_before_it, "layout"))
+    wanted = set(selected(request.session, test_a_layout_resumes_from_a_checkpoint_of_the_one_before, "layout"))
     wanted |= {before for before, after in pairwise(CHAIN) if after in wanted}
     cells = [values for layout, values in CHAIN.items() if layout in wanted]
     return run(cells, tmp_path_factory.mktemp("reshard"))
 
 
 @pytest.mark.parametrize("layout", NAMES)
-def test_a_layout_resumes_from_the_checkpoint_of_the_layout_before_it(
-    results: dict[str, ProofResult], layout: str
-) -> None:
+def test_a_layout_resumes_from_a_checkpoint_of_the_one_before(results: dict[str, ProofResult], layout: str) -> None:
     result = results[name_of(CHAIN[layout])]
     assert result.passed, failure_text(layout, result)
     assert RESUMED in {each.quantity for each in result.comparisons}

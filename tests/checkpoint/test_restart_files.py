@@ -25,6 +25,7 @@ from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.store import CheckpointStore
 from tests.checkpoint.test_save import info
 from tests.engines.parallel.ranks import WORLD, Ranks
+from tests.support import flip_a_byte
 
 ROWS, COLUMNS = 64, 512
 KEY = named_state.weight_key("w")
@@ -33,7 +34,6 @@ TWO_NODES = (0, 0, 1, 1)
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Four processes with a gloo group."""
     ranks = Ranks(str(tmp_path_factory.mktemp("world")))
     yield ranks
     ranks.close()
@@ -58,7 +58,6 @@ def save(rank: int, work: Path, nodes: tuple[int, ...], steps: tuple[int, ...]) 
             shard = NamedShard((WORLD * ROWS, COLUMNS), start=rank * ROWS * COLUMNS, values=mine.reshape(-1))
             writer.begin(info(step), lambda shard=shard: {KEY: shard})  # type: ignore[misc]
             result = writer.wait()
-            assert result is not None
             assert result.checkpoint is not None
             assert not result.not_copied
             writer.wait_for_copy()
@@ -84,14 +83,8 @@ def file_of(work: Path, rank: int, step: int = 2) -> Path:
     return work / f"run/checkpoints/step-{step:08d}/__{rank}_0.distcp"
 
 
-def copy_of(work: Path, rank: int, nodes: tuple[int, ...] = TWO_NODES) -> Path:
-    return memory_of(work, nodes[rank]).folder(2) / f"__{rank}_0.distcp"
-
-
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def copy_of(work: Path, rank: int) -> Path:
+    return memory_of(work, TWO_NODES[rank]).folder(2) / f"__{rank}_0.distcp"
 
 
 @pytest.fixture
@@ -101,22 +94,17 @@ def saved(world: Ranks, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_layout_reads_its_own_memory_and_no_file(world: Ranks, saved: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["the same layout reads its own", "another one that of all nodes"])
+def test_a_resume_reads_memory_and_no_file(world: Ranks, saved: Path, whole: bool) -> None:
     for rank in range(WORLD):
         file_of(saved, rank).unlink()
-    step, read, warnings = world.run(resume, saved, TWO_NODES, False)[0]
-    assert (step, warnings) == (2, [])
-    assert read["memory"] > 2 * WORLD * ROWS * COLUMNS * 4  # verified once, and loaded
-    assert read["other_nodes"] == read["run_dir"] == 0
-
-
-def test_another_layout_reads_the_memory_of_all_nodes_and_no_file(world: Ranks, saved: Path) -> None:
-    for rank in range(WORLD):
-        file_of(saved, rank).unlink()
-    step, read, warnings = world.run(resume, saved, TWO_NODES, True)[0]
-    assert (step, warnings) == (2, [])
-    assert read["run_dir"] == 0
-    assert read["other_nodes"] > WORLD * WORLD * ROWS * COLUMNS * 4 / 2  # each rank half of it
+    step, read, warnings = world.run(resume, saved, TWO_NODES, whole)[0]
+    assert (step, warnings, read["run_dir"]) == (2, [], 0)
+    if whole:
+        assert read["other_nodes"] > WORLD * WORLD * ROWS * COLUMNS * 4 / 2  # each rank half of it
+    else:
+        assert read["memory"] > 2 * WORLD * ROWS * COLUMNS * 4  # verified once, and loaded
+        assert read["other_nodes"] == 0
 
 
 def test_of_a_lost_node_only_its_files_are_read_from_the_run_directory(world: Ranks, saved: Path) -> None:
@@ -159,9 +147,7 @@ def test_a_damaged_copy_is_removed_and_the_file_is_read_instead(world: Ranks, sa
     assert not copy.exists()
 
 
-def test_a_file_that_is_damaged_and_not_in_memory_sends_the_run_back_to_the_one_before(
-    world: Ranks, saved: Path
-) -> None:
+def test_a_damaged_file_not_in_memory_sends_the_run_back_to_the_one_before(world: Ranks, saved: Path) -> None:
     copy_of(saved, 3).unlink()
     flip_a_byte(file_of(saved, 3))
     step, read, _ = world.run(resume, saved, TWO_NODES, False)[0]

@@ -47,9 +47,7 @@ def write_flat(tensor: torch.Tensor, directory: Path) -> None:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=15)
-def test_any_flat_range_can_be_read_from_a_full_tensor(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_flat_range_of_a_full_tensor_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     tensor = torch.randn(6, 5)
     directory = tmp_path_factory.mktemp("ck")
     write_flat(tensor, directory)

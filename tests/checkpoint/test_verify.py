@@ -24,6 +24,7 @@ from pipeline.config.sections.optimizers import ADAMW
 from pipeline.models.build.meta import build_meta, parameter_shapes
 from tests import warm
 from tests.parity.matrix import model_of
+from tests.support import flip_a_byte
 
 HF = model_of({"tied": True})
 NORM = "weight/model.norm.weight"
@@ -74,15 +75,9 @@ def test_an_intact_checkpoint_is_read_to_the_last_byte_and_has_no_problem(intact
     assert sum(read) == sum(entry["bytes"] for entry in intact.manifest.files.values())
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a flipped bit": ("__0_0.distcp", flip, "checksum"),
-    "a flipped bit of the metadata": (METADATA, flip, "checksum"),
+    "a flipped bit": ("__0_0.distcp", flip_a_byte, "checksum"),
+    "a flipped bit of the metadata": (METADATA, flip_a_byte, "checksum"),
     "a file cut short": ("__0_0.distcp", lambda p: p.write_bytes(p.read_bytes()[:-1]), "and was written with"),
     "a lost file": ("__0_0.distcp", Path.unlink, "No such file"),
     "a lost manifest": ("manifest.json", Path.unlink, "has no manifest.json"),
@@ -100,9 +95,7 @@ def test_a_damaged_file_is_named(intact: Checkpoint, tmp_path: Path, damage: str
     assert message in problem.what
 
 
-def test_tensors_that_do_not_match_the_model_are_named_though_all_checksums_match(
-    intact: Checkpoint, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_match_the_model_are_named_despite_checksums(intact: Checkpoint, tmp_path: Path) -> None:
     def damage(metadata: CheckpointMetadata) -> CheckpointMetadata:
         table, index = metadata.table, metadata.table.index
         norm, gone = index[NORM], index["exp_avg/model.norm.weight"]
@@ -147,13 +140,11 @@ def checkpoint(*arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_commands_show_which_checkpoints_are_damaged_and_which_one_a_resume_takes(
-    intact: Checkpoint, tmp_path: Path
-) -> None:
+def test_the_commands_show_damaged_checkpoints_and_which_one_a_resume_takes(intact: Checkpoint, tmp_path: Path) -> None:
     older = copy_of(intact, tmp_path)
     run = older.path.parent.parent
     newer = shutil.copytree(older.path, older.path.with_name("step-00000007"))
-    flip(newer / "__0_0.distcp")
+    flip_a_byte(newer / "__0_0.distcp")
     code, output, _ = checkpoint("verify", run)
     assert (code, "__0_0.distcp: does not have the checksum" in output, "--all" in output) == (1, True, True)
     code, output, _ = checkpoint("verify", run, "--all")

@@ -15,7 +15,6 @@ EVEN, UNEVEN = Shares(((2,), (2,))), Shares(((3,), (1,)))
 def test_new_shares_hold_from_the_next_step_on_and_in_the_next_round() -> None:
     def load(sizes: BatchSizes, steps: tuple[int, int]) -> Any:
         for step in range(steps[0], steps[1] + 1):
-            assert sizes.shares is not None
             yield step, sizes.shares.counts
 
     current = CurrentBatch(BatchSizes(4, 3, 1, 2, 8, (), EVEN))

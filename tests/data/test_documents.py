@@ -130,8 +130,6 @@ def test_positions_restart_in_each_document_and_no_label_crosses_a_boundary(toke
             step
         )
         (micro,) = batch.micro_batches
-        assert micro.positions is not None
-        assert micro.documents is not None
         assert (micro.documents.dtype, micro.positions.dtype) == (torch.int32, torch.int64)
         changes = micro.documents.diff(dim=1) != 0
         boundaries += int(changes.sum())

@@ -53,7 +53,6 @@ def gathered(
 def taken_back(part: list[int], mixture: DataMixture) -> tuple[str, list[int]]:
     """How a part was changed, and what it was."""
     fim = mixture.fim
-    assert fim is not None
     if part[0] != fim.prefix:
         return "plain", part
     end = [part[-1]] if part[-1] == fim.eos else []
@@ -90,7 +89,6 @@ def test_undoing_fim_gives_every_document_its_tokens_back(tokens: Path, packing:
 def test_psm_and_spm_have_the_order_of_the_paper(tokens: Path) -> None:
     for spm_rate in (0.0, 1.0):
         fim = opened(tokens, spm_rate=spm_rate).fim
-        assert fim is not None
         piece = np.arange(10, 20)
         moved = fim._rearranged(piece, (1 << 60, 3 << 60), spm=bool(spm_rate)).tolist()
         low, high = 11 // 4, 33 // 4
@@ -125,7 +123,6 @@ def test_documents_with_a_bos_token_still_begin_with_it_after_fim(tokens: Path, 
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": BEGIN}))
     made = make_tokens(tmp_path, [tmp_path / "text"], tokenizer={"path": str(folder)}, prepend_bos=True)
     mixture = opened(made, rate=1.0)
-    assert mixture.fim is not None
     bos, samples = mixture.fim.bos, np.arange(20)
     rows, boundaries = mixture.read(samples), mixture.boundaries(samples)
     assert bos is not None

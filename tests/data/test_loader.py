@@ -162,9 +162,7 @@ def test_held_out_parts_of_context_parallel_ranks_make_up_the_split(tokens: Path
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("dp", "micro", "accumulation"), [(3, 2, 2), (5, 1, 2), (11, 1, 1), (3, 3, 1)])
-def test_ranks_that_do_not_divide_a_step_see_each_sample_once_and_padding_rows(
-    tokens: Path, dp: int, micro: int, accumulation: int, masked: bool
-) -> None:
+def test_uneven_ranks_see_each_sample_once(tokens: Path, dp: int, micro: int, accumulation: int, masked: bool) -> None:
     mixture, whole, cut = mixture_of(tokens), BatchSizes(8, 8, 1, 1, T), BatchSizes(8, micro, accumulation, dp, T)
 
     def gathered(batch: BatchSizes, rank: int) -> StepBatch:

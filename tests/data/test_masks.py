@@ -114,9 +114,7 @@ def test_held_out_batches_have_only_the_targets_of_the_loss_mask(talks: Path) ->
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
-def test_every_rank_reads_ahead_the_masks_of_all_samples_of_a_step(
-    talks: Path, packing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_reads_ahead_the_masks_of_a_step(talks: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = mixture_of(talks, packing=packing)
     (dataset,) = mixture.sources
     hinted: list[tuple[int, int]] = []

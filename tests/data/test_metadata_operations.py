@@ -17,6 +17,7 @@ from headrace.base.errors import DataError
 from pipeline.data.dataset import TokenDataset
 from tests.conftest import ROOT, tiny_config, write_config
 from tests.data.sparse import write_sparse
+from tests.support import output_of
 
 SHARDS = 300
 strace = pytest.mark.skipif(shutil.which("strace") is None, reason="counts system calls with strace")
@@ -25,8 +26,7 @@ strace = pytest.mark.skipif(shutil.which("strace") is None, reason="counts syste
 def asked(command: Sequence[str], directory: Path, log: Path, **env: str) -> int:
     """System calls of a command that name a shard in a directory: open, stat and so on."""
     traced = ["strace", "-f", "-e", "trace=%file", "-o", str(log), *command]
-    done = subprocess.run(traced, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of(subprocess.run(traced, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, check=False))
     return len(re.findall(rf'"{re.escape(str(directory))}/[a-z]+/shard-', log.read_text()))
 
 

@@ -227,9 +227,7 @@ def test_a_curriculum_gives_the_same_samples_in_every_layout_and_after_a_restart
     cuts=st.lists(st.integers(1, 200_000), min_size=1, max_size=3, unique=True),
     weights=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 3)), min_size=4, max_size=4),
 )
-def test_stages_continue_the_counts_so_that_an_epoch_has_every_window_once(
-    cuts: list[int], weights: list[tuple[int, int, int]]
-) -> None:
+def test_stages_continue_so_an_epoch_has_each_window_once(cuts: list[int], weights: list[tuple[int, int, int]]) -> None:
     windows = [700, 3000, 50]
     later = [MixtureStage(start, weights[i + 1]) for i, start in enumerate(sorted(cuts))]
     order = SampleOrder(windows, weights=weights[0], seed=1, later=later)

@@ -26,6 +26,7 @@ from pipeline.data.loader import StepLoader
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from tests.conftest import ROOT
 from tests.data.sparse import write_sparse
+from tests.support import output_of
 
 T = 32
 SHARDS = 300
@@ -99,9 +100,8 @@ dataset.read_ahead_masks(np.arange(SHARDS))
 def test_more_masks_are_read_than_file_descriptors_are_allowed(tmp_path: Path) -> None:
     directory = write_sparse(tmp_path / "many", shards=SHARDS, tokens=50, documents=2)
     command = [sys.executable, "-c", FEW_DESCRIPTORS, str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"({SHARDS}, {T + 1})\n"
+    said = output_of(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False))
+    assert said == f"({SHARDS}, {T + 1})\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="looks at maps as Linux shows them")

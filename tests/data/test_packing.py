@@ -147,7 +147,6 @@ def test_the_manifest_has_the_right_counts(tokens: Path) -> None:
     (dataset,) = mixture.sources
     assert isinstance(dataset, PackedDataset)
     boundaries = dataset.boundaries(np.arange(dataset.windows))
-    assert boundaries.used is not None
     assert entry["padding"] == int((T + 1 - boundaries.used).sum()) > 0
     assert entry["targets"] == dataset.windows * T - boundaries.count_non_targets(length=T, masked=True)
     assert dataset.target_fraction == entry["targets"] / (dataset.windows * T)
@@ -194,8 +193,6 @@ def test_the_document_mask_separates_packed_documents(tokens: Path) -> None:
             step
         )
         (micro,) = gathered.micro_batches
-        assert micro.positions is not None
-        assert micro.documents is not None
         for row, sample in enumerate(range((step - 1) * 8, step * 8)):
             window = int(mixture.order.locate([sample]).window[0])
             at = 0
@@ -304,9 +301,7 @@ def test_packing_is_refused_while_another_process_packs_the_same_tokens(tokens: 
     assert_whole(directory)
 
 
-def test_processes_that_pack_concurrently_leave_a_complete_packing_and_no_traceback(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_processes_that_pack_concurrently_leave_a_whole_packing_and_no_traceback(tokens: Path, tmp_path: Path) -> None:
     directory = unpacked(tokens, tmp_path)
     racing = [packing_process(directory, "-m", "data_prep") for _ in range(3)]
     output = [process.communicate(timeout=60)[1] for process in racing]
@@ -316,9 +311,7 @@ def test_processes_that_pack_concurrently_leave_a_complete_packing_and_no_traceb
     assert_whole(directory)
 
 
-def test_a_file_that_disappears_before_a_packing_is_finished_is_reported(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_disappears_is_reported(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = packing._run
 
     def losing(tasks: list[packing.PackTask], *, workers: int) -> object:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,9 @@ import pytest
 
 from data_prep.formats.tokenfile import TokenFileWriter, dtype_for, shard_name, shard_prefix
 from headrace.base.directory import commit, fresh_staging
+from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import entry_point, tiny_config, write_config
+from tests.support import wait_until
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 _LIMIT = 512 << 10
@@ -34,7 +34,6 @@ def device_of(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def control_group() -> Iterator[Path]:
-    """A control group of block devices' input and output."""
     group = BLKIO / f"headrace-test-{os.getpid()}"
     try:
         group.mkdir()
@@ -72,19 +71,7 @@ def forget(directory: Path) -> None:
 
 
 def steps(run_dir: Path) -> list[dict[str, float]]:
-    """Rows of steps in a run's journal."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [row for row in rows if row["kind"] == "step"]
-
-
-def wait_for(run_dir: Path, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while len(steps(run_dir)) < count:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+    return read_rows(run_dir, kind="step")
 
 
 def share_waited(rows: list[dict[str, float]]) -> float:
@@ -111,10 +98,11 @@ def test_a_disk_that_becomes_slow_shows_as_data_wait(tmp_path: Path) -> None:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=tmp_path)
         try:
             (group / "cgroup.procs").write_text(str(process.pid))
-            wait_for(tmp_path / "run", 10, process, log)
+            wait_until(lambda: len(steps(tmp_path / "run")) >= 10, process=process, said=log.read_text)
             (group / "blkio.throttle.read_bps_device").write_text(f"{device} {_LIMIT}")
             quick = steps(tmp_path / "run")
-            wait_for(tmp_path / "run", len(quick) + _AHEAD + 6, process, log)
+            count = len(quick) + _AHEAD + 6
+            wait_until(lambda: len(steps(tmp_path / "run")) >= count, process=process, said=log.read_text)
         finally:
             process.kill()
             process.wait()

@@ -159,7 +159,6 @@ def test_a_run_on_staged_data_has_the_same_losses_and_removes_the_copy_at_its_en
 
 @contextlib.contextmanager
 def small_disk(path: Path, *, kilobytes: int = 16) -> Iterator[None]:
-    """A file system of its own."""
     path.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(path)], check=False)
     if made.returncode:

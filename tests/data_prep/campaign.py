@@ -60,14 +60,7 @@ class RunningJob:
 
 @dataclass
 class FaultResults:
-    """The results of all faults of one kind.
-
-    Attributes:
-        wrong: descriptions of wrong results.
-        seconds: until all processes had exited.
-        codes: exit codes.
-        phases: phases in which the fault was injected.
-    """
+    """The results of all faults of one kind."""
 
     times: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -142,7 +135,6 @@ class Campaign:
             self.check_output(kind)
 
     def _finish(self, kind: str) -> None:
-        """Resumes the job and runs it to its end without a fault."""
         job = self.start()
         errors = job.process.communicate()[1]
         if job.process.returncode != 0:
@@ -169,7 +161,6 @@ class Campaign:
         return {key: manifest[key] for key in ("files", "details", "parents", "fingerprint")}
 
     def _phase(self) -> str:
-        """The phase that the job is in."""
         if not (self.root / "job.json").exists():
             return "before the plan"
         if not (self.root / "tokenizer").exists():
@@ -296,7 +287,6 @@ def report(results: dict[str, FaultResults], seconds: float) -> str:
 
 
 def main() -> int:
-    """Runs a campaign and prints its report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100, metavar="N", help="number of faults (default: 100)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of kinds and times (default: 1)")

@@ -22,7 +22,6 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
@@ -38,7 +37,6 @@ def run_command(work: Path, *arguments: str, code: int = 0) -> subprocess.Comple
 
 @pytest.fixture
 def cli(work: Path) -> Cli:
-    """`run_command` in the working directory."""
     return partial(run_command, work)
 
 
@@ -56,7 +54,6 @@ def config_file(work: Path, name: str = "corpus.json", **fields: Any) -> str:
 
 @pytest.fixture
 def write_config(work: Path) -> Callable[..., str]:
-    """`config_file` in the working directory."""
     return partial(config_file, work)
 
 
@@ -76,7 +73,6 @@ def text_folder(work: Path) -> Path:
 
 @pytest.fixture
 def texts(work: Path) -> Path:
-    """`text_folder` in the working directory."""
     return text_folder(work)
 
 
@@ -99,7 +95,6 @@ def mixed_corpus(work: Path) -> str:
 
 @pytest.fixture
 def mixed_config(work: Path) -> str:
-    """`mixed_corpus` in the working directory."""
     return mixed_corpus(work)
 
 
@@ -125,5 +120,4 @@ def tree(root: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def bytes_of() -> Callable[[Path], dict[str, bytes]]:
-    """`tree`, for test modules."""
     return tree

@@ -67,18 +67,14 @@ def test_a_word_list_that_changes_makes_a_different_job(work: Path, cli: Any, wr
     assert "forbidden.txt" in cli("--config", config, code=2).stderr
 
 
-def test_the_error_for_a_split_that_cleaning_empties_names_the_steps(
-    work: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_the_error_for_an_emptied_split_names_the_steps(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
     config = corpus(work, write_config)
     (work / "forbidden.txt").write_text("mill\n")
     error = cli("--config", config, code=2).stderr
     assert "80 word_blocklist" in error
 
 
-def test_a_url_is_that_of_its_own_text_where_other_sources_of_the_task_have_none(
-    work: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_a_url_stays_with_its_text_beside_other_sources(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
     """Texts of several sources share a batch; those without further fields stand before and after those with them."""
     for name in ("before", "after"):
         (work / name).mkdir()

@@ -43,9 +43,7 @@ def test_no_process_of_a_run_imports_torch(write_config: Write) -> None:
     assert not modules & {"torch", "transformers", "datasets", "pipeline"}
 
 
-def test_the_summary_has_the_counts_of_the_output_and_the_skipped_records(
-    texts: Path, write_config: Write, cli: Any, work: Path
-) -> None:
+def test_the_summary_counts_documents_and_skips(texts: Path, write_config: Write, cli: Any, work: Path) -> None:
     (texts / "empty.md").write_text("")
     text = cli("--config", write_config()).stdout
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
@@ -67,9 +65,7 @@ def test_the_inputs_are_recorded_with_their_checksums(finished: Path) -> None:
     assert {line["parts"] for line in lines if line["source"] == "texts"} == {1}
 
 
-def test_the_path_of_the_corpus_is_not_part_of_the_fingerprint(
-    work: Path, texts: Path, write_config: Write, cli: Any
-) -> None:
+def test_a_fingerprint_has_no_path_of_the_corpus(work: Path, texts: Path, write_config: Write, cli: Any) -> None:
     cli("--config", write_config())
     texts.rename(work / "elsewhere")
     cli("--config", write_config(sources=[{"path": "elsewhere", "name": "texts"}], output="again"))
@@ -80,9 +76,7 @@ def test_the_path_of_the_corpus_is_not_part_of_the_fingerprint(
 
 @pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize("kind", ["sentencepiece-unigram"])
-def test_a_sentencepiece_tokenizer_keeps_its_model_and_appends_its_eos(
-    kind: str, write_config: Write, cli: Any
-) -> None:
+def test_a_sentencepiece_tokenizer_keeps_its_model_and_adds_its_eos(kind: str, write_config: Write, cli: Any) -> None:
     cli("--config", write_config(tokenizer={"train": kind, "vocab_size": 420}))
     entry = read_manifest("tokens", kind="tokens").details["tokenizer"]
     assert (entry["kind"], entry["eos_id"]) == (kind, 1)
@@ -97,9 +91,7 @@ def test_without_append_eos_no_document_ends_with_it(write_config: Write, cli: A
     assert 0 not in TokenFile.open(shard_prefix(Path("tokens"), "train", 0)).tokens
 
 
-def test_the_data_of_a_builder_is_fetched_once_and_read_like_a_saved_dataset(
-    work: Path, write_config: Write, cli: Any
-) -> None:
+def test_data_of_a_builder_is_fetched_once_and_read_like_a_dataset(work: Path, write_config: Write, cli: Any) -> None:
     (work / "rows.json").write_text("\n".join(json.dumps({"text": f"row {i}"}) for i in range(60)))
     source = {
         "type": "datasets",

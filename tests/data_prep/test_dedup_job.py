@@ -65,9 +65,7 @@ def test_the_first_of_duplicates_is_kept_over_all_files_and_splits(
     assert {k: v for k, v in bytes_of(work / "again").items() if k in shards} == shards
 
 
-def test_exact_deduplication_alone_keeps_near_duplicates(
-    work: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_exact_deduplication_keeps_near_duplicates(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
     cli("--config", corpus(work, write_config, dedup={"exact": True}))
     details = read_manifest(work / "tokens", kind="tokens").details
     assert details["dropped"] == {"dedup: exact copy": 10}

@@ -21,6 +21,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.formats.tokenfile import TokenFile, open_split
+from tests.support import wait_until
 
 Tree = dict[str, bytes]
 COMMAND = [sys.executable, "-m", "data_prep"]
@@ -28,7 +29,6 @@ COMMAND = [sys.executable, "-m", "data_prep"]
 
 @pytest.fixture
 def reference(finished_work: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
-    """The output made by one worker."""
     return bytes_of(finished_work / "tokens")
 
 
@@ -61,10 +61,7 @@ def session_members(session: int) -> list[int]:
 
 
 def wait_for_exit(session: int, seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while session_members(session):
-        assert time.monotonic() < limit, "workers outlive their coordinator"
-        time.sleep(0.02)
+    wait_until(lambda: not session_members(session), within_s=seconds, said=lambda: "workers outlive their coordinator")
 
 
 def test_two_workers_write_the_same_bytes_as_one(
@@ -97,9 +94,7 @@ def test_with_an_id_field_the_shards_do_not_depend_on_the_files_of_the_records(
     assert shards[2] != shards[1]
 
 
-def test_with_ids_that_are_not_unique_shards_are_even_and_shuffled(
-    work: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_with_repeated_ids_shards_are_even_and_shuffled(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
     rows = [{"text": f"{i} is a number of the mill", "id": "en"} for i in range(2000)]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cli("--config", write_config(sources=[{"path": "rows.jsonl", "id_field": "id"}], shard_tokens=2000))
@@ -192,9 +187,7 @@ def test_an_output_of_another_config_or_other_inputs_is_an_error(finished: Path,
     assert (finished / "tokens" / "manifest.json").read_bytes() == before
 
 
-def test_an_unfinished_job_resumes_only_with_the_same_config_and_inputs(
-    mixed_config: str, work: Path, cli: Any
-) -> None:
+def test_a_job_resumes_only_with_the_same_config_and_inputs(mixed_config: str, work: Path, cli: Any) -> None:
     cli("prepare", "--config", mixed_config)
     error = cli("--config", mixed_config, "--set", "seed=1", code=2).stderr
     assert "config.seed" in error
@@ -273,9 +266,7 @@ def test_each_shard_has_one_source_and_about_the_configured_size(finished: Path)
         assert max(sizes) < 2 * 5000
 
 
-def test_the_order_of_documents_is_a_shuffle_that_does_not_depend_on_the_task_size(
-    finished: Path, cli: Any, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_no_order_depends_on_the_task_size(finished: Path, cli: Any, bytes_of: Callable[[Path], Tree]) -> None:
     shards = {name: data for name, data in bytes_of(finished / "tokens").items() if "shard" in name}
     order = documents_of(finished / "tokens", "train")
     config = json.loads((finished / "corpus.json").read_text())

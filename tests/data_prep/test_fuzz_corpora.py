@@ -116,7 +116,6 @@ ODDITIES = ("loop", "up", "dangling", "pipe", "socket", "device", "folder", "har
 
 
 def _add_oddity(kind: str, data: Path) -> None:
-    """Adds what is no plain file to a corpus."""
     makers: dict[str, Callable[[], Any]] = {
         "loop": lambda: (data / "loop").symlink_to("."),
         "up": lambda: (data / "up.jsonl").symlink_to(".."),

@@ -85,7 +85,6 @@ def test_plan_estimates_tokens_and_time(work: Path, write_config: Any, cli: Any)
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
     tokens = sum(split["tokens"] for split in splits.values())
     estimated = re.search(r"about ([\d,]+) tokens", printed)
-    assert estimated is not None, printed
     # the estimate uses a tokenizer with another vocabulary, so only the order of magnitude is right
     assert tokens / 4 < int(estimated[1].replace(",", "")) < 4 * tokens
     assert re.search(r"about \d+ s to train the tokenizer, then\n", printed), printed
@@ -97,9 +96,7 @@ def test_plan_estimates_tokens_and_time(work: Path, write_config: Any, cli: Any)
     assert re.search(r"about \d+ s on \d+ workers", given), given
 
 
-def test_the_estimate_has_the_time_of_training_on_the_whole_sample(
-    work: Path, write_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_estimate_includes_training_time(work: Path, write_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Extrapolated from trainings on a third and on a twelfth of it; each takes 0.1 s and 0.5 s per MB in this test."""
     rows = (json.dumps({"text": f"{i} la rivière turns the wheel of the mill. " * 40}) + "\n" for i in range(1800))
     (work / "rows.jsonl").write_text("".join(rows))
@@ -116,7 +113,6 @@ def test_the_estimate_has_the_time_of_training_on_the_whole_sample(
     for sample_bytes in (1 << 30, 1_500_000):
         config = load(write_config(sources=sources, tokenizer=tokenizer | {"sample_bytes": sample_bytes}))
         result = estimate.estimate(config, prepare.inspect(config).plan_map_tasks())
-        assert result is not None
         found.append(result.training_s)
         assert result.seconds(2) == result.training_s + result.map_seconds(2)
     whole = (work / "rows.jsonl").stat().st_size * 0.9  # the rest is held out
@@ -156,9 +152,7 @@ def test_the_progress_line_has_the_most_frequent_reasons_for_drops_first(tmp_pat
     assert json.loads(note.read_text())["ended"]
 
 
-def test_the_age_of_a_status_note_is_measured_by_the_clock_of_the_file_system(
-    mixed_config: str, work: Path, cli: Any
-) -> None:
+def test_the_age_of_a_status_note_is_by_the_clock_of_the_file_system(mixed_config: str, work: Path, cli: Any) -> None:
     cli("prepare", "--config", mixed_config)
     note = work / ".tokens.job/progress/map-00000.json"
     with Display("map", total_bytes=10, note=note) as display:

@@ -51,9 +51,7 @@ def test_an_estimate_has_two_digits(count: int, shown: str) -> None:
     assert _rounded(count) == shown
 
 
-def test_without_a_known_fraction_the_elapsed_time_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_fraction_time_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And no 0 %, which looks as if nothing was done."""
     monkeypatch.setattr(progress, "_PLAIN_LINE_INTERVAL_S", 0.0)
     with progress.Display("tokenizer") as display:

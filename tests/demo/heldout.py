@@ -67,7 +67,6 @@ def score(model: Path, *, sequence_length: int) -> HeldOut:
 
 
 def main() -> None:
-    """Prints a line per model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     parser.add_argument("--sequence-length", type=int, required=True, metavar="T")

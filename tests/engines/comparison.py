@@ -11,6 +11,7 @@ import pytest
 
 from tests import warm
 from tests.conftest import selected
+from tests.support import output_of
 
 FP32 = 1e-5
 """Relative, on losses and gradients: fp32 rounds at 6e-8, and few additions in another order stay far below this."""
@@ -21,6 +22,8 @@ HALF = {"bf16": 2e-3, "fp16": 5e-4}
 REDUCED_IN_BF16 = 2**-8
 """Relative, on the norm of a tensor of the first gradient: every rank's gradient is rounded to bf16, and so is their
 sum, each by at most 2^-9."""
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 Layouts = Mapping[str, Mapping[str, Any]]
 """Config keys that differ from the reference, by name of the layout."""
@@ -38,23 +41,29 @@ def compare_layouts(work: Path, engine: str, layouts: Layouts, *, processes: int
     cases = work / "cases.json"
     cases.write_text(json.dumps({name: {"engine": engine, **layout} for name, layout in layouts.items()}))
     for module, ranks in (("reference_worker", 1), ("layout_worker", processes), ("reference_worker", 1)):
-        done = warm.run("-m", f"tests.engines.{module}", cases, work, processes=ranks, timeout_s=900)
-        assert done.returncode == 0, done.stderr[-4000:]
+        output_of(warm.run("-m", f"tests.engines.{module}", cases, work, processes=ranks, timeout_s=900))
     read: dict[str, dict[str, float]] = json.loads((work / "results.json").read_text())
     return read
 
 
-def compare_selected(
-    request: pytest.FixtureRequest, work: Path, engine: str, test: Any, needed: set[str], layouts: Mapping[int, Layouts]
-) -> dict[str, dict[str, float]]:
-    """Runs the layouts selected in this session for `test`, and those of `needed`; `layouts` by number of processes."""
-    wanted = needed | set(selected(request.session, test, "name"))
-    differences: dict[str, dict[str, float]] = {}
-    for processes, each in layouts.items():
-        chosen = {name: layout for name, layout in each.items() if name in wanted}
-        if chosen:
-            differences |= compare_layouts(work, engine, chosen, processes=processes)
-    return differences
+def differences_fixture(test: str, layouts: Mapping[str, Mapping[int, Layouts]], needed: Collection[str] = ()) -> Any:
+    """A module's fixture: runs the layouts selected for a test of it, and those of `needed`.
+
+    `layouts`: engine -> number of processes -> layouts. The fixture is the differences by name of the layout.
+    """
+
+    @pytest.fixture(scope="module")
+    def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+        wanted = {*needed, *selected(request.session, getattr(request.module, test), "name")}
+        differences: dict[str, dict[str, float]] = {}
+        for engine, by_processes in layouts.items():
+            work = tmp_path_factory.mktemp(engine)
+            for processes, each in by_processes.items():
+                if chosen := {name: layout for name, layout in each.items() if name in wanted}:
+                    differences |= compare_layouts(work, engine, chosen, processes=processes)
+        return differences
+
+    return found
 
 
 def layout_params(always: set[str], *layouts: Layouts, integration: Collection[str] = ()) -> list[Any]:

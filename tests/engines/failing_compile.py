@@ -44,23 +44,16 @@ def _lowering(_x: Any) -> Any:
 
 
 class FailsForward(nn.Module):
-    """An activation whose forward pass cannot be compiled."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """Its input."""
         return not_lowered(x)
 
 
 class FailsBackward(nn.Module):
-    """An activation whose backward pass cannot be compiled."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """Its input."""
         return not_lowered_backward(x)
 
 
 def told(case: dict[str, Any]) -> str:
-    """The refusal of the first step of a case."""
     torch._dynamo.reset()
     run = resolved(case, processes=dist.get_world_size())
     engine = make_engine(run)
@@ -72,7 +65,6 @@ def told(case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Runs the cases one after another."""
     ACT2FN.update(fails_forward=FailsForward, fails_backward=FailsBackward)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

@@ -58,7 +58,6 @@ SAME = (
 
 
 def reference_case(case: dict[str, Any]) -> dict[str, Any]:
-    """The reference of a case, as a case."""
     shared = {key: case[key] for key in SAME if key in case}
     if "optimizer" in shared:  # so is the dtype of moments, which the reference has in fp32
         optimizer = shared["optimizer"]
@@ -94,7 +93,6 @@ class Curve:
 
 
 def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
-    """The resolved run of a case on so many processes."""
     config = {
         "engine": "reference" if processes == 1 else "torch",
         "data": {"sources": [{"path": "none"}], "sequence_length": LENGTH},
@@ -129,7 +127,6 @@ class RecordedValues(OwnBuffers):
         self._values, self.asked = values, dict[str, int]()
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """The value, counted."""
         value = self._values.value(name, box=box, device=device)
         self.asked[name] = self.asked.get(name, 0) + value.numel()
         return value
@@ -207,14 +204,7 @@ def first_states(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[str, Any]:
-    """Relative differences of a layout from the reference, the largest over steps, names and ranks; and its losses.
-
-    Args:
-        run: of the layout.
-        expected: the curve of the reference.
-        saved: directory of the reference's state after step `SAVED`.
-        own: directory for the layout's state.
-    """
+    """Relative differences of a layout from the reference, the largest over steps, names and ranks; and its losses."""
     steps = len(expected.losses)
     torch._dynamo.reset()
     counters["stats"].clear()
@@ -265,7 +255,6 @@ def largest_difference_over_ranks(found: list[float], expected: list[float]) -> 
 
 
 def largest_difference(found: list[float], expected: list[float]) -> float:
-    """Largest relative difference."""
     pairs = [(f, e) for f, e in zip(found, expected, strict=True) if torch.tensor([f, e]).isfinite().all()]
     return max((abs(f - e) / abs(e) for f, e in pairs), default=0.0)
 

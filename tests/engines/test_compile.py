@@ -9,7 +9,7 @@ import pytest
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import CompileSection
 from pipeline.engines.parallel.compilation import check_compile
-from tests.engines.comparison import assert_within_tolerance, compare_selected, layout, layout_params
+from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
 
 AOT = {"compile": {"enabled": True, "backend": "aot_eager"}}
 INDUCTOR = {"compile": {"enabled": True}}
@@ -26,11 +26,8 @@ GRAPHS = {
 }
 """Layouts with other numbers of graphs than 2."""
 
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
 
 def compiled(stage: int, *, how: dict[str, Any] = AOT, memory: str = "none", **keys: Any) -> dict[str, Any]:
-    """A layout with compiled layers."""
     return {**layout(stage, **keys), **how, "memory": {"activation_checkpointing": memory}}
 
 
@@ -71,31 +68,19 @@ SWEPT = {
 """Layouts for the sweep alone: each of their options is compiled in another layout, with one that is harder."""
 
 
-@pytest.fixture(scope="module")
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of the native engine's layouts from the uncompiled reference, by name."""
-    test, work = test_a_compiled_native_layout_trains_as_the_reference, tmp_path_factory.mktemp("native")
-    return compare_selected(request, work, "torch", test, set(), {2: NATIVE})
+found = differences_fixture(
+    "test_a_compiled_layout_trains_as_the_reference", {"torch": {2: NATIVE}, "deepspeed": {2: DEEPSPEED}}
+)
 
 
-@pytest.fixture(scope="module")
-def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of DeepSpeed's layouts from the uncompiled reference, by name."""
-    test, work = test_a_compiled_deepspeed_layout_trains_as_the_reference, tmp_path_factory.mktemp("deepspeed")
-    return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
-
-
-@pytest.mark.parametrize("name", layout_params({"dp 2, selective"}, NATIVE, integration=NATIVE.keys() - SWEPT))
-def test_a_compiled_native_layout_trains_as_the_reference(name: str, native: dict[str, dict[str, float]]) -> None:
-    assert_within_tolerance(native[name], name)
+@pytest.mark.parametrize(
+    "name",
+    layout_params({"dp 2, selective"}, NATIVE, DEEPSPEED, integration={*NATIVE, *DEEPSPEED} - SWEPT),
+)
+def test_a_compiled_layout_trains_as_the_reference(name: str, found: dict[str, dict[str, float]]) -> None:
+    assert_within_tolerance(found[name], name)
     # of all layers together: one with gradients, one for the evaluation
-    assert native[name]["graphs"] == GRAPHS.get(name, 2)
-
-
-@pytest.mark.parametrize("name", layout_params(set(), DEEPSPEED, integration=DEEPSPEED.keys() - SWEPT))
-def test_a_compiled_deepspeed_layout_trains_as_the_reference(name: str, deepspeed: dict[str, dict[str, float]]) -> None:
-    assert_within_tolerance(deepspeed[name], name)
-    assert deepspeed[name]["graphs"] == GRAPHS.get(name, 2)
+    assert found[name]["graphs"] == GRAPHS.get(name, 2)
 
 
 def test_an_unknown_backend_is_refused_with_the_nearest() -> None:

@@ -15,7 +15,6 @@ FORWARD, BACKWARD = "model.layers.0 cannot be compiled", "the backward pass of m
 
 
 def failing(engine: str, when: str, stage: int, **keys: Any) -> dict[str, Any]:
-    """A layout whose layers cannot be compiled."""
     model = {"hidden_act": f"fails_{when}"}
     return {"engine": engine, **layout(stage, **keys), "compile": {"enabled": True}, "model": model}
 
@@ -42,7 +41,6 @@ def messages(work: Path, cases: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def assert_named(message: str, *, layer: str) -> None:
-    """Asserts that a message names a layer, the reason and the key."""
     assert message.startswith("compile.enabled = True\n  why: "), message
     assert layer in message
     assert "no kernel for this operator" in message

@@ -14,7 +14,14 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.sections.run import Config
 from pipeline.engines.deepspeed.machine import check_machine
-from tests.engines.comparison import assert_within_tolerance, compare_layouts, compare_selected, layout, layout_params
+from tests.engines.comparison import (
+    EXPERTS,
+    assert_within_tolerance,
+    compare_layouts,
+    differences_fixture,
+    layout,
+    layout_params,
+)
 
 BF16 = {"bf16": {"enabled": True}}
 ON_THE_CPU = {"device": "cpu"}
@@ -23,7 +30,6 @@ ON_THE_CPU = {"device": "cpu"}
 def parallel(
     stage: int, *, zero: dict[str, Any] | None = None, more: dict[str, Any] | None = None, **sizes: int
 ) -> Any:
-    """A layout with a mesh."""
     return layout(stage, zero=zero, parallel=sizes, **(more or {}))
 
 
@@ -47,16 +53,7 @@ ON_TWO = {
     "pp 2, stage 0, clipped, 20 steps": parallel(0, pp=2, more={"gradient_clipping": 0.1, "steps": 20}),
     "pp 2, stage 1, bf16": parallel(1, pp=2, more=BF16),
     "pp 2, stage 1, 3 times as fast on the first rank": layout(1, parallel={"pp": 2, "stage_speeds": [3, 1]}),
-    "experts, stage 3": layout(
-        3,
-        zero=SMALL,
-        model={
-            "model_type": "qwen3_moe",
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-        },
-    ),
+    "experts, stage 3": layout(3, zero=SMALL, model=EXPERTS),
 }
 
 ON_FOUR = {
@@ -88,11 +85,7 @@ INTEGRATION = {"stage 0, fp16", "pp 2 x tp 2, stage 1, clipped"}
 """`ALWAYS` are layouts that `tests/parity` does not cover. Those of neither set run with `make sweep-tests`."""
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences from the reference, by name of the layout."""
-    test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("deepspeed")
-    return compare_selected(request, work, "deepspeed", test, set(), {2: ON_TWO, 4: ON_FOUR})
+found = differences_fixture("test_a_layout_follows_one_process", {"deepspeed": {2: ON_TWO, 4: ON_FOUR}})
 
 
 @pytest.mark.parametrize("name", layout_params(ALWAYS, ON_TWO, ON_FOUR, integration=INTEGRATION))

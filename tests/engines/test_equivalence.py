@@ -16,7 +16,6 @@ FP32_TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def reference(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the one-process reference."""
     work = tmp_path_factory.mktemp("reference")
     config = write_config(work / "c.json", tiny_config(tokens, work / "run", engine="reference"))
     launch("train.py", config)
@@ -26,9 +25,7 @@ def reference(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "stage", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.sweep), 3]
 )
-def test_zero_on_two_processes_follows_the_reference_for_20_steps(
-    reference: Path, tokens: Path, tmp_path: Path, stage: int
-) -> None:
+def test_zero_follows_the_reference_for_20_steps(reference: Path, tokens: Path, tmp_path: Path, stage: int) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
     launch("train.py", config, f"zero_optimization.stage={stage}", processes=2)
     expected, found = losses(reference), losses(tmp_path / "run")
@@ -100,7 +97,6 @@ def test_the_first_update_of_a_run_has_full_size(tokens: Path, tmp_path: Path) -
 
 
 def keep_only(run_dir: Path, source: Path, *, step: int) -> None:
-    """Replaces the checkpoints of a run directory by one of another run."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
     name = f"step-{step:08d}"

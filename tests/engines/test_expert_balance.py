@@ -18,15 +18,9 @@ from pipeline.models.routers import BIAS as BUFFER
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
-from tests.engines.comparison import FP32, assert_within_tolerance, compare_selected, layout, layout_params
+from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, differences_fixture, layout, layout_params
 
-QWEN = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "tie_word_embeddings": True,
-}
+QWEN = {**EXPERTS, "tie_word_embeddings": True}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -51,7 +45,6 @@ RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
 
 
 def balanced(stage: int, model: dict[str, Any] = QWEN, moe: dict[str, Any] = AUX, **keys: Any) -> dict[str, Any]:
-    """A layout with balanced experts."""
     return layout(stage, model=model, moe=moe, **keys)
 
 
@@ -80,39 +73,17 @@ DEEPSPEED = {
     "bias, bf16, ZeRO-1": balanced(1, DEEPSEEK, BIAS, micro=2, bf16={"enabled": True}),
     "fp16, ZeRO-0": balanced(0, micro=2, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
 }
-ALWAYS = {"dp 2, Mixtral, accumulation 4", "pp 2, recomputed"}
-ALWAYS_DEEPSPEED = {"ZeRO-1"}
+ALWAYS = {"dp 2, Mixtral, accumulation 4", "pp 2, recomputed", "ZeRO-1"}
+found = differences_fixture(
+    "test_a_layout_balances_experts_as_one_process", {"torch": {2: NATIVE}, "deepspeed": {2: DEEPSPEED}}
+)
 
 
-@pytest.fixture(scope="module")
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of the native engine's layouts from the reference, by name."""
-    test, work = test_a_native_layout_balances_experts_as_one_process, tmp_path_factory.mktemp("native")
-    return compare_selected(request, work, "torch", test, set(), {2: NATIVE})
-
-
-@pytest.fixture(scope="module")
-def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of DeepSpeed's layouts from the reference, by name."""
-    test, work = test_a_deepspeed_layout_balances_experts_as_one_process, tmp_path_factory.mktemp("deepspeed")
-    return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
-
-
-@pytest.mark.parametrize("name", layout_params(ALWAYS, NATIVE, integration=NATIVE))
-def test_a_native_layout_balances_experts_as_one_process(native: dict[str, dict[str, float]], name: str) -> None:
-    assert_within_tolerance(native[name], name)
-    assert_same_load(native[name], name)
-
-
-@pytest.mark.parametrize("name", layout_params(ALWAYS_DEEPSPEED, DEEPSPEED, integration=DEEPSPEED))
-def test_a_deepspeed_layout_balances_experts_as_one_process(deepspeed: dict[str, dict[str, float]], name: str) -> None:
-    assert_within_tolerance(deepspeed[name], name)
-    assert_same_load(deepspeed[name], name)
-
-
-def assert_same_load(differences: dict[str, float], name: str) -> None:
-    """Asserts that the load that is logged is that of one process. A rounding to bf16 or fp16 moves single tokens."""
-    assert differences["balance"] < (0.2 if "16" in name else FP32)
+@pytest.mark.parametrize("name", layout_params(ALWAYS, NATIVE, DEEPSPEED, integration={**NATIVE, **DEEPSPEED}))
+def test_a_layout_balances_experts_as_one_process(found: dict[str, dict[str, float]], name: str) -> None:
+    assert_within_tolerance(found[name], name)
+    # the load that is logged; a rounding to bf16 or fp16 moves single tokens
+    assert found[name]["balance"] < (0.2 if "16" in name else FP32)
 
 
 @pytest.mark.integration
@@ -123,12 +94,13 @@ def test_a_run_logs_the_load_resumes_identically_and_exports_its_biases(tokens: 
     config["scheduler"]["params"] = {"warmup_num_steps": 2, "decay_num_steps": 2}
     path = write_config(tmp_path / "run.json", config)
     launch("train.py", path, processes=2)
-    rows = rows_of(tmp_path / "run")
+    rows_of = lambda: {row["step"]: row for row in read_rows(tmp_path / "run", kind="step")}  # noqa: E731
+    rows = rows_of()
     assert {"load_balance_loss", "expert_max_violation", "expert_load_entropy", "idle_experts"} <= rows[6].keys()
     for newest in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(newest)
     launch("train.py", path, processes=1)
-    for step, row in rows_of(tmp_path / "run").items():
+    for step, row in rows_of().items():
         for key in ("loss", "load_balance_loss", "expert_max_violation"):
             assert row[key] == pytest.approx(rows[step][key], rel=FP32), (step, key)
     assert warm.run("-m", "pipeline", "checkpoint", "verify", tmp_path / "run").returncode == 0
@@ -137,8 +109,3 @@ def test_a_run_logs_the_load_resumes_identically_and_exports_its_biases(tokens: 
     assert biases
     step = float(torch.tensor(0.02, dtype=biases[0].dtype))  # of the bias, as its dtype rounds it
     assert all(float(bias.abs().max()) >= step for bias in biases)
-
-
-def rows_of(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Step -> its row of the journal."""
-    return {row["step"]: row for row in read_rows(run_dir, kind="step")}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import assert_within_tolerance, compare_selected, layout, layout_params
+from tests.engines.comparison import assert_within_tolerance, differences_fixture, layout, layout_params
 
 pytest.importorskip("torchao", reason="fp8 needs torchao (extra fp8)")
 
@@ -21,7 +21,6 @@ CALM = {"params": {"lr": 1e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}}
 
 
 def fp8(stage: int, recipe: str, *, memory: str = "none", gather: bool = False, **keys: Any) -> dict[str, Any]:
-    """A layout with fp8 products."""
     return {
         **layout(stage, bf16=BF16, model=SIZES, optimizer=CALM, **keys),
         "fp8": {"enabled": True, "recipe": recipe, "emulate": True, "fsdp_all_gather": gather},
@@ -55,36 +54,18 @@ FOUR = {
 }
 
 
-@pytest.fixture(scope="module")
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of the native engine's layouts from the fp8 reference, by name."""
-    test, work = test_a_native_layout_in_fp8_trains_as_the_reference, tmp_path_factory.mktemp("native")
-    return compare_selected(request, work, "torch", test, set(), {2: NATIVE, 4: FOUR})
-
-
-@pytest.fixture(scope="module")
-def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences of DeepSpeed's layouts from the fp8 reference, by name."""
-    test, work = test_a_deepspeed_layout_in_fp8_trains_as_the_reference, tmp_path_factory.mktemp("deepspeed")
-    return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
+found = differences_fixture(
+    "test_a_layout_in_fp8_trains_as_the_reference", {"torch": {2: NATIVE, 4: FOUR}, "deepspeed": {2: DEEPSPEED}}
+)
 
 
 @pytest.mark.parametrize(
-    "name", layout_params({"dp 2, bf16, tensorwise"}, NATIVE, FOUR, integration={**NATIVE, **FOUR})
+    "name",
+    layout_params({"dp 2, bf16, tensorwise"}, NATIVE, FOUR, DEEPSPEED, integration={**NATIVE, **FOUR, **DEEPSPEED}),
 )
-def test_a_native_layout_in_fp8_trains_as_the_reference(name: str, native: dict[str, dict[str, float]]) -> None:
-    assert_same_curve(native[name], name)
-
-
-@pytest.mark.parametrize("name", layout_params(set(), DEEPSPEED, integration=DEEPSPEED))
-def test_a_deepspeed_layout_in_fp8_trains_as_the_reference(name: str, deepspeed: dict[str, dict[str, float]]) -> None:
-    assert_same_curve(deepspeed[name], name)
-
-
-def assert_same_curve(differences: dict[str, float], name: str) -> None:
-    """Asserts bf16's tolerance of losses; the first gradient tells whether the products were in fp8."""
-    assert_within_tolerance(differences, name)
+def test_a_layout_in_fp8_trains_as_the_reference(name: str, found: dict[str, dict[str, float]]) -> None:
+    assert_within_tolerance(found[name], name)
     # of one tensor, the largest; a gradient in bf16 differs from one in fp8 by more than 1e-2 over all tensors. Other
     # roundings to fp8: shards of a tensor have scales of their own under tp; what is gathered is fp32 before, not bf16
     rounds_otherwise = "tp 2" in name or "gathered" in name
-    assert differences["gradient"] < (0.2 if rounds_otherwise else 5e-3)
+    assert found[name]["gradient"] < (0.2 if rounds_otherwise else 5e-3)

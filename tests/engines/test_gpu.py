@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import command_line, losses, tiny_config, write_config
+from tests.support import output_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,9 +23,9 @@ def launch(script: str, config: Path, *sets: str, processes: int = 1) -> str:
     """Runs an entry point to its end, started as a user starts it; returns its output."""
     command = command_line(script, config, *sets, processes=processes)
     pipe = subprocess.PIPE
-    done = subprocess.run(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=False, cwd=config.parent)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return output_of(
+        subprocess.run(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=False, cwd=config.parent)
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import assert_within_tolerance, compare_layouts, layout
+from tests.engines.comparison import EXPERTS, assert_within_tolerance, compare_layouts, layout
 
 
 def shared(stage: int, shares: Any, *, micro: int, **keys: Any) -> dict[str, Any]:
-    """A layout with shares."""
     return layout(stage, micro=micro, parallel={"shares": shares, **keys})
 
 
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TORCH = {
     2: {
         "DDP [3, 1]": shared(0, [3, 1], micro=1),

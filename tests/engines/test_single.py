@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.torch_native import single
 from tests.engines.comparison import FP32, HALF, layout
 from tests.engines.layout_worker import make_engine, reference_case, resolved, step_batch, train
@@ -32,7 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def of(case: dict[str, Any]) -> Any:
-    """The run of a case on this engine."""
     return resolved({"engine": "torch", **case}, processes=1)
 
 
@@ -64,12 +64,17 @@ def test_a_resumed_engine_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None
     assert again.nats == whole.nats
 
 
-def test_the_reference_resumes_from_it_and_it_from_the_reference(tmp_path: Path) -> None:
-    case = CASES["bf16"]
-    runs = {"single": of(case), "reference": resolved(reference_case(case), processes=1)}
-    for name, run in runs.items():
+@pytest.mark.parametrize(
+    "runs",
+    [
+        {"single": of(CASES["bf16"]), "reference": resolved(reference_case(CASES["bf16"]), processes=1)},
+        {"small": of(CASES["bf16, small moments"]), "fp32": of(layout(0, micro=8, bf16={"enabled": True}))},
+    ],
+    ids=["with the reference", "small moments with fp32 moments"],
+)
+def test_each_of_two_engines_resumes_from_the_other(tmp_path: Path, runs: dict[str, ResolvedRun]) -> None:
+    for (name, run), other in zip(runs.items(), reversed(runs.values()), strict=True):
         whole = train(run, make_engine(run), first=1, last=4, save=tmp_path / name)
-        other = runs["reference" if name == "single" else "single"]
         engine = make_engine(other)
         engine.load(tmp_path / name)
         third, fourth = train(other, engine, first=3, last=4).losses
@@ -77,39 +82,18 @@ def test_the_reference_resumes_from_it_and_it_from_the_reference(tmp_path: Path)
         assert fourth == pytest.approx(whole.losses[3], rel=2**-8)  # after an update by moments rounded to bf16
 
 
-def test_it_holds_14_bytes_per_parameter_at_the_update_and_12_between_steps() -> None:
-    run = of(CASES["bf16"])
+@pytest.mark.parametrize(("case", "between", "at_update"), [("bf16", 12, 14), ("bf16, small moments", None, 10)])
+def test_bytes_per_parameter_at_the_update_and_between_steps(case: str, between: int | None, at_update: int) -> None:
+    run = of(CASES[case])
     engine = make_engine(run)
     parameters = sum(master.weight.numel() for master in engine._masters.values())
     engine.train_step(step_batch(run, 1), lr=1e-3)
-    assert held_bytes(engine) == pytest.approx(12 * parameters, rel=0.01)  # weight 2, residual 2, moments 8
+    if between is not None:
+        assert held_bytes(engine) == pytest.approx(between * parameters, rel=0.01)  # weight 2, residual 2, moments 8
     for micro in step_batch(run, 2).micro_batches:
         engine._decoder(micro.input_ids, micro, engine._objective)[0].backward()
-    assert held_bytes(engine) == pytest.approx(14 * parameters, rel=0.01)
-
-
-def test_with_small_moments_it_holds_10_bytes_per_parameter_at_the_update() -> None:
-    run = of(CASES["bf16, small moments"])
-    engine = make_engine(run)
-    parameters = sum(master.weight.numel() for master in engine._masters.values())
-    engine.train_step(step_batch(run, 1), lr=1e-3)
-    for micro in step_batch(run, 2).micro_batches:
-        engine._decoder(micro.input_ids, micro, engine._objective)[0].backward()
-    assert held_bytes(engine) == pytest.approx(10 * parameters, rel=0.01)
-    assert run.held_bytes_per_parameter == 10
-    assert of(CASES["bf16"]).held_bytes_per_parameter == 14
-
-
-def test_small_moments_are_exchanged_with_an_engine_that_has_fp32_moments(tmp_path: Path) -> None:
-    runs = {"small": of(CASES["bf16, small moments"]), "fp32": of(layout(0, micro=8, bf16={"enabled": True}))}
-    for name, run in runs.items():
-        whole = train(run, make_engine(run), first=1, last=4, save=tmp_path / name)
-        other = runs["fp32" if name == "small" else "small"]
-        engine = make_engine(other)
-        engine.load(tmp_path / name)
-        third, fourth = train(other, engine, first=3, last=4).losses
-        assert third == pytest.approx(whole.losses[2], rel=HALF["bf16"])
-        assert fourth == pytest.approx(whole.losses[3], rel=2**-8)  # after an update by moments rounded to bf16
+    assert held_bytes(engine) == pytest.approx(at_update * parameters, rel=0.01)
+    assert run.held_bytes_per_parameter == at_update
 
 
 def test_micro_batches_are_added_up_in_fp32_and_freed() -> None:

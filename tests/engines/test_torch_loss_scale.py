@@ -27,9 +27,7 @@ def after(scale: LossScaler, overflows: str) -> float:
     ("overflows", "value"),
     [("..", 8.0), ("...", 16.0), ("......", 32.0), ("x", 8.0), ("xx", 4.0), ("xxx", 2.0), ("x.x", 4.0), ("xx...", 8.0)],
 )
-def test_the_scale_doubles_after_a_window_and_halves_when_its_hysteresis_is_used_up(
-    overflows: str, value: float
-) -> None:
+def test_the_scale_doubles_after_a_window_and_halves_after_its_hysteresis(overflows: str, value: float) -> None:
     assert after(scale(loss_scale_window=3, hysteresis=2), overflows) == value
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import assert_within_tolerance, compare_selected, layout, layout_params
+from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
 
 
 def parallel(stage: int, **keys: Any) -> dict[str, Any]:
-    """A layout with a mesh."""
     return layout(stage, parallel=keys)
 
 
@@ -60,15 +59,7 @@ ON_FOUR = {
         **parallel(3, pp=2, cp=2, schedule="interleaved_1f1b"),
         "memory": {"activation_checkpointing": "full"},
     },
-    "experts": layout(
-        3,
-        model={
-            "model_type": "qwen3_moe",
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-        },
-    ),
+    "experts": layout(3, model=EXPERTS),
 }
 
 
@@ -87,11 +78,7 @@ ALWAYS = {
 """Layouts that `tests/parity` does not cover, and one pipeline; the others run with `make sweep-tests`."""
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Differences from the reference, by name of the layout."""
-    test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("torch")
-    return compare_selected(request, work, "torch", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
+found = differences_fixture("test_a_layout_follows_one_process", {"torch": {2: ON_TWO, 4: ON_FOUR}}, ALWAYS)
 
 
 @pytest.mark.parametrize("name", layout_params(ALWAYS, ON_TWO, ON_FOUR))

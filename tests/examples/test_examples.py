@@ -10,6 +10,7 @@ import pytest
 
 from tests import warm
 from tests.conftest import ROOT
+from tests.support import output_of
 
 EXAMPLES = ROOT / "examples"
 PAIRS = sorted(path.stem for path in EXAMPLES.glob("own_loop*.py") if not path.stem.endswith("_plain"))
@@ -17,10 +18,8 @@ ENGINES = ("torch", "deepspeed")
 
 
 def losses_printed(script: str, *arguments: str, processes: int = 1) -> list[float]:
-    """The losses that an example prints on rank 0."""
-    done = warm.run(EXAMPLES / f"{script}.py", *arguments, cwd=ROOT, processes=processes)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return [float(number) for number in re.findall(r"^(?:loss|evaluated) (\S+)$", done.stdout, re.MULTILINE)]
+    said = output_of(warm.run(EXAMPLES / f"{script}.py", *arguments, cwd=ROOT, processes=processes))
+    return [float(number) for number in re.findall(r"^(?:loss|evaluated) (\S+)$", said, re.MULTILINE)]
 
 
 @pytest.fixture(scope="module", params=PAIRS)

@@ -35,7 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunStatus:
 
 def test_a_corpus_is_prepared_trained_on_and_the_run_described(trained: RunStatus) -> None:
     assert (trained.step, trained.steps, trained.finished) == (4, 4, True)
-    assert trained.loss is not None
     assert trained.loss < 7
     assert trained.checkpoint == trained.dir / "checkpoints/step-00000004"
     manifest = json.loads((trained.dir / "manifest.json").read_text())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import output_of, refusal_of
 
 PACKED = ("headrace", "data_prep", "pipeline", "ds_configs", "slurm", "demo", "pyproject.toml", "README.md", "LICENSE")
 
@@ -30,8 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # the compiled extension is optional, and has tests of its own
     env = {**os.environ, "CC": "false"}
     command = [*pip, "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
+    output_of(subprocess.run(command, capture_output=True, text=True, check=False, env=env))
     site = out / "site"
     zipfile.ZipFile(next(out.glob("*.whl"))).extractall(site)
     return site
@@ -64,9 +64,7 @@ def test_the_wheel_has_the_console_script(installed: Path) -> None:
 
 
 def test_every_shipped_config_loads_by_its_name_from_anywhere(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, "check", "--config", "ds_configs/zero3.json", "--rules-only", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "ZeRO-3" in done.stdout
-    done = run(installed, "check", "--config", "ds_configs/zero33.json", "--rules-only", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "no such file" in done.stderr
+    said = output_of(run(installed, "check", "--config", "ds_configs/zero3.json", "--rules-only", cwd=tmp_path))
+    assert "ZeRO-3" in said
+    output = refusal_of(run(installed, "check", "--config", "ds_configs/zero33.json", "--rules-only", cwd=tmp_path))
+    assert "no such file" in output

@@ -25,8 +25,6 @@ _CERTIFICATES = "/run/pip-certificates.crt"
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, continued lines joined: `RUN`, and what follows it."""
-
     name: str
     text: str
 
@@ -40,11 +38,7 @@ class Stage:
 
 
 def stages(dockerfile: Path = ROOT / "Dockerfile") -> dict[str, Stage]:
-    """The stages of a Dockerfile by name.
-
-    Raises:
-        ValueError: a stage has no name, or an instruction is not known.
-    """
+    """The stages of a Dockerfile by name; ValueError where one has no name, or an instruction is not known."""
     found: dict[str, Stage] = {}
     for instruction in _instructions(dockerfile.read_text()):
         if instruction.name == "FROM":
@@ -95,13 +89,11 @@ class Image:
     entrypoint: list[str] = field(default_factory=list)
 
     def bootstrap(self) -> None:
-        """Installs Debian, as small as debian:bookworm-slim."""
         command = ["debootstrap", "--variant=minbase", "bookworm", str(self.root), MIRROR]
         _run(command, timeout_s=900)
         shutil.copy("/etc/resolv.conf", self.root / "etc/resolv.conf")
 
     def apply(self, instruction: Instruction) -> None:
-        """Executes an instruction."""
         getattr(self, f"_{instruction.name.lower()}")(instruction.text)
 
     def run(self, *command: str, mounts: Mapping[Path, str] = {}, timeout_s: float = 300, **env: str) -> str:

@@ -32,11 +32,7 @@ def need_kubectl() -> str:
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """The documents that kustomize makes of a folder.
-
-    Raises:
-        subprocess.CalledProcessError: it refuses the folder.
-    """
+    """The documents that kustomize makes of a folder."""
     command = [need_kubectl(), "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return list(yaml.safe_load_all(done.stdout))
@@ -48,22 +44,16 @@ def _built(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """The documents of a folder of k8s/, built once; copies."""
     return copy.deepcopy(list(_built(name)))
 
 
 def document(name: str, kind: str) -> dict[str, Any]:
-    """The one document of a kind in a folder of k8s/."""
     (found,) = (each for each in documents(name) if each["kind"] == kind)
     return found
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Validates a manifest strictly.
-
-    Raises:
-        Exception: it is refused; of the type that its validator raises.
-    """
+    """Validates a manifest strictly; raises what its validator raises."""
     if not manifest["apiVersion"].startswith("trainer.kubeflow.org/"):
         validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate (.ci/run installs it)")
         validator.validate(manifest, KUBERNETES, strict=True)

@@ -38,8 +38,6 @@ def command_of_manifest(config: Path, *sets: str) -> list[str]:
 
 @dataclass
 class Pod:
-    """A pod that runs: its host, its process."""
-
     machine: Machine
     process: subprocess.Popen[bytes]
 
@@ -99,9 +97,9 @@ class Pods:
             pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
         os.kill(pid, signal.SIGTERM)
 
-    def run_until(self, condition: Callable[[], bool], *, timeout_s: float = 150) -> None:
+    def run_until(self, condition: Callable[[], bool]) -> None:
         """Starts pods again as the Job controller does, until the condition holds or the job has failed."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 150
         while not condition() and not self.failed:
             assert time.monotonic() < deadline, self.logs()
             self._look()
@@ -109,7 +107,6 @@ class Pods:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the last pod of each number has ended with 0."""
         return all(self.ended.get(index, [1])[-1] == 0 for index in range(self.count))
 
     def logs(self) -> str:

@@ -49,7 +49,6 @@ def test_the_lines_of_the_cuda_image_that_no_test_runs_are_listed() -> None:
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
-    """The CPU image: every instruction of its stages, in order."""
     root = Path(tempfile.mkdtemp(prefix="headrace-image-", dir="/var/tmp"))
     root.chmod(0o755)  # its user is another one
     index = os.environ.get("HEADRACE_TORCH_INDEX", "https://pypi.org/simple")

@@ -118,7 +118,6 @@ def test_the_exit_codes_decide_whether_a_pod_is_started_again(folder: str) -> No
 
 
 def action(job: dict[str, Any], code: int) -> str:
-    """What the Job controller does about a pod that ended with a code: the first rule that matches decides."""
     for rule in job["spec"]["podFailurePolicy"]["rules"]:
         if code in rule.get("onExitCodes", {}).get("values", []):
             return str(rule["action"])

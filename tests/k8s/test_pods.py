@@ -24,7 +24,6 @@ def _kubectl() -> None:
 
 @pytest.fixture(scope="module")
 def expected(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process."""
     work = tmp_path_factory.mktemp("alone")
     launch("train.py", make_config(tokens, work))
     return losses(work / "run")
@@ -56,9 +55,7 @@ def test_a_killed_pod_comes_back_and_the_losses_are_those_of_one_process(
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_evicted_pod_saves_the_run_and_no_failure_is_counted(
-    tokens: Path, tmp_path: Path, expected: dict[int, float]
-) -> None:
+def test_an_evicted_pod_saves_the_run_without_failure(tokens: Path, tmp_path: Path, expected: dict[int, float]) -> None:
     command = command_of_manifest(make_config(tokens, tmp_path))
     with Pods(tmp_path / "pods", 2, command, tokens) as pods:
         pods.run_until(lambda: step(tmp_path) > EVERY)
@@ -80,9 +77,7 @@ def test_a_refused_config_fails_the_job_once(tokens: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_torchrun_in_the_pods_reads_the_same_variables(
-    tokens: Path, tmp_path: Path, expected: dict[int, float]
-) -> None:
+def test_torchrun_in_pods_reads_the_same_variables(tokens: Path, tmp_path: Path, expected: dict[int, float]) -> None:
     torchrun = [warm_python.python(), "-m", "torch.distributed.run", "-m", "pipeline.train"]
     command = [*torchrun, "--config", str(make_config(tokens, tmp_path))]
     with Pods(tmp_path / "pods", 2, command, tokens, counted_only=True) as pods:

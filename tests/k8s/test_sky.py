@@ -26,7 +26,6 @@ USERS_KEYS = ("volumes.", "file_mounts.")
 
 
 def refusals(tasks: list[Any]) -> list[str | None]:
-    """What SkyPilot says against each task."""
     command = [str(PYTHON), str(ROOT / "tests/k8s/check_sky.py")]
     # it would tell its authors that it was used
     env = os.environ | {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}

@@ -85,13 +85,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, **fields: Any) -> PretrainedConfig:
-    """The config of a tiny model; keyword arguments override fields."""
     given = {"vocab_size": V, **CONFIGS[name], **fields}
     return CONFIG_MAPPING[given.pop("model_type")](**given)
 
 
 def meta_of(name: str, *, attention: str = ATTENTION_NAME, **fields: Any) -> nn.Module:
-    """A tiny model on meta."""
     return build_meta(config_of(name, **fields), dtype=torch.float32, attn_implementation=attention)
 
 
@@ -118,7 +116,6 @@ def enlarged(name: str, value: torch.Tensor, *, spread: float = 5.0) -> torch.Te
 
 
 def plain_decoder(name: str, *, attention: str = ATTENTION_NAME, chunk: int | None = None, **fields: Any) -> Decoder:
-    """A full tiny model on one process, with weights."""
     model = with_weights(meta_of(name, attention=attention, **fields))
     layout = DecoderLayout(own_attention=attention == ATTENTION_NAME, chunk=chunk)
     return Decoder(model, layout, parameter_owners(model))
@@ -154,7 +151,6 @@ def split_documents(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """Returns the gradients by Hugging Face name, and clears them."""
     found = {}
     for name, parameter in decoder.parameters_by_name().items():
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

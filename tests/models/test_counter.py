@@ -29,9 +29,7 @@ MASK = 0xFFFFFFFF
         ),
     ],
 )
-def test_philox_gives_the_published_vectors(
-    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
-) -> None:
+def test_philox_gives_known_vectors(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
     assert tuple(int(word) & MASK for word in philox((c0, c1, c2, c3), key[0] | key[1] << 32)) == expected
 

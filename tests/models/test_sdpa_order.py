@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from pipeline.models.sdpa_order import ordered_sdpa, sdpa_order
 from tests.conftest import ROOT
+from tests.support import output_of
 
 SETS = """
 import pipeline.plan.fake_gpu.device, torch
@@ -38,9 +39,10 @@ def test_a_cpu_has_no_order() -> None:
 
 @pytest.mark.integration
 def test_the_order_is_set_within_and_named_for_people() -> None:
-    done = subprocess.run([sys.executable, "-c", SETS], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    line, order = done.stdout.strip().splitlines()
+    said = output_of(
+        subprocess.run([sys.executable, "-c", SETS], capture_output=True, text=True, check=False, cwd=ROOT)
+    )
+    line, order = said.strip().splitlines()
     assert "cuDNN, FlashAttention, memory-efficient, math" in line
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     assert order == str([int(getattr(SDPBackend, name).value) for name in names])

@@ -183,9 +183,16 @@ def test_a_model_key_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
         resolve({"config": {**LLAMA, **wrong}})
 
 
-def test_a_model_of_several_modalities_is_refused_with_its_language_model() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)vision_config.*use gemma3_text"):
-        resolve({"config": {"model_type": "gemma3"}})
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("gemma3", r"(?s)vision_config.*use gemma3_text"),  # of several modalities: with its language model
+        ("gemma4_assistant", "drafts tokens for another model"),
+    ],
+)
+def test_a_model_that_is_no_language_model_is_refused(model_type: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve({"config": {"model_type": model_type}})
 
 
 _GROUPS = {"num_key_value_heads": 2, "head_dim": 8}
@@ -271,9 +278,7 @@ def test_a_buffer_that_a_module_around_its_owner_sets_is_filled() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("roberta", 0), ("bert", None), ("gemma", None)])
-def test_end_of_text_is_padding_only_for_an_architecture_that_cannot_compute_without(
-    kind: str, expected: int | None
-) -> None:
+def test_end_of_text_is_padding_only_for_an_architecture_that_needs_one(kind: str, expected: int | None) -> None:
     fields = {"model_type": kind, **SMALL_HEADS, "max_position_embeddings": 64}
     more: dict[str, Any] = {"is_decoder": True} if kind != "gemma" else {"num_key_value_heads": 2, "head_dim": 8}
     assert resolve({"config": {**fields, **more}}).pad_token_id == expected
@@ -299,14 +304,7 @@ def test_sizes_that_differ_from_layer_to_layer_are_counted_layer_by_layer() -> N
         keep_layers(config, [0, 2])
     model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
     short, long = (measure(model, config, sequence_length=length).flops_per_token for length in (1, 2))
-    assert short is not None
-    assert long is not None
     assert long - short == 12 * (32 + 32 + 64)  # as `measure`: 12 h s for every layer
-
-
-def test_a_model_that_drafts_tokens_for_another_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="drafts tokens for another model"):
-        resolve({"config": {"model_type": "gemma4_assistant"}})
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -21,12 +21,7 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a cell is run.
-
-    Attributes:
-        steps: of the run.
-        saved: the step after which it saves its state, from which the next cell resumes.
-    """
+    """How many steps a cell is run, and after which it saves the state that the next cell resumes from."""
 
     steps: int
     saved: int
@@ -84,7 +79,6 @@ CURVE = ("tied", "mask", "z_loss", "clip", "precision")
 
 
 def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[dict[str, Any], int]:
-    """The config of a cell, legal or not, and its number of processes."""
     engine, stage = values["sharding"].split("-")
     schedule, _, pp = values["pipeline"].partition("-")
     context, _, cp = values["cp"].partition("-")
@@ -193,13 +187,11 @@ def curve_of(values: Values) -> tuple[Any, ...]:
 
 
 def case_of(values: Values, tokens: str, *, length: RunLength, resume_from: tuple[str, int] | None = None) -> Case:
-    """A cell as a case."""
     config, processes = config_of(values, tokens, steps=length.steps)
     return Case(name_of(values), config, processes, save=(1, length.saved), resume_from=resume_from)
 
 
 def reference_of(values: Values, tokens: str, *, length: RunLength) -> Case:
-    """The reference run on one plain process that a cell is compared with."""
     config, _ = config_of({**values, "dp": 1}, tokens, steps=length.steps)
     made = reference_config({**config, "gradient_accumulation_steps": 4}, dp=1)
     return Case("reference-" + "-".join(map(str, curve_of(values))), made, 1, save=(1, length.saved))

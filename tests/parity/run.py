@@ -10,6 +10,7 @@ from pipeline.plan.proof.equivalence import ProofResult, check_equivalence
 from pipeline.plan.proof.tokens import write_tokens
 from tests import warm
 from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, RunLength, Values, case_of, reference_of
+from tests.support import output_of
 
 
 def cases_of(
@@ -50,13 +51,11 @@ def run(cells: list[Values], work: Path, *, length: RunLength = LONG) -> dict[st
 def launch(cases: list[Case], work: Path) -> dict[str, tuple[Case, CaseResult]]:
     """Runs cases in one launch; every case and its result, by name."""
     write_cases(cases, work / "cases.json")
-    done = warm.run("-m", "pipeline.plan.proof.worker", work / "cases.json", work, merged=True, timeout_s=86_400)
-    assert done.returncode == 0, done.stdout[-4000:]
+    output_of(warm.run("-m", "pipeline.plan.proof.worker", work / "cases.json", work, merged=True, timeout_s=86_400))
     return {case.name: (case, read_result(work / case.name)) for case in cases}
 
 
 def failure_text(name: str, result: ProofResult) -> str:
-    """The message of a failed test."""
     if result.error is not None:
         return f"{name}: {result.error}"
     failed = [

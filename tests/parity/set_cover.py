@@ -15,14 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cell:
-    """A candidate.
-
-    Attributes:
-        key: identifies it.
-        bits: the bits it covers.
-        cost: of itself.
-        needs: the references it is compared with, which cells share.
-    """
+    """A candidate with the bits it covers; `cost` is its own, and cells share the references that they need."""
 
     key: tuple[Hashable, ...]
     bits: int
@@ -60,7 +53,6 @@ class Search:
         return best
 
     def total(self, cells: Sequence[Cell]) -> float:
-        """The cost of a set of cells, with its references."""
         needed = set(itertools.chain.from_iterable(cell.needs for cell in cells))
         return sum(cell.cost for cell in cells) + self.reference_cost * len(needed)
 

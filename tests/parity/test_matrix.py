@@ -22,7 +22,6 @@ CELLS = {name_of(values): values for values in read_pairs()}
 
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
-    """All selected cells of this session, run in one launch."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in items if item.function is test_a_cell_follows_the_reference]
     return run([CELLS[name] for name in names], tmp_path_factory.mktemp("parity"), length=MEDIUM)

@@ -25,7 +25,6 @@ def shrunk(name: str, processes: int, work: Path) -> ShrunkRun:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
-    """All shipped configs in one launch."""
     work = tmp_path_factory.mktemp("shipped")
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=4_000, longest=2 * SEQUENCE)
     cases: list[Case] = []

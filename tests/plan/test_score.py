@@ -20,13 +20,13 @@ from pipeline.runtime.machines.known import load_machine
 from pipeline.runtime.metrics.attempts_journal import NAME, read_events
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
+from tests.support import output_of
 
 CPU_MACHINE = "cpu"
 
 
 @pytest.fixture(scope="module")
 def runs(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Trained runs: one process, and two with a pipeline."""
     work = tmp_path_factory.mktemp("scored")
     made = []
     for name, processes, fields in (("one", 1, {}), ("two", 2, {"parallel": {"pp": 2}})):
@@ -58,9 +58,7 @@ def scores_of(paths: Sequence[Path]) -> list[Score]:
     return [score(read_measured(path), load_machine(CPU_MACHINE)) for path in paths]
 
 
-def test_a_run_records_its_step_time_its_peak_by_pipeline_rank_and_the_peak_that_was_predicted(
-    runs: list[Path],
-) -> None:
+def test_a_run_records_its_step_time_its_peak_by_pipeline_rank_and_the_predicted_peak(runs: list[Path]) -> None:
     for run_dir, stages, processes in zip(runs, (1, 2), (1, 2), strict=True):
         record = record_of(run_dir)
         assert record["steps"] == 9  # of 12, without the warm-up
@@ -92,9 +90,7 @@ def test_an_error_is_signed_and_of_the_median_step(runs: list[Path], tmp_path: P
     assert below.drift == pytest.approx(0, abs=1e-6)
 
 
-def test_ranks_that_share_the_cores_of_their_host_are_predicted_slower_than_on_hosts_of_their_own(
-    runs: list[Path],
-) -> None:
+def test_ranks_that_share_the_cores_of_a_host_are_predicted_slower_than_on_their_own(runs: list[Path]) -> None:
     core = load_machine(CPU_MACHINE).model_copy(update={"devices_per_node": 1})
     run = read_measured(runs[1])
     assert (run.hosts, run.ranks_per_host) == (1, 2)
@@ -114,9 +110,7 @@ def test_more_processes_than_cores_are_planned_on_one_host(runs: list[Path]) -> 
     assert planned.machine.rate("fp32")[1] == pytest.approx(two.machine.rate("fp32")[1] / 2)
 
 
-def test_a_prediction_that_has_changed_since_the_run_is_mentioned(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_prediction_is_named(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = record_of(runs[0])["predicted_memory_bytes"][0]
     old = rewritten(runs[0], tmp_path / "old", predicted_memory_bytes=[2 * before])
     assert score_command([str(old)], None, save=None, as_json=False) == 0
@@ -180,29 +174,26 @@ def _links_twice(each: Score) -> float:
     return 3 * (each.step.predicted - links) + 2 * links
 
 
-def test_the_command_prints_a_row_for_a_run_and_saves_a_machine_that_plan_takes(
-    runs: list[Path], tmp_path: Path
-) -> None:
+def test_the_command_prints_a_row_for_a_run_and_saves_a_machine_for_plan(runs: list[Path], tmp_path: Path) -> None:
     saved, words = tmp_path / "own.json", [str(run) for run in runs]
-    done = warm.run("-m", "pipeline", "plan", "--score", *words, "--save-calibration", str(saved), merged=True)
-    assert done.returncode == 0, done.stdout
-    assert "torch, stage 3, pp 2" in done.stdout
-    assert "error: memory median" in done.stdout
+    said = output_of(
+        warm.run("-m", "pipeline", "plan", "--score", *words, "--save-calibration", str(saved), merged=True)
+    )
+    assert "torch, stage 3, pp 2" in said
+    assert "error: memory median" in said
     machine = load_machine(str(saved))
-    assert machine.scored is not None
     assert machine.scored.runs == tuple(words)
     config = runs[0].parent / "one.json"
-    done = warm.run(
-        "-m", "pipeline", "plan", "--config", str(config), "--machine", str(saved), "--processes", "1", merged=True
+    output = output_of(
+        warm.run(
+            "-m", "pipeline", "plan", "--config", str(config), "--machine", str(saved), "--processes", "1", merged=True
+        )
     )
-    assert done.returncode == 0, done.stdout
-    assert "calibrated" in done.stdout
-    assert "the spread of 2 runs on cpu" in done.stdout
+    assert "calibrated" in output
+    assert "the spread of 2 runs on cpu" in output
 
 
-def test_json_has_every_run_with_its_errors_and_their_median_and_worst(
-    runs: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_every_run_with_its_errors_and_medians(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert score_command([str(run) for run in runs], None, save=None, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     errors = [row["step_s"]["error"] for row in found["runs"]]
@@ -221,9 +212,7 @@ def test_json_has_every_run_with_its_errors_and_their_median_and_worst(
         ({"step_s": None, "steps": 1}, "timed 1 steps"),
     ],
 )
-def test_a_run_without_enough_measurements_is_refused(
-    runs: list[Path], tmp_path: Path, fields: dict[str, Any], told: str
-) -> None:
+def test_a_run_of_few_steps_is_refused(runs: list[Path], tmp_path: Path, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=told) as caught:
         read_measured(rewritten(runs[0], tmp_path / "run", **fields))
     assert "try:" in str(caught.value)

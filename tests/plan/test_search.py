@@ -26,6 +26,7 @@ from pipeline.runtime.machines.known import load_machine
 from tests import warm
 from tests.conftest import ROOT, tiny_config
 from tests.conftest import write_config as write
+from tests.support import output_of
 
 CONFIG = str(ROOT / "ds_configs" / "fsdp_3d.json")
 LAYERS = "model.config.num_hidden_layers=8"
@@ -99,7 +100,6 @@ def test_the_winner_is_written_as_a_config_that_resolves_to_its_layout(tmp_path:
     planned, found = searched()
     best = allowed(found.fitting(), planned.costs, count=12)
     winner = winner_of([Verified(each, None) for each in best], memory=planned.machine.memory.bytes)
-    assert winner is not None
     assert winner.candidate.step_s <= 1.01 * found.fitting()[0].step_s
     path = tmp_path / "best.json"
     write_config(winner.candidate, path, config=CONFIG, overrides=["run.steps=120"])
@@ -115,7 +115,6 @@ def test_a_layout_whose_executed_step_does_not_fit_is_no_winner() -> None:
     first, second = allowed(found.fitting(), planned.costs, count=2)
     memory = planned.machine.memory.bytes
     winner = winner_of([Verified(first, memory + 1.0), Verified(second, memory - 1.0)], memory=memory)
-    assert winner is not None
     assert winner.candidate is second
     assert winner_of([Verified(first, memory + 1.0)], memory=memory) is None
 
@@ -133,18 +132,13 @@ def test_the_command_executes_the_best_steps_and_prove_accepts_the_winner(tmp_pa
     raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", train_batch_size=8)
     config = write(tmp_path / "c.json", raw)
     options = ("--config", config, "--machine", "h100", "--processes", "2", "--search", "--verify", "2", "--json")
-    done = warm.run("-m", "pipeline", "plan", *options, "--out", tmp_path / "plan")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(output_of(warm.run("-m", "pipeline", "plan", *options, "--out", tmp_path / "plan")))
     assert found["best"][0]["executed_peak"] == pytest.approx(found["best"][0]["peak"], rel=0.1)
     assert (tmp_path / "plan" / "search.html").exists()
-    proven = warm.run("-m", "pipeline", "prove", "--config", found["config"], "--steps", "4", merged=True)
-    assert proven.returncode == 0, proven.stdout
+    output_of(warm.run("-m", "pipeline", "prove", "--config", found["config"], "--steps", "4", merged=True))
 
 
-def test_the_best_layouts_are_simulated_and_the_laws_warn_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_layouts_are_simulated_and_laws_warn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned, _ = searched()
     out = str(tmp_path / "plan")
     arguments = __import__("argparse").Namespace(verify=0, out=out, config=CONFIG, json=True)
@@ -160,9 +154,7 @@ def test_the_best_layouts_are_simulated_and_the_laws_warn_once(
     assert found["winner"]["step_s"] == pytest.approx(shown)
 
 
-def test_a_directory_that_cannot_be_written_is_refused_before_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_directory_is_refused_before_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "locked").mkdir()
     monkeypatch.setattr("pipeline.plan.search.command_search.search", None)  # not reached

@@ -96,9 +96,7 @@ MONOTONE = ["fsdp.json", "zero3.json", "fsdp_3d.json", "pp.json", "llama_8b_8gpu
 
 @settings(max_examples=120, deadline=None)
 @given(name=st.sampled_from(MONOTONE), first=SHARES, second=SHARES)
-def test_no_rate_within_its_range_makes_a_step_slower_by_growing(
-    name: str, first: list[float], second: list[float]
-) -> None:
+def test_no_rate_in_its_range_slows_a_step_by_growing(name: str, first: list[float], second: list[float]) -> None:
     found, low, high = planned(name), rates(name, LOW), rates(name, HIGH)
     works = works_of(found.run, found.costs)
     some = mixed(low, high, first)

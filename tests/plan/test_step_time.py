@@ -75,9 +75,7 @@ def test_attention_and_the_head_of_an_fp8_run_have_the_rate_of_bf16() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 7), (4, 3 / 7), (8, 1.0), (16, 1.0)])
-def test_devices_that_are_linked_one_to_one_have_as_many_links_as_others_in_their_group(
-    ranks: int, share: float
-) -> None:
+def test_devices_linked_one_to_one_have_as_many_links_as_others_in_their_group(ranks: int, share: float) -> None:
     switch = LinkTopology(8, Link(448e9, 0.0), Link(400e9, 0.0))
     pairs = replace(switch, within_links=7)
     group, numbers = group_of(pairs, size=ranks), range(ranks)

@@ -88,7 +88,6 @@ def start_up(how: str, bad: int) -> None:
 
 @contextmanager
 def started(case: str) -> Iterator[None]:
-    """Four ranks from here to their end."""
     how, bad = case.split(":")
     work, port = Path(case), free_port()
     work.mkdir()
@@ -104,7 +103,6 @@ def started(case: str) -> Iterator[None]:
 
 
 def fork(rank: int, how: str, bad: int, work: Path, port: int) -> int:
-    """Forks one rank; returns its pid."""
     if child := os.fork():
         return child
     os.chdir(work)
@@ -117,7 +115,6 @@ def fork(rank: int, how: str, bad: int, work: Path, port: int) -> int:
 
 
 def together(cases: list[str]) -> None:
-    """All of the cases at once."""
     if cases:
         with started(cases[0]):
             together(cases[1:])

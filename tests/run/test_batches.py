@@ -15,9 +15,7 @@ from pipeline.run.prepare import prepare
 from tests.conftest import tiny_config
 
 
-def test_a_slot_is_the_same_data_on_islands_whose_runs_have_skipped_some_and_on_those_whose_have_not(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_slot_is_the_same_data_on_islands_that_have_skipped_some_and_others(tokens: Path, tmp_path: Path) -> None:
     run = resolve(parse(Config, tiny_config(tokens, tmp_path / "run")), world_size=1)
     batches, skips = RankBatches(prepare(run), 0), Skips((Skip(1, 2),))
     behind = next(iter(batches.training(first_step=1, skips=skips)))

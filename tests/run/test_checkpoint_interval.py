@@ -38,11 +38,9 @@ def test_the_interval_is_dalys_for_all_nodes_and_never_shorter_than_a_save() -> 
     interval = AutoInterval(node_mtbf_s=1000 * HOUR, nodes=100)
     assert interval.period_s == FIRST_S
     decision = interval.measured(blocking_s=2.0, save_s=30.0)
-    assert decision is not None
     assert decision.seconds == daly_interval_s(mtbf_s=10 * HOUR, blocking_s=2.0)  # 378 s
     assert interval.period_s == decision.seconds + 2.0
     slow = AutoInterval(node_mtbf_s=1000 * HOUR, nodes=100).measured(blocking_s=2.0, save_s=900.0)
-    assert slow is not None
     assert slow.seconds == 900.0
 
 
@@ -61,14 +59,10 @@ def test_the_interval_follows_the_median_of_the_newest_saves() -> None:
 
 def test_the_default_is_the_published_rate_and_the_config_gives_another() -> None:
     published = make_interval(section(checkpoint_every="auto"), nodes=2)
-    assert published is not None
     first = published.measured(blocking_s=1.0, save_s=0.0)
-    assert first is not None
     assert first.mtbf_seconds == LLAMA_NODE_MTBF_S / 2
     given = make_interval(section(checkpoint_every="auto", node_mtbf_hours=10.0), nodes=1)
-    assert given is not None
     second = given.measured(blocking_s=1.0, save_s=0.0)
-    assert second is not None
     assert second.mtbf_seconds == 10 * HOUR
     assert make_interval(section(checkpoint_every=5), nodes=1) is None
 
@@ -86,7 +80,6 @@ def test_only_the_rank_that_decides_is_due_and_minutes_are_an_upper_bound() -> N
     timer.restart()
     assert other.saved(waited_s=1.0, seconds=2.0) is None
     decision = timer.saved(waited_s=1.0, seconds=2.0)
-    assert decision is not None
     assert decision.seconds > 2000  # Daly for 1,000 h and 1 s
     now[0] += 119.0
     assert due() == (False, False)

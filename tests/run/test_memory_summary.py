@@ -16,6 +16,7 @@ from tests import warm
 from tests.conftest import tiny_config, write_config
 from tests.plan.fake_gpu.cells import shipped_cases
 from tests.plan.fake_gpu.document import built
+from tests.support import output_of
 
 
 def test_a_size_has_a_unit_and_is_refused_without() -> None:
@@ -46,7 +47,6 @@ def test_the_largest_micro_batch_fits_every_rank_of_the_pipeline() -> None:
     assert peak.values["pp_rank"] == 2
     assert fit.values["largest_micro_batch"] == 4
     footprint = footprint_of(run, model)
-    assert footprint is not None
     peaks = [peak_memory(run, footprint, pp_rank=rank, micro=8).total for rank in (2, 3)]
     assert peaks[0] < 13.3e9 < peaks[1]
 
@@ -55,9 +55,7 @@ def test_the_largest_micro_batch_fits_every_rank_of_the_pipeline() -> None:
 def test_check_prints_memory_by_kind_and_whether_it_fits(tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
     options = ("check", "--config", config, "--memory", "1GB", "--json")
-    done = warm.run("-m", "pipeline", *options)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    summary = json.loads(output_of(warm.run("-m", "pipeline", *options)))
     assert summary["memory"]["peak"] >= summary["memory"]["weights"] > 0
     assert summary["memory_fit"]["fits"] is True
     refused = warm.run("-m", "pipeline", "check", "--config", config, "--memory", "80", merged=True)

@@ -17,6 +17,7 @@ from headrace.base.processes import state_of
 from tests import warm
 from tests.conftest import ROOT, selected
 from tests.run.start_ranks import RANKS, WRONG
+from tests.support import output_of
 
 SCRIPT = Path(__file__).with_name("start_ranks.py")
 BAD = 3
@@ -57,11 +58,10 @@ class Start:
 def starts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     """The selected cases, several at a time: they mostly wait."""
     work = tmp_path_factory.mktemp("starts")
-    test = test_a_rank_that_is_stopped_on_the_way_is_named_and_the_others_can_be_started_again
+    test = test_a_rank_stopped_on_the_way_is_named_and_the_others_start_again
     wanted = {*CASES} - {*STOPPED} | {f"tp:{BAD}", *selected(request.session, test, "case")}
     cases = [case for case in CASES if case in wanted]
-    done = warm.run(SCRIPT, *cases, cwd=work, merged=True, timeout_s=LIMIT_S)
-    assert done.returncode == 0, done.stdout
+    output_of(warm.run(SCRIPT, *cases, cwd=work, merged=True, timeout_s=LIMIT_S))
     found = {}
     for case in cases:
         codes = {int(path.name.removeprefix("code-")): int(path.read_text()) for path in (work / case).glob("code-*")}
@@ -76,9 +76,7 @@ def test_ranks_that_all_answer_are_told_in_one_line(starts: dict[str, Start]) ->
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_a_rank_that_is_stopped_on_the_way_is_named_and_the_others_can_be_started_again(
-    starts: dict[str, Start], case: str
-) -> None:
+def test_a_rank_stopped_on_the_way_is_named_and_the_others_start_again(starts: dict[str, Start], case: str) -> None:
     start, bad = starts[case], int(case.split(":")[1])
     assert set(start.codes.values()) == {EXIT_LOST}, start
     assert len(start.codes) == RANKS - 1

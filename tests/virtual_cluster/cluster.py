@@ -94,7 +94,6 @@ class VirtualCluster:
         return list(self._nodes.values())
 
     def node(self, name: str) -> Node:
-        """The compute node with a name."""
         return self._nodes[name]
 
     def run(
@@ -116,11 +115,9 @@ class VirtualCluster:
         return int(printed.strip())
 
     def jobs(self) -> list[Job]:
-        """All jobs so far, finished ones too."""
         return parse_jobs(self.run("scontrol", "show", "job", "--oneliner"))
 
     def wait(self, job_id: int, *, timeout_s: float = 60) -> Job:
-        """Waits until a job has ended."""
         return self._until(
             lambda: next((job for job in self.jobs() if job.id == job_id and job.ended), None),
             what=f"the end of job {job_id}",

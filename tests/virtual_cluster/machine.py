@@ -31,17 +31,7 @@ read -r _ || true
 
 
 class Machine:
-    """A running machine.
-
-    Args:
-        name: its host name.
-        hosts: the text of its /etc/hosts.
-        state: a directory for that file.
-        inside: the machine in which it is started; None for the real one.
-
-    Raises:
-        RuntimeError: the kernel or the container does not allow it; with the reason.
-    """
+    """A running machine, started `inside` another or the real one; RuntimeError with the reason where it cannot be."""
 
     def __init__(self, name: str, *, hosts: str, state: Path, inside: Machine | None = None) -> None:
         self.name = name
@@ -68,12 +58,7 @@ class Machine:
     def run(
         self, *command: str, cwd: Path = Path("/"), env: Mapping[str, str] | None = None, timeout_s: float = 30
     ) -> str:
-        """Runs a command in the machine and returns its standard output.
-
-        Raises:
-            RuntimeError: it failed; with its output.
-            subprocess.TimeoutExpired: it took longer than `timeout_s`.
-        """
+        """Runs a command in the machine and returns its standard output."""
         done = subprocess.run(
             self.command(*command, cwd=cwd), env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -83,7 +68,6 @@ class Machine:
         return done.stdout
 
     def ip(self, arguments: str) -> None:
-        """Runs `ip` with these arguments in the machine's network."""
         self.run("ip", *arguments.split())
 
     def stop(self) -> None:

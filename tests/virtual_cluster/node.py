@@ -9,8 +9,6 @@ from tests.virtual_cluster.settings import hosts_of, node_address
 
 
 class Node:
-    """One compute node, which can crash and boot again."""
-
     def __init__(self, name: str, *, controller: Machine, state: Path, env: dict[str, str]) -> None:
         self.name = name
         self._controller, self._state, self._env = controller, state, env
@@ -18,7 +16,6 @@ class Node:
 
     @property
     def machine(self) -> Machine:
-        """The node's host while it is up."""
         assert self._machine is not None, f"{self.name} is down"
         return self._machine
 
@@ -40,7 +37,6 @@ class Node:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the node if it is up."""
         if self._machine is not None:
             self._machine.stop()
             self._machine = None

@@ -69,13 +69,7 @@ def hosts_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long Slurm waits, in seconds.
-
-    Attributes:
-        down_after_s: a silent node is declared dead.
-        requeue_after_s: a requeued job may start again.
-        visible_s: a finished job is forgotten.
-    """
+    """Seconds until Slurm declares a silent node dead, starts a requeued job again, forgets a finished one."""
 
     down_after_s: int = 10
     requeue_after_s: int = 5

@@ -24,14 +24,7 @@ def job_env() -> dict[str, str]:
 
 @dataclass
 class SlurmRun:
-    """A submitted run.
-
-    Attributes:
-        cluster: that it runs on.
-        directory: of the run.
-        log: the job's output.
-        job: its id.
-    """
+    """A run submitted to a cluster; `log` is the output of its job."""
 
     cluster: VirtualCluster
     directory: Path
@@ -39,7 +32,6 @@ class SlurmRun:
     job: int = field(default=0)
 
     def submit(self, config: Path, options: Sequence[str], **env: str) -> None:
-        """Submits slurm/train.sbatch."""
         options = [*options, f"--output={self.log}"]
         self.job = self.cluster.sbatch(
             "slurm/train.sbatch", str(config), options=options, cwd=ROOT, env={**job_env(), **env}
@@ -53,15 +45,12 @@ class SlurmRun:
         return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
 
     def step(self) -> int:
-        """The last."""
         return list(self.losses() or [0])[-1]
 
     def text(self) -> str:
-        """The job's output so far."""
         return self.log.read_text() if self.log.exists() else ""
 
     def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = 240) -> float:
-        """Waits; returns the seconds that it took."""
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > timeout_s:
@@ -71,9 +60,7 @@ class SlurmRun:
         return time.monotonic() - began
 
     def wait_for_step(self, step: int, **options: float) -> float:
-        """Waits for a step; returns the seconds that it took."""
         return self.wait_for(lambda: self.step() >= step, **options)
 
     def lines_of(self, word: str) -> int:
-        """How many lines of the job's output have a word."""
         return sum(word in line for line in self.text().splitlines())

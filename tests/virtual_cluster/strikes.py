@@ -74,12 +74,7 @@ def stop_is_requested(run: SlurmRun, _draw: random.Random) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of strike.
-
-    Attributes:
-        strike: does it.
-        times: how often.
-    """
+    """A kind of strike, and how often it is done."""
 
     strike: Strike
     times: int
@@ -98,7 +93,6 @@ KINDS = {
 
 
 def cells() -> dict[str, list[str]]:
-    """Kind -> names of its strikes."""
     return {name: [f"{name} {number}" for number in range(1, kind.times + 1)] for name, kind in KINDS.items()}
 
 
@@ -163,7 +157,6 @@ def _tokens() -> Path:
 
 @cache
 def _undisturbed() -> dict[int, float]:
-    """The losses of one process."""
     work = Path(tempfile.mkdtemp(prefix="hr-alone-"))
     launch("train.py", write_config(work / "alone.json", _config(work / "run", LAST + 6)))
     return losses(work / "run")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import wait_until
 from tests.virtual_cluster.cluster import VirtualCluster
 from tests.virtual_cluster.fixtures import NEEDS_SLURM
 from tests.virtual_cluster.settings import Patience
@@ -43,11 +44,11 @@ def test_a_crashed_node_goes_down_and_its_job_is_requeued_when_it_is_back(tmp_pa
         script = tmp_path / "job.sh"
         script.write_text('#!/bin/sh\ntouch "started.${SLURM_RESTART_COUNT:-0}"\nsleep 1000\n')
         cluster.sbatch(script, options=["--requeue", "--nodelist=n2", "--output=/dev/null"], cwd=tmp_path)
-        _wait_for_file(tmp_path / "started.0")
+        wait_until((tmp_path / "started.0").exists)
         cluster.node("n2").crash()
         cluster.wait_for_nodes("down", "n2")
         cluster.node("n2").up()
-        _wait_for_file(tmp_path / "started.1")
+        wait_until((tmp_path / "started.1").exists)
 
 
 def test_no_process_outlives_a_cluster_that_is_killed(tmp_path: Path) -> None:
@@ -55,7 +56,6 @@ def test_no_process_outlives_a_cluster_that_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
     ) as process:
-        assert process.stdout is not None
         while process.stdout.readline() not in ("ready\n", ""):
             pass
         assert _processes_of(tmp_path)
@@ -77,10 +77,3 @@ def _processes_of(directory: Path) -> list[str]:
         if str(directory).encode() in strings:
             found.append((process / "cmdline").read_text())
     return found
-
-
-def _wait_for_file(path: Path, *, timeout_s: float = 60) -> None:
-    end = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < end, f"waited {timeout_s} s for {path}"
-        time.sleep(0.1)

@@ -48,9 +48,7 @@ def after_crash(run: SlurmRun, name: str) -> float:
 
 
 @pytest.mark.integration
-def test_the_first_node_dies_and_training_goes_on_before_slurm_notices_with_the_losses_of_one_process(
-    run: SlurmRun, tokens: Path, tmp_path: Path
-) -> None:
+def test_the_first_node_dies_and_training_goes_on_alike(run: SlurmRun, tokens: Path, tmp_path: Path) -> None:
     run.wait_for_step(22)
     after_crash(run, "n1")
     assert nodes_of(run) == "n[1-3]"  # Slurm still takes the first node for alive
@@ -66,16 +64,20 @@ def test_the_first_node_dies_and_training_goes_on_before_slurm_notices_with_the_
             assert found[step] == pytest.approx(loss, rel=1e-4)
 
 
+def assert_resumed_where_stopped(run: SlurmRun) -> None:
+    run.wait_for(lambda: run.text().count("resuming after") == 2)
+    saved = int(run.text().partition("stopped by SIGUSR1 after step ")[2].partition(":")[0])
+    assert f"resuming after step {saved} " in run.text()
+    run.wait_for_step(saved + 20)
+
+
 @pytest.mark.integration
 def test_a_node_that_comes_back_takes_part_again_without_a_lost_step(run: SlurmRun) -> None:
     run.wait_for_step(22)
     after_crash(run, "n2")
     run.cluster.node("n2").up()
     run.wait_for(lambda: "start 3 on n1, n2, n3 (more nodes are there)" in run.text())
-    run.wait_for(lambda: run.text().count("resuming after") == 2)
-    saved = int(run.text().partition("stopped by SIGUSR1 after step ")[2].partition(":")[0])
-    assert f"resuming after step {saved} " in run.text()
-    run.wait_for_step(saved + 20)
+    assert_resumed_where_stopped(run)
 
 
 @pytest.mark.integration
@@ -86,10 +88,7 @@ def test_another_node_takes_the_place_of_one_that_died_without_a_lost_step(run: 
     run.wait_for(lambda: "is queued for another node" in run.text())
     run.wait_for(lambda: "n4 is there: it takes part from the next checkpoint on" in run.text())
     run.wait_for(lambda: "start 3 on n1, n3, n4 (more nodes are there)" in run.text())
-    run.wait_for(lambda: run.text().count("resuming after") == 2)
-    saved = int(run.text().partition("stopped by SIGUSR1 after step ")[2].partition(":")[0])
-    assert f"resuming after step {saved} " in run.text()
-    run.wait_for_step(saved + 20)
+    assert_resumed_where_stopped(run)
     assert nodes_of(run) == "n[1-3]"  # of the job itself, whose dead node Slurm has not noticed
     run.cluster.run("scancel", "--signal=USR1", str(run.job))
     run.wait_for(lambda: not run.cluster.run("squeue", "--noheader", "--name", f"headrace-join-{run.job}").strip())

@@ -34,9 +34,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.integration
-def test_jobs_train_on_the_tokens_of_their_chain_with_the_code_and_configs_of_their_submission(
-    cluster: VirtualCluster, clone: Path, tmp_path: Path
-) -> None:
+def test_jobs_train_by_the_code_of_their_submission(cluster: VirtualCluster, clone: Path, tmp_path: Path) -> None:
     """Tokens by arrays, then a sweep of two elements of ZeRO-3 over two nodes each."""
     configs = whole_way(tmp_path)[:2]
     words = [*configs, "--nodes", "2", "--workers", "2", "--sweep", "run.seed=1,2"]
@@ -54,9 +52,7 @@ def test_jobs_train_on_the_tokens_of_their_chain_with_the_code_and_configs_of_th
 
 
 @pytest.mark.sweep
-def test_one_submission_leads_from_text_to_a_small_model_with_the_losses_of_one_machine(
-    cluster: VirtualCluster, clone: Path, tmp_path: Path
-) -> None:
+def test_one_submission_leads_from_text_to_a_small_model(cluster: VirtualCluster, clone: Path, tmp_path: Path) -> None:
     """Tokens by arrays, ZeRO-3 over two nodes, a 3D layout over four, export, prune, distil, quantize."""
     submit(cluster, clone, tmp_path, *whole_way(tmp_path), "--nodes", "2,4", "--workers", "2")
     edit(clone, tmp_path)
@@ -74,9 +70,7 @@ def test_one_submission_leads_from_text_to_a_small_model_with_the_losses_of_one_
 
 
 @pytest.mark.integration
-def test_what_slurm_would_refuse_is_refused_with_nothing_left_behind(
-    cluster: VirtualCluster, clone: Path, tmp_path: Path
-) -> None:
+def test_what_slurm_would_refuse_leaves_nothing_behind(cluster: VirtualCluster, clone: Path, tmp_path: Path) -> None:
     configs = whole_way(tmp_path)
     before = len(cluster.jobs())
     (tmp_path / "site.toml").write_text('partition = "mian"\n')
@@ -103,7 +97,6 @@ def logs(work: Path) -> str:
 
 
 def submit(cluster: VirtualCluster, clone: Path, work: Path, *words: str) -> str:
-    """Runs the clone's `headrace submit` in a directory; returns what it printed."""
     env = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     code = {"PYTHONPATH": str(clone), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "headrace", "submit", *words]

@@ -17,12 +17,7 @@ NODES = ("a", "b", "c")
 
 @dataclass
 class World:
-    """A job on three nodes.
-
-    Attributes:
-        step: of the newest checkpoint.
-        sizes: numbers of nodes that the run has a layout for.
-    """
+    """A job on three nodes; `step` is the newest checkpoint's, and the run has layouts for `sizes` nodes."""
 
     step: int = 0
     sizes: tuple[int, ...] = (1, 2, 3)
@@ -191,16 +186,13 @@ def test_a_node_that_comes_back_takes_part_from_the_next_checkpoint_on() -> None
     assert grown(world.terms, plan, alive) is None  # no checkpoint since
     world.step = 20
     asked = grown(world.terms, plan, alive)
-    assert asked is not None
     assert (asked.start, asked.growing) == (plan.start, True)
     assert grown(world.terms, asked, alive) is None
     saved = {n: replace(each, running=False, codes={0: EXIT_REQUEUE}) for n, each in states(asked, without="a").items()}
     made = next_plan(world.terms, asked, {**saved, "a": NodeState("a")}, waited_s=0)
-    assert made is not None
     assert (made.start, made.members, made.growing, made.step) == (3, NODES, False, 20)
     stopping = {n: replace(each, stop=True) for n, each in saved.items()}
     ended = next_plan(world.terms, asked, {**stopping, "a": NodeState("a")}, waited_s=0)
-    assert ended is not None
     assert ended.outcome == EXIT_REQUEUE
 
 
@@ -220,13 +212,11 @@ def test_a_loss_that_names_no_node_has_the_nodes_checked_and_the_bad_one_left_ou
     )
     lost = states(plan, codes={n: {k: EXIT_LOST} for k, n in enumerate(NODES)}, running=())
     asked = next_plan(terms, plan, lost, waited_s=CAUSE_S)
-    assert asked is not None
     assert asked.checking
     assert asked.start == plan.start
     done = {n: replace(state, checked=asked.version) for n, state in lost.items()}
     assert next_plan(terms, asked, {**done, "b": lost["b"]}, waited_s=0) is None  # b is still at it
     made = next_plan(terms, asked, done, waited_s=0)
-    assert made is not None
     assert not made.checking
     assert (made.start, made.members) == (2, ("a", "c"))
     assert made.excluded == {"b": "no other node can exchange data with it"}
@@ -249,12 +239,10 @@ def test_the_nodes_that_came_are_checked_before_the_first_start_and_nobody_is_to
     assert next_plan(terms, plan, alive, waited_s=0) is None
     done = {n: replace(state, plan=plan, checked=plan.version) for n, state in alive.items()}
     made = next_plan(terms, plan, {**done, "c": NodeState("c")}, waited_s=0)
-    assert made is not None
     assert (made.start, made.checking, made.members, made.restarts) == (1, False, ("a", "c"), 0)
     assert made.reason == "start; bad node: b"
     assert noted == ["b: clock"]
     stopped = next_plan(terms, plan, {**alive, "a": replace(alive["a"], stop=True)}, waited_s=0)
-    assert stopped is not None
     assert (stopped.outcome, stopped.checking) == (EXIT_REQUEUE, False)
 
 
@@ -267,7 +255,6 @@ def test_a_rank_that_was_killed_needs_no_checks() -> None:
     plan, terms = World().start(), replace(World().terms, checks=True)
     codes = {"a": {0: EXIT_LOST}, "b": {1: -9}, "c": {2: EXIT_LOST}}
     made = next_plan(terms, plan, states(plan, codes=codes, running=()), waited_s=CAUSE_S)
-    assert made is not None
     assert (made.start, made.checking) == (2, False)
 
 
@@ -290,7 +277,6 @@ def test_a_job_that_has_fewer_nodes_than_it_should_waits_where_they_have_no_layo
 def test_a_guest_takes_part_from_the_next_checkpoint_on() -> None:
     world = World(sizes=(3, 4))
     plan = welcomed(world.start(), {"g": "10.0.0.9"})
-    assert plan is not None
     assert plan.reason == "g is there: it takes part from the next checkpoint on"
     assert welcomed(plan, {"g": "10.0.0.9"}) is None
     alive = {**states(plan), "g": NodeState("g", 1, plan, guest=True)}
@@ -302,5 +288,4 @@ def test_a_guest_takes_part_from_the_next_checkpoint_on() -> None:
     assert growing is not None
     codes = {n: replace(state, codes={k: 75}, running=False) for k, (n, state) in enumerate(states(growing).items())}
     made = next_plan(terms, growing, {**codes, "g": alive["g"]}, waited_s=0)
-    assert made is not None
     assert made.members == (*NODES, "g")

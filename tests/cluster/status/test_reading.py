@@ -72,7 +72,6 @@ def twice_started(tmp_path: Path) -> Path:
 
 def test_goodput_counts_each_step_once_and_splits_the_rest(twice_started: Path) -> None:
     goodput = read_status(twice_started).goodput
-    assert goodput is not None
     spent = goodput.spent
     assert (goodput.wall, spent.productive, spent.evaluation) == (125, 30, 3)
     assert spent.startup == 30 + 10
@@ -203,11 +202,9 @@ def test_the_agents_newest_plan_is_shown_with_who_is_silent_and_left_out(twice_s
         (folder / f"{node}.json").write_text(json.dumps(asdict(NodeState(node, plan=plan))))
     (folder / "other.json").write_text("{")
     agents = read_status(twice_started).agents
-    assert agents is not None
     assert (agents.start, agents.members, agents.reason, agents.silent) == (2, ("n2",), "n1 does not answer", ())
     os.utime(folder / "n2.json", (T0, T0))
     later = read_status(twice_started).agents
-    assert later is not None
     assert later.silent == ("n2",)
 
 
@@ -222,7 +219,6 @@ def test_under_slurm_the_agents_of_the_newest_start_of_a_job_are_shown(tmp_path:
         (folder / "n1.log").write_text(f"agent of {name}\n")
         (folder / "logs" / "rank-0.log").write_text(f"rank of {name}\n")
     status = read_status(tmp_path)
-    assert status.agents is not None
     assert (status.agents.outcome, status.agents.members) == (2, ())
     cause = "the agents ended the run with code 2: start; error: tokens: no such directory"
     assert f"        reason  {cause}" in list(lines_of(status))
@@ -241,9 +237,7 @@ def test_the_agents_of_an_earlier_start_do_not_explain_the_end_of_a_later_one(tw
     assert reason_of(read_status(twice_started)) == before
 
 
-def test_a_job_that_never_trained_has_its_output_in_its_submission(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_of_a_job_that_never_trained_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs = tmp_path / "submissions/2/logs"
     logs.mkdir(parents=True)
     (logs / "train-5.out").write_text("error: no such directory\n")
@@ -276,9 +270,7 @@ def test_reasons_of_slurm_are_put_in_words(reason: str, words: str) -> None:
     assert in_words("None") == ""
 
 
-def test_a_refusal_in_a_job_ends_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refused() -> None:
         raise ConfigError("run.steps", 3, why="w", remedy="r")
 

@@ -35,9 +35,7 @@ def test_a_waiting_job_says_why_and_is_found_by_its_run_directory(cluster: Virtu
         cluster.run("scancel", str(held), str(later))
 
 
-def test_a_job_of_another_program_and_spaces_in_paths_do_not_end_a_status(
-    cluster: VirtualCluster, tmp_path: Path
-) -> None:
+def test_another_program_and_spaces_in_paths_do_not_end_a_status(cluster: VirtualCluster, tmp_path: Path) -> None:
     """Slurm prints the command line of a job without its quotes."""
     place = tmp_path / "a place"
     place.mkdir()
@@ -51,12 +49,12 @@ def test_a_job_of_another_program_and_spaces_in_paths_do_not_end_a_status(
         shown = cluster.run("python", "-m", "headrace", "status", f"{place}/run", cwd=place, env=job_env())
         assert f"{ours} waits: held" in shown
         assert str(other) not in shown.split()
-        [output] = output_of(cluster, ours, place)
+        [output] = files_of(cluster, ours, place)
         assert output == f"{place}/slurm-{ours}.out"
     finally:
         cluster.run("scancel", str(other), str(ours))
 
 
-def output_of(cluster: VirtualCluster, number: int, cwd: Path) -> list[str]:
+def files_of(cluster: VirtualCluster, number: int, cwd: Path) -> list[str]:
     code = f"from pipeline.cluster.status.slurm import output_files; print(*output_files(['{number}']), sep='\\n')"
     return cluster.run("python", "-c", code, cwd=cwd, env=job_env()).splitlines()

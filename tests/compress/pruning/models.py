@@ -137,11 +137,9 @@ def logits(folder: Path, rows: torch.Tensor, *, without: Sequence[int] = ()) -> 
 
 
 def rows() -> torch.Tensor:
-    """Token ids."""
     return torch.randint(0, VOCAB, (4, SEQUENCE), generator=torch.Generator().manual_seed(5))
 
 
 def config_json(folder: Path) -> dict[str, Any]:
-    """The folder's config.json."""
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found

@@ -29,19 +29,16 @@ def raw_config(folder: Path, model: Path, tokens: Path, **fields: Any) -> dict[s
 
 
 def write_config(folder: Path, model: Path, tokens: Path, **fields: Any) -> Path:
-    """The same as a file."""
     path = folder / "prune.json"
     path.write_text(json.dumps(raw_config(folder, model, tokens, **fields)))
     return path
 
 
 def plan_of(folder: Path, model: Path, tokens: Path, **fields: Any) -> PruningPlan:
-    """A checked config."""
     return prepare(parse(PruneConfig, raw_config(folder, model, tokens, **fields)))
 
 
 def pruned(folder: Path, model: Path, tokens: Path, **fields: Any) -> tuple[PruningPlan, Kept]:
-    """Writes folder/pruned in this process."""
     plan = plan_of(folder, model, tokens, **fields)
     assert plan.shape is not None
     how, sums = plan.config.importance, find_importance(plan, SINGLE_PROCESS).sums
@@ -58,6 +55,5 @@ def indices(part: slice, size: int) -> list[int]:
 
 
 def as_rows(tensor: torch.Tensor) -> list[int]:
-    """A tensor of indices as a list."""
     found: list[int] = tensor.tolist()
     return found

@@ -23,6 +23,7 @@ from tests import warm
 from tests.compress.pruning import models
 from tests.compress.pruning.prunings import plan_of, raw_config, write_config
 from tests.evaluation.heldout.small import SEQUENCE, VOCAB
+from tests.support import output_of
 
 CPU = torch.device("cpu")
 GATHER = """
@@ -74,8 +75,7 @@ def found_in(
     fields: dict[str, Any] = {"target": {"shape": SHAPES[source.name]}, "calibration": {"samples": 17}, **more}
     folder.mkdir()
     config = write_config(folder, source, tokens, importance={"depth": "loss", **section}, **fields)
-    done = warm.run("-c", GATHER, config, processes=processes)
-    assert done.returncode == 0, done.stderr
+    output_of(warm.run("-c", GATHER, config, processes=processes))
     # the sums do not depend on the layout, nor does what they are kept by
     plan = plan_of(folder, source, tokens, importance={"depth": "loss"}, **fields)
     sums = load_sums(plan, fingerprint(plan))
@@ -128,9 +128,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), cells())
-def test_every_layout_finds_the_same_importances_and_chooses_the_same_channels(
-    alone: Any, tokens: Path, tmp_path: Path, name: str, layout: str
-) -> None:
+def test_every_layout_chooses_equal_channels(alone: Any, tokens: Path, tmp_path: Path, name: str, layout: str) -> None:
     source, plan, one = alone(name)
     raw = raw_config(tmp_path, source, tokens, target={"shape": SHAPES[name]}, importance=LAYOUTS[layout][1])
     shared = prepare(parse(PruneConfig, raw), world_size=LAYOUTS[layout][0]).layout
@@ -171,16 +169,13 @@ sys.exit(guarded(main))
 """
 
 
-def test_the_shape_that_rank_zero_measures_is_that_of_all_processes_and_so_is_its_refusal(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_the_shape_that_rank_0_measures_and_its_refusal_are_those_of_all_ranks(tokens: Path, tmp_path: Path) -> None:
     source = models.make(tmp_path / "model", "llama", tokens, dead=False)
     config = write_config(tmp_path, source, tokens, target={"latency": 0.6})
-    done = warm.run("-c", MEASURED, config, processes=2, merged=True)
-    assert done.returncode == 0, done.stdout
-    found = {line[7:] for line in done.stdout.splitlines() if line.startswith("rank ")}
+    said = output_of(warm.run("-c", MEASURED, config, processes=2, merged=True))
+    found = {line[7:] for line in said.splitlines() if line.startswith("rank ")}
     assert len(found) == 1, found  # the same of both
-    assert done.stdout.count("measuring forward passes") == 1
+    assert said.count("measuring forward passes") == 1
     config = write_config(tmp_path, source, tokens, target={"latency": 0.01})
     done = warm.run("-c", MEASURED, config, processes=2, merged=True)
     assert done.returncode == 2
@@ -197,7 +192,6 @@ def _assert_same(one: Sums, two: Sums) -> None:
 
 
 def _chosen(plan: PruningPlan, sums: Sums) -> Any:
-    assert plan.shape is not None
     kept = select(sums, plan.anatomy, plan.shape, metric="mean_abs", depth="loss")
     return kept.summary(), {place: each.tolist() for place, each in kept.ffn.items()}
 
@@ -261,9 +255,7 @@ def test_of_equal_scores_the_first_are_kept() -> None:
     assert top(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 3).tolist() == [0, 1, 3]
 
 
-def test_a_second_start_takes_the_sums_of_the_first_unless_what_they_depend_on_has_changed(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_second_start_takes_the_sums_of_the_first_if_they_are_still_valid(tokens: Path, tmp_path: Path) -> None:
     source = models.make(tmp_path / "model", "llama", tokens, dead=False)
     config = write_config(tmp_path, source, tokens, target={"shape": {"hidden_size": 16}})
     warm.run("-c", GATHER, config).check_returncode()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from tests import warm
 from tests.compress.pruning.prunings import plan_of, pruned, raw_config, write_config
 from tests.conftest import ROOT
 from tests.evaluation.heldout.small import make_model
+from tests.support import kill_group, output_of, wait_until
 
 ENTRY = ROOT / "pipeline/prune.py"
 
@@ -46,14 +45,10 @@ def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) ->
     leftover.touch()
     parameters = ModelFolder.open(model).parameters * 6 // 10
     config = write_config(folder, model, tokens, target={"parameters": parameters}, consumers=["transformers"])
-    done = warm.run(ENTRY, "--config", config)
-    assert done.returncode == 0, done.stderr
-    return folder / "pruned", done.stdout
+    return folder / "pruned", output_of(warm.run(ENTRY, "--config", config))
 
 
-def test_the_folder_is_a_finished_model_with_its_parents_and_numbers(
-    made: tuple[Path, str], model: Path, tokens: Path
-) -> None:
+def test_the_folder_is_a_model_with_its_parents_and_numbers(made: tuple[Path, str], model: Path, tokens: Path) -> None:
     path, stdout = made
     manifest = read_manifest(path, kind="model")
     assert all(good for _, good in verify(path, manifest))
@@ -79,9 +74,8 @@ def test_nothing_is_left_beside_it(made: tuple[Path, str]) -> None:
 
 def test_verify_takes_a_pruned_folder_and_records_how_far_it_is(made: tuple[Path, str]) -> None:
     options = ("--consumers", "transformers", "--positions", 300, "--json")
-    done = warm.run("-m", "pipeline", "compress", "verify", made[0], *options)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["consumers"]["transformers"]["mean_kl"] > 0.05
+    said = output_of(warm.run("-m", "pipeline", "compress", "verify", made[0], *options))
+    assert json.loads(said.splitlines()[-1])["consumers"]["transformers"]["mean_kl"] > 0.05
 
 
 def test_a_pruned_model_is_pruned_again(made: tuple[Path, str], tokens: Path, tmp_path: Path) -> None:
@@ -103,27 +97,19 @@ def test_bytes_are_those_of_the_written_dtype(model: Path, tokens: Path, tmp_pat
 def test_a_shape_is_measured_as_the_model_that_would_be_written(model: Path, tokens: Path, tmp_path: Path) -> None:
     plan = prepare(parse(PruneConfig, raw_config(tmp_path, model, tokens, target={"latency": 0.5})))
     assert plan.shape is None
-    assert plan.choices is not None
     smallest = plan.choices.smallest
     assert smallest[GROUPS] == 1
     assert measure_ratio(plan, smallest) > 0  # builds and runs it; how long it takes is the machine's affair
 
 
 @pytest.mark.integration
-def test_a_killed_run_leaves_nothing_under_the_final_name_and_the_next_does_not_gather_again(
-    model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_leaves_nothing_and_the_next_gathers_no_more(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}}, consumers=["transformers"])
     plan = plan_of(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}})
     command = [sys.executable, str(ENTRY), "--config", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    written, deadline = staging_path(plan.output) / "model.safetensors", time.monotonic() + 240
-    while not written.exists():
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    wait_until((staging_path(plan.output) / "model.safetensors").exists, within_s=240, process=process, poll_s=0.002)
+    kill_group(process)
     assert not plan.output.exists()
     assert (work_directory(plan) / "importance.safetensors").is_file()
     _without_gathering(config)
@@ -139,14 +125,11 @@ def _without_gathering(config: Path) -> None:
         "run.gather_here = fail\n"
         "from pipeline.prune import main; sys.exit(main())"
     )
-    done = warm.run("-c", code, "--config", config)
-    assert done.returncode == 0, done.stderr
+    output_of(warm.run("-c", code, "--config", config))
 
 
 @pytest.mark.integration
-def test_under_torchrun_and_deepspeed_one_folder_is_written_whatever_the_layout(
-    model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_under_torchrun_and_deepspeed_one_folder_is_written(model: Path, tokens: Path, tmp_path: Path) -> None:
     found: list[dict[str, Any]] = []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
@@ -160,11 +143,12 @@ def test_under_torchrun_and_deepspeed_one_folder_is_written_whatever_the_layout(
         fields = {"target": {"shape": {"hidden_size": 32}}, "consumers": [], "importance": layout}
         config = write_config(tmp_path / name, model, tokens, **fields)
         command = [*starter, str(ENTRY), "--config", str(config)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=os.environ | {"DS_ACCELERATOR": "cpu"}
+        said = output_of(
+            subprocess.run(
+                command, capture_output=True, text=True, check=False, env=os.environ | {"DS_ACCELERATOR": "cpu"}
+            )
         )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count("num_key_value_heads") == 1
+        assert said.count("num_key_value_heads") == 1
         found.append(read_manifest(tmp_path / name / "pruned", kind="model").details["pruning"]["kept"])
     assert found[0] == found[1] == found[2]
     assert torch.tensor(found[0]["hidden_channels"]).numel() == 32

@@ -16,20 +16,16 @@ _READERS = {
 }
 
 
-def make_outliers(source: Path, folder: Path, *, activations: bool, seed: int = 0) -> Path:
+def make_outliers(source: Path, folder: Path, *, activations: bool) -> Path:
     """Copies a Llama; 6 channels per norm are 30 times as large in the activations, or in the weights that read them.
 
-    Args:
-        source: Hugging Face folder with one safetensors file.
-        folder: the copy.
-        activations: norm weights times 30 and the columns that read them divided by 30 (int8 activations suffer),
-            or else norm weights divided and columns times 30 (groups of weights with one scale suffer).
-        seed: of the channels.
+    With `activations` norm weights times 30 and the columns that read them divided by 30 (int8 activations suffer), or
+    else norm weights divided and columns times 30 (groups of weights with one scale suffer).
     """
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
     factor = FACTOR if activations else 1 / FACTOR
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name in sorted(tensors):
         layer, _, norm = name.removesuffix(".weight").rpartition(".")
         if norm not in _READERS:

@@ -127,9 +127,7 @@ def test_an_expert_that_no_token_goes_to_is_rounded_to_the_nearest(moe: Path, to
         assert same.count(False) == model.config.num_experts_per_tok < len(same)
 
 
-def test_the_head_has_a_scheme_of_its_own_and_a_tied_head_gets_weights_of_its_own(
-    model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_head_has_its_own_scheme_and_a_tied_one_its_own_weights(model: Path, tokens: Path, tmp_path: Path) -> None:
     fields = {"head": "W8A16", "untie": True, "dtype": "bfloat16"}
     plan = packed_here(tmp_path, model, tokens, scheme="W4A16", consumers=["transformers"], **fields)
     folder = ModelFolder.open(tmp_path / "small")
@@ -189,9 +187,7 @@ def test_experts_that_stay_are_refused_for_transformers_where_it_cannot_load_the
     assert describe(tmp_path / "small").plain_experts is not loads
 
 
-def test_a_consumer_that_is_asked_for_and_cannot_take_experts_is_a_refusal(
-    moe: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_consumer_named_that_cannot_take_experts_is_a_refusal(moe: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, moe, tokens, scheme="W8A8", consumers=["transformers"])
     with pytest.raises(ConfigError, match="transformers cannot load experts"):
         prepare(parse(QuantizeConfig, json.loads(config.read_text())))
@@ -202,7 +198,6 @@ def test_a_model_that_nothing_here_serves_is_said_to_be_unscored(monkeypatch: py
     dense = ModelDescription(FOLDER, "W8A8", 64, dense=frozenset({"W8A8"}))
     assert plan_consumers(dense).warning() is None
     nothing = plan_consumers(replace(dense, experts=frozenset({"W8A8"}))).warning()
-    assert nothing is not None
     assert nothing.splitlines()[0].startswith("warning: no program that serves the result")
     assert "transformers: transformers cannot load experts" in nothing
     amx = " amx_tile " in Path("/proc/cpuinfo").read_text().replace("\n", " ")

@@ -21,6 +21,7 @@ from pipeline.data.dataset import TokenDataset
 from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, write_config
 from tests.evaluation.heldout.small import SEQUENCE
+from tests.support import output_of
 
 O, I, N, GROUP = 48, 192, 1024, 32  # noqa: E741  outputs, inputs, tokens: the letters of the formulas
 
@@ -124,8 +125,7 @@ def test_a_folder_made_with_gptq_is_nearer_to_the_original(model: Path, tokens: 
     for method in ("rtn", "gptq"):
         (tmp_path / method).mkdir()
         fields = {"scheme": "W4A16", "method": method, "consumers": ["transformers"]}
-        done = warm.run(ENTRY, "--config", write_config(tmp_path / method, model, tokens, **fields))
-        assert done.returncode == 0, done.stderr
+        output_of(warm.run(ENTRY, "--config", write_config(tmp_path / method, model, tokens, **fields)))
         details = json.loads((tmp_path / method / "small/manifest.json").read_text())["details"]
         assert details["quantization"]["method"] == method
         kl[method] = details["consumers"]["transformers"]["mean_kl"]

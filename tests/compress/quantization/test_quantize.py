@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +25,7 @@ from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, make_model, run_python
+from tests.support import kill_group, output_of, wait_until
 
 ENTRY = Path(__file__).resolve().parents[3] / "pipeline" / "quantize.py"
 
@@ -44,16 +43,10 @@ for folder in sys.argv[2:]:
 
 
 def kill_once_written(config: Path, written: Path) -> None:
-    """Starts a quantization and kills it, and all that it has started, as soon as a file is there."""
     command = [sys.executable, str(ENTRY), "--config", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 240
-    while not written.exists():
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    wait_until(written.exists, within_s=240, process=process, poll_s=0.002)
+    kill_group(process)
 
 
 @dataclass(frozen=True)
@@ -72,9 +65,8 @@ def write_config(folder: Path, model: Path, tokens: Path, **fields: Any) -> Path
 
 
 def quantize(folder: Path, model: Path, tokens: Path, **fields: Any) -> Made:
-    done = warm.run(ENTRY, "--config", write_config(folder, model, tokens, **fields))
-    assert done.returncode == 0, done.stderr
-    return Made(folder / "small", read_manifest(folder / "small", kind="model"), done.stdout)
+    said = output_of(warm.run(ENTRY, "--config", write_config(folder, model, tokens, **fields)))
+    return Made(folder / "small", read_manifest(folder / "small", kind="model"), said)
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +90,12 @@ def made(request: pytest.FixtureRequest) -> Made:
 
 
 @pytest.mark.integration
-def test_plain_transformers_in_a_fresh_process_gives_the_numbers_of_the_manifests(
-    int8: Made, int4: Made, tokens: Path, tmp_path: Path
-) -> None:
+def test_plain_transformers_gives_the_manifests_numbers(int8: Made, int4: Made, tokens: Path, tmp_path: Path) -> None:
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
     (tmp_path / "rows.json").write_text(json.dumps(dataset.read(range(dataset.windows)).tolist()))
-    done = run_python("-c", PLAIN, tmp_path / "rows.json", int8.path, int4.path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    said = output_of(run_python("-c", PLAIN, tmp_path / "rows.json", int8.path, int4.path, cwd=tmp_path))
     # int8 runs in float32; int4 in bfloat16, where matmuls round differently for another batch shape
-    for made, tolerance, line in zip((int8, int4), (1e-5, 2e-3), done.stdout.split(), strict=True):
+    for made, tolerance, line in zip((int8, int4), (1e-5, 2e-3), said.split(), strict=True):
         assert float(line) == pytest.approx(made.manifest.details["after"]["loss_nats"], rel=tolerance)
 
 
@@ -137,9 +126,7 @@ def test_embeddings_and_norms_are_not_quantized(made: Made) -> None:
     assert "lm_head.weight" not in tensors  # tied
 
 
-def test_the_directory_is_a_finished_model_with_its_parents_and_tokenizer(
-    made: Made, model: Path, tokens: Path
-) -> None:
+def test_the_directory_is_a_model_with_its_parents_and_tokenizer(made: Made, model: Path, tokens: Path) -> None:
     assert all(good for _, good in verify(made.path, made.manifest))
     assert made.manifest.parents["data"]["fingerprint"] == read_manifest(tokens, kind="tokens").fingerprint
     assert made.manifest.parents["model"] == {"path": str(model), "fingerprint": ModelFolder.open(model).fingerprint()}

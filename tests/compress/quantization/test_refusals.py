@@ -19,10 +19,10 @@ from pipeline.evaluation.heldout.measure import measure
 from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, write_config
 from tests.evaluation.heldout.small import SEQUENCE, TEXTS, VOCAB, make_tokens, run_python
+from tests.support import refusal_of
 
 
 def refusal(folder: Path, model: Path, tokens: Path, **fields: Any) -> str:
-    """The message of the error that `prepare` raises."""
     raw = json.loads(write_config(folder, model, tokens, **fields).read_text())
     with pytest.raises(HeadraceError) as caught:
         prepare(parse(QuantizeConfig, raw))
@@ -31,9 +31,7 @@ def refusal(folder: Path, model: Path, tokens: Path, **fields: Any) -> str:
 
 def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens, scheme="W4A16", group_size=64)
-    done = run_python("-X", "importtime", ENTRY, "--config", config)
-    assert done.returncode == 2
-    *imports, field, why, remedy = done.stderr.splitlines()
+    *imports, field, why, remedy = refusal_of(run_python("-X", "importtime", ENTRY, "--config", config)).splitlines()
     assert field == "error: group_size = 64"
     assert "96 inputs, which 64 does not divide" in why
     assert "32, which divides" in remedy
@@ -45,10 +43,9 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
 
 def test_a_misspelled_key_is_refused_with_the_right_one(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens)
-    done = warm.run(ENTRY, "--config", config, "--set", "group_sise=32")
-    assert done.returncode == 2
-    assert "did you mean 'group_size'?" in done.stderr
-    assert "Traceback" not in done.stderr
+    said = refusal_of(warm.run(ENTRY, "--config", config, "--set", "group_sise=32"))
+    assert "did you mean 'group_size'?" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -85,9 +82,7 @@ def test_truncated_weights_are_refused(model: Path, tokens: Path, tmp_path: Path
     copied = Path(shutil.copytree(model, tmp_path / "copied"))
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    done = warm.run(ENTRY, "--config", write_config(tmp_path, copied, tokens))
-    assert done.returncode == 2
-    assert "truncated or overwritten" in done.stderr
+    assert "truncated or overwritten" in refusal_of(warm.run(ENTRY, "--config", write_config(tmp_path, copied, tokens)))
     assert not (tmp_path / "small").exists()
 
 
@@ -107,9 +102,8 @@ def test_a_quantized_model_is_not_quantized_again(model: Path, tokens: Path, tmp
 def test_layers_that_are_not_linear_modules_are_refused_with_nothing_left(tokens: Path, tmp_path: Path) -> None:
     shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": SEQUENCE, "vocab_size": VOCAB}
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "gpt2")
-    done = warm.run(ENTRY, "--config", write_config(tmp_path, tmp_path / "gpt2", tokens, scheme="W4A16"))
-    assert done.returncode == 2
-    assert "is Conv1D, and only torch.nn.Linear can be quantized" in done.stderr
+    said = refusal_of(warm.run(ENTRY, "--config", write_config(tmp_path, tmp_path / "gpt2", tokens, scheme="W4A16")))
+    assert "is Conv1D, and only torch.nn.Linear can be quantized" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpt2", "quantize.json"]
 
 

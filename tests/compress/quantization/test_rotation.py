@@ -90,9 +90,7 @@ def test_an_outlier_channel_of_the_residual_stream_is_spread_over_all(untied: Pa
     assert ratios[1] < 2
 
 
-def test_outliers_between_norms_and_weights_are_gone_without_calibration(
-    untied: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_outliers_of_norms_and_weights_are_gone_without_calibration(untied: Path, tokens: Path, tmp_path: Path) -> None:
     source = make_outliers(untied, tmp_path / "outliers", activations=False)
     original = heldout_loss(untied, tokens)
     loses = {}
@@ -109,9 +107,7 @@ def test_outliers_between_norms_and_weights_are_gone_without_calibration(
     assert float(before.max() / before.min()) > FACTOR / 2
 
 
-def test_what_does_not_commute_with_a_rotation_is_refused(
-    model: Path, untied: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_what_commutes_with_no_rotation_is_refused(model: Path, untied: Path, tokens: Path, tmp_path: Path) -> None:
     def refused(source: Path, **fields: Any) -> str:
         raw = json.loads(write_config(tmp_path, source, tokens, rotation=True, **fields).read_text())
         with pytest.raises(ConfigError) as caught:

@@ -83,9 +83,7 @@ def test_fp8_has_no_integers_to_choose_from(model: Path, tokens: Path, tmp_path:
         prepare(parse(QuantizeConfig, json.loads(config.read_text())))
 
 
-def test_a_head_in_fp8_is_no_obstacle_because_it_is_rounded_to_the_nearest(
-    model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_head_in_fp8_is_no_obstacle_as_it_is_rounded_to_nearest(model: Path, tokens: Path, tmp_path: Path) -> None:
     fields = {
         "method": "auto-round",
         "head": "FP8",

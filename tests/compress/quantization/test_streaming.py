@@ -88,9 +88,7 @@ def test_the_tensors_are_those_of_the_whole_model_way(
 
 
 @pytest.mark.parametrize("done", [1, 2])
-def test_a_killed_calibration_goes_on_at_its_layer_and_gives_the_same_bytes(
-    done: int, model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_killed_calibration_goes_on_to_the_same_bytes(done: int, model: Path, tokens: Path, tmp_path: Path) -> None:
     expected = hashes(streamed(plan_of(tmp_path / "whole", model, tokens, **GPTQ)))
     plan = plan_of(tmp_path / "killed", model, tokens, **GPTQ)
 
@@ -115,9 +113,7 @@ def test_a_killed_calibration_goes_on_at_its_layer_and_gives_the_same_bytes(
     assert said == ["resuming at layer 2 of 2" if done == 1 else "all 2 layers are there"]
 
 
-def test_layers_of_edited_code_are_not_used(
-    model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edited_layers_are_not_used(model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(tmp_path, model, tokens, **GPTQ)
     CalibrationWork.open(plan).finish(0, {"weight": torch.ones(1)}, [])
     assert CalibrationWork.open(plan).done == 1
@@ -129,9 +125,7 @@ def test_layers_of_edited_code_are_not_used(
 
 
 @pytest.mark.parametrize("other", [{"calibration": {"samples": 16}}, {"scheme": "W8A8"}, {"smoothing": 0.5}])
-def test_layers_of_another_config_are_not_used(
-    other: dict[str, Any], model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_layers_of_other_configs_are_not_used(other: dict[str, Any], model: Path, tokens: Path, tmp_path: Path) -> None:
     streamed(plan_of(tmp_path, model, tokens, **GPTQ))
     assert CalibrationWork.open(plan_of(tmp_path, model, tokens, **GPTQ)).done == 2
     assert CalibrationWork.open(plan_of(tmp_path, model, tokens, **{**GPTQ, **other})).done == 0
@@ -161,9 +155,7 @@ def test_one_layer_is_in_memory_at_a_time(model: Path, tokens: Path, tmp_path: P
 
 
 @pytest.mark.integration
-def test_a_process_killed_after_its_first_layer_is_resumed_by_the_next(
-    model: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_process_killed_after_its_first_layer_is_resumed(model: Path, tokens: Path, tmp_path: Path) -> None:
     expected = hashes(streamed(plan_of(tmp_path / "whole", model, tokens, **GPTQ)))
     folder = tmp_path / "killed"
     folder.mkdir()

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pipeline.compress.recipe.config import RecipeConfig
 from pipeline.compress.recipe.steps import plan_steps
 from tests.conftest import tiny_config, write_config
 from tests.evaluation.heldout.small import SEQUENCE, make_model, make_tokens
+from tests.support import wait_until
 from tests.warm_python import python
 
 STEPS = 60
@@ -163,12 +163,11 @@ def times(work: Path) -> dict[str, int]:
 def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_with_all_results(work: Path) -> None:
     path = write_config(work / "recipe.json", recipe(work, "whole"))
     process = started(path)
-    journal, deadline = work / "whole/runs/distillation/metrics.jsonl", time.monotonic() + 240
+    journal = work / "whole/runs/distillation/metrics.jsonl"
     checkpoints = work / "whole/runs/distillation/checkpoints"
-    while not (checkpoints.is_dir() and any(checkpoints.glob("step-*"))):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(
+        lambda: any(checkpoints.glob("step-*")), within_s=240, process=process, said=lambda: process.communicate()[0]
+    )
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (work / "whole/distilled").exists()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 from tests.compress.recipe.test_recipe import run, started
 from tests.conftest import tiny_config, write_config
 from tests.evaluation.heldout.small import SEQUENCE, make_model, make_tokens
+from tests.support import wait_until
 
 MADE = ("pruned-1", "distilled-1", "pruned-2", "distilled-2")
 ROUNDS = [
@@ -30,7 +30,6 @@ ROUNDS = [
 
 
 def write_recipe(work: Path, output: str) -> Path:
-    """The config of two rounds."""
     fields: dict[str, Any] = {
         "model": str(work / "model"),
         "output": str(work / output),
@@ -42,12 +41,8 @@ def write_recipe(work: Path, output: str) -> Path:
 
 
 def kill_when(path: Path, reached: Callable[[], bool]) -> None:
-    """Starts the recipe, and kills it with all of its steps at some moment."""
-    process, deadline = started(path), time.monotonic() + 300
-    while not reached():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    process = started(path)
+    wait_until(reached, within_s=300, process=process, said=lambda: process.communicate()[0])
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 

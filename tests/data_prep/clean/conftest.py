@@ -22,7 +22,6 @@ def clean(step: str, text: str, *, record: dict[str, Any] | None = None, **keys:
 
 @pytest.fixture
 def run() -> Callable[..., str]:
-    """The function `clean`, for test modules."""
     return clean
 
 

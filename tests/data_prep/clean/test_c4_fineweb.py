@@ -63,7 +63,6 @@ def test_c4_rules_can_be_switched_off(run: Run) -> None:
 
 
 def fineweb(run: Run, text: str, **rule: object) -> str:
-    """Runs one rule of FineWeb with the others off."""
     names = ("min_ended_lines", "max_short_lines", "max_duplicate_characters", "max_line_feeds")
     return run("fineweb_quality", text, **dict.fromkeys(names) | rule)
 

@@ -97,9 +97,7 @@ def test_with_spacys_words_the_decisions_are_those_of_datatrove(step: str, name:
     ("step", "name", "least"),
     [("fineweb_quality", "FineWebQualityFilter", 0.98), ("c4", "C4QualityFilter", 0.98)],
 )
-def test_with_our_words_and_sentences_nearly_all_decisions_are_the_same(
-    step: str, name: str, least: float, documents: list[str]
-) -> None:
+def test_with_our_words_most_decisions_are_the_same(step: str, name: str, least: float, documents: list[str]) -> None:
     ours = decisions(step, documents)
     theirs = [REASONS.get(reason, reason) for reason in decisions("datatrove", documents, filter=name)]
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= least * len(documents)

@@ -18,9 +18,8 @@ def _word(i: int) -> str:
     return "".join("abcdefghij"[i // 10**k % 10] for k in range(5))
 
 
-def lines(count: int, *, start: int = 0) -> list[str]:
-    """`count` different lines of ten different words."""
-    return [words(10, start=10 * i) for i in range(start, start + count)]
+def lines(count: int) -> list[str]:
+    return [words(10, start=10 * i) for i in range(count)]
 
 
 LINE_RULES = ("duplicate_lines", "duplicate_paragraphs", "duplicate_line_characters", "duplicate_paragraph_characters")
@@ -96,7 +95,6 @@ def test_repeated_ngrams_do_not_overlap(run: Run) -> None:
 
 
 def quality(run: Run, text: str, **rule: object) -> str:
-    """Runs one quality rule with the others off."""
     sizes = ("min_words", "max_words", "min_word_length", "max_word_length")
     symbols = ("max_hashes", "max_ellipses", "max_bullet_lines", "max_ellipsis_lines")
     off = dict.fromkeys([*sizes, *symbols, "min_letter_words", "min_stop_words"])

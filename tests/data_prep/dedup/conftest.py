@@ -37,7 +37,6 @@ def real_texts() -> list[str]:
 
 @pytest.fixture
 def texts() -> list[str]:
-    """See `real_texts`."""
     return real_texts()
 
 
@@ -54,7 +53,6 @@ def tokenize() -> Callable[[list[str]], Batch]:
 
 
 def batch_of(documents: list[list[int]]) -> Batch:
-    """A batch of these token ids."""
     flat = [token for document in documents for token in document]
     return Batch(np.array(flat, dtype=np.uint32), np.cumsum([0, *map(len, documents)], dtype=np.int64))
 

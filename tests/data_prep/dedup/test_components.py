@@ -119,9 +119,7 @@ def test_running_a_finished_task_again_changes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["all different", "all the same"])
-def test_a_pairs_task_stays_within_its_memory_limit(
-    tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pairs_task_keeps_its_memory_limit(tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All documents equal is the worst case: then one range has them all."""
     count, runs = 8_000, 25
     for n in range(runs):
@@ -147,9 +145,7 @@ def test_a_pairs_task_stays_within_its_memory_limit(
 
 
 @pytest.mark.parametrize("kind", ["all different", "all the same", "most in a few runs"])
-def test_merged_tables_are_few_and_their_tasks_stay_within_the_memory_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_merged_tables_are_few_and_tasks_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     counts = [12_000 if n >= 90 else 20 for n in range(100)] if kind == "most in a few runs" else [2_000] * 100
     firsts = np.cumsum([0, *counts]).tolist()
     paths = [tmp_path / f"run{n}" for n in range(len(counts))]

@@ -85,9 +85,7 @@ def test_every_line_has_a_hash_and_removing_no_line_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["all different", "all the same"])
-def test_a_repeated_lines_task_stays_within_its_memory_limit(
-    tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lines_task_keeps_its_memory_limit(tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     count, paths = 8_000, [tmp_path / f"run{n}" for n in range(25)]
     for n, path in enumerate(paths):
         path.mkdir()

@@ -18,9 +18,7 @@ SECTION = DedupSection(near=NearSection())
 RUNS = 3
 
 
-def test_edited_duplicates_are_dropped_and_their_originals_are_kept(
-    tmp_path: Path, texts: list[str], tokenize: Callable[[list[str]], Batch]
-) -> None:
+def test_originals_of_duplicates_stay(tmp_path: Path, texts: list[str], tokenize: Callable[[list[str]], Batch]) -> None:
     rng = random.Random(0)
     edited = [" ".join(w for w in text.split(" ") if rng.random() > 0.01) for text in texts]
     everything = [*texts, *edited, *texts[:20]]

@@ -48,9 +48,7 @@ def test_a_document_with_too_few_words_is_compared_unchanged() -> None:
     assert offsets.tolist() == [0, 3, 5, 9, 13]
 
 
-def test_reindented_code_with_other_quotes_has_the_same_band_hashes(
-    texts: list[str], tokenize: Callable[[list[str]], Batch]
-) -> None:
+def test_reindented_code_has_the_same_band_hashes(texts: list[str], tokenize: Callable[[list[str]], Batch]) -> None:
     # without letters that are others once they have been in upper case, such as ligatures
     texts = ["".join(char for char in text if char.upper().lower() == char.lower()) for text in texts]
     tabs = [re.sub("^ +", lambda m: "\t" * (len(m[0]) // 4), text, flags=re.MULTILINE) for text in texts]

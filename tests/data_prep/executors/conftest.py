@@ -24,13 +24,7 @@ TASKS = 12
 
 @dataclass(frozen=True)
 class Job:
-    """A running command.
-
-    Attributes:
-        root: its job directory.
-        directory: its working directory.
-        config: the arguments that name its config.
-    """
+    """A running command."""
 
     process: subprocess.Popen[str]
     root: Path
@@ -53,12 +47,10 @@ class Job:
         raise AssertionError("no worker could be suspended in the middle of a task")
 
     def status(self) -> str:
-        """The output of `python -m data_prep status`, run in another process."""
         command = [*COMMAND, "status", *self.config]
         return subprocess.run(command, cwd=self.directory, capture_output=True, text=True, check=True).stdout
 
     def wait(self, *, timeout_s: float = 150) -> tuple[int, str]:
-        """Waits for the command to end; returns its exit code and what it printed."""
         printed, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, printed
 

@@ -112,9 +112,7 @@ def test_a_task_stops_when_its_coordinator_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("spark", "pyspark")])
-def test_the_error_for_an_engine_that_is_not_installed_names_the_extra_to_install(
-    corpus: Corpus, tmp_path: Path, engine: str, package: str
-) -> None:
+def test_a_missing_engine_is_named_with_its_extra(corpus: Corpus, tmp_path: Path, engine: str, package: str) -> None:
     (tmp_path / f"{package}.py").write_text("raise ImportError('not installed')\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     job = corpus.start(tmp_path / "tokens", "--executor", engine, env={"PYTHONPATH": path})
@@ -127,9 +125,7 @@ def test_the_error_for_an_engine_that_is_not_installed_names_the_extra_to_instal
 @pytest.mark.parametrize(
     ("engine", "address"), [("ray", "127.0.0.1:1"), ("spark", "spark://127.0.0.1:1"), ("local", "x")]
 )
-def test_an_unreachable_cluster_is_an_error_before_the_job_starts(
-    corpus: Corpus, tmp_path: Path, engine: str, address: str
-) -> None:
+def test_an_unreachable_cluster_is_an_early_error(corpus: Corpus, tmp_path: Path, engine: str, address: str) -> None:
     if engine != "local":
         pytest.importorskip({"ray": "ray", "spark": "pyspark"}[engine])
     job = corpus.start(tmp_path / "tokens", "--executor", engine, "--address", address)

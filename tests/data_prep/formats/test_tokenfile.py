@@ -56,9 +56,7 @@ def test_written_files_follow_the_published_layout(
 
 @given(documents=DOCUMENTS)
 @settings(max_examples=30, deadline=None)
-def test_a_token_file_reads_back_as_it_was_written(
-    documents: Documents, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_token_file_reads_back_as_written(documents: Documents, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = TokenFile.open(write(tmp_path_factory.mktemp("t") / "a", documents))
     assert file.documents == len(documents)
     assert file.tokens.tolist() == [i for document in documents for i in document]

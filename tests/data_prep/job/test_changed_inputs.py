@@ -11,6 +11,7 @@ import pytest
 from headrace.base.errors import DataError
 from tests.data_prep.conftest import mixed_corpus, tree
 from tests.data_prep.in_process import run_job
+from tests.support import flip_a_byte
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,6 @@ def inputs(work: Path) -> list[Path]:
 
 
 def touch(path: Path) -> None:
-    """Another time of modification, as after a copy."""
     os.utime(path, ns=(1, 1 + path.stat().st_mtime_ns))
 
 
@@ -59,9 +59,7 @@ def test_restored_files_with_equal_bytes_are_taken(half: Path) -> None:
 def test_a_changed_byte_in_what_was_read_is_refused(number: int, half: Path) -> None:
     """All files are read for the tokenizer; of some, a map task has finished, too."""
     path = inputs(half)[number]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_a_byte(path)
     touch(path)
     with pytest.raises(DataError, match=f"{path.name} has changed since the job was planned: it has other bytes"):
         run_job("corpus.json")

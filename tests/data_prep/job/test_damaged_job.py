@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,13 +16,13 @@ from data_prep.job.directory import Job
 from headrace.base.errors import DataError
 from tests.data_prep.conftest import config_file, text_folder, tree
 from tests.data_prep.in_process import run_job
+from tests.support import flip_a_byte
 
 CONFIG = {"task_bytes": 2000, "shard_tokens": 2000, "tokenizer": {"train": "bpe", "vocab_size": 300}}
 
 
 @pytest.fixture(scope="module")
 def mapped_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of which the map phase has finished."""
     work = tmp_path_factory.mktemp("mapped")
     text_folder(work)
     with pytest.MonkeyPatch.context() as patch:
@@ -41,20 +42,13 @@ def mapped(mapped_work: Path, work: Path) -> Path:
     return work
 
 
-def flip(path: Path, *, at: float) -> None:
-    """Flips a bit of a file, at a fraction of its length."""
-    data = bytearray(path.read_bytes())
-    data[int(at * len(data))] ^= 16
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("at", [0.0, 0.5, 0.999])
 @pytest.mark.parametrize("name", ["run-000/tokens.bin", "run-000/docs.bin", "run-000/checks.bin", "run-000/run.json"])
 def test_a_flipped_bit_in_a_finished_map_output_is_found_and_its_task_named(name: str, at: float, mapped: Path) -> None:
     """Whatever the reduce tasks read is compared with checksums; after the named task is repeated, the output is as if
     nothing had happened."""
     directory = mapped / ".tokens.job/map/00001"
-    flip(directory / name, at=at)
+    flip_a_byte(directory / name, at=at)
     with pytest.raises(DataError, match=r"rm -r .*map/00001 and run again") as raised:
         run_job("corpus.json")
     assert "damaged" in str(raised.value)
@@ -76,14 +70,10 @@ def test_a_damaged_file_of_the_job_directory_is_an_error_with_a_remedy(
 
 
 @pytest.mark.parametrize("arguments", [[], ["prepare"], ["status"], ["phase", "map", "--task", "0", "--of", "1"]])
-def test_a_missing_plan_is_an_error_with_a_remedy(
-    arguments: list[str], mapped: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_plan_is_an_error(arguments: list[str], mapped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mapped / ".tokens.job/plan.json").unlink()
     assert main([*arguments, "--config", "corpus.json"]) == 2
-    error = capsys.readouterr().err
-    assert "plan.json is damaged" in error
-    assert "rm -r .tokens.job" in error
+    assert re.search(r"plan.json is damaged(.|\n)*rm -r .tokens.job", capsys.readouterr().err)
 
 
 def test_runs_without_checksums_are_read(mapped: Path) -> None:

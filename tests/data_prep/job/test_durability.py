@@ -12,9 +12,7 @@ from headrace.base.directory import sync, write_json
 from tests.data_prep.in_process import run_job
 
 
-def test_the_plan_and_its_directories_are_flushed_before_job_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_and_its_folders_are_flushed_before_job_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text").mkdir()
     for i in range(200):
         (tmp_path / "text" / f"{i}.txt").write_text(f"mill {i} water turns the wheel " * 3)

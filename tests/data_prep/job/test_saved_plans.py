@@ -132,9 +132,7 @@ def test_a_task_that_was_removed_is_noticed_by_a_share_with_a_saved_plan(job: st
 
 
 @pytest.mark.parametrize("change", ["limit", "version"])
-def test_a_plan_of_another_config_or_version_is_not_taken(
-    change: str, job: str, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_another_job_is_not_taken(change: str, job: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit on unreadable records, which may be changed on the way, is checked when a phase is planned."""
     share(job, "reduce", 998, 999)
     if change == "version":
@@ -174,9 +172,7 @@ def test_a_share_that_is_killed_while_it_writes_the_plan_leaves_nothing_broken(j
     assert tree(work / "alone") == made
 
 
-def test_a_share_does_not_wait_for_ever_for_one_that_is_frozen_while_it_plans(
-    job: str, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_does_not_wait_for_ever_for_a_frozen_one(job: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_plans, "_WAIT_S", 0.3)
     (work / ".tokens.job/phases").mkdir(exist_ok=True)
     with (work / ".tokens.job/phases/lock").open("w") as frozen:

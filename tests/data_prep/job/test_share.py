@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import make_tokens, text_folders, write_config
+from tests.support import wait_until
 
 SHARES = 3
 FIELDS = {"task_bytes": 60_000, "shard_tokens": 20_000}
@@ -58,14 +58,9 @@ def test_shares_write_what_one_machine_writes_and_share_0_commits_it(config: Pat
 
 
 @pytest.mark.parametrize("killed", [(0,), (1,), (0, 1, 2)])
-def test_killed_shares_are_started_again_with_their_numbers(
-    config: Path, expected: dict[str, bytes], killed: tuple[int, ...]
-) -> None:
+def test_killed_shares_start_again_in_place(config: Path, expected: dict[str, bytes], killed: tuple[int, ...]) -> None:
     shares = {index: start(config, index) for index in range(SHARES)}
-    deadline = time.monotonic() + 60
-    while not any((config.parent / ".tokens.job/map").glob("*/done.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: any((config.parent / ".tokens.job/map").glob("*/done.json")), poll_s=0.005)
     for index in killed:
         shares[index].kill()
         shares[index].communicate()

@@ -21,7 +21,6 @@ _API, _FILES = "/api/datasets/headrace/corpus", "/datasets/headrace/corpus/resol
 
 @contextmanager
 def serve_hub(folder: Path) -> Iterator[str]:
-    """Serves `folder`; yields the address."""
 
     class Handler(_Handler):
         root = folder

@@ -47,9 +47,7 @@ def read(
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
-def test_bzip2_and_xz_are_read_stream_after_stream(
-    suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_bzip2_and_xz_are_read_by_streams(suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     """As pbzip2 and pixz write them; one file is one unit."""
     path = tmp_path / f"a.jsonl{suffix}"
     half = LINES.index(b"\n", len(LINES) // 2) + 1
@@ -73,8 +71,8 @@ def test_a_damaged_bzip2_or_xz_file_is_a_bad_file(
     assert [record.reason for record in bad] == ["damaged file"]
 
 
-def array(tmp_path: Path, content: str, name: str = "a.json") -> Path:
-    path = tmp_path / name
+def array(tmp_path: Path, content: str) -> Path:
+    path = tmp_path / "a.json"
     path.write_text(content, encoding="utf-8")
     return path
 
@@ -118,9 +116,7 @@ def test_bad_elements_of_an_array_are_reported_with_their_lines(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_an_element_over_the_limit_is_skipped_in_bounded_memory(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elements_over_a_limit_need_no_memory(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_array, "_CHUNK_BYTES", chunk)
     sizes: list[int] = []
     original = json_array._Scanner._fill
@@ -162,9 +158,7 @@ def test_json_is_read_where_a_directory_has_no_lines_and_else_not(tmp_path: Path
 
 
 @pytest.mark.parametrize("extension", [True, False])
-def test_a_dotted_field_is_a_key_of_that_name_or_else_a_path(
-    extension: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dotted_field_is_a_key_or_a_path(extension: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not extension:
         monkeypatch.setattr(jsonl, "extension", None)
     rows = [{"meta": {"text": "path", "id": 1}}, {"meta.text": "key", "meta.id": 2}, {"meta": "none"}, {"meta": {}}]

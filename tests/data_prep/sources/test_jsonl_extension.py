@@ -53,9 +53,7 @@ def by_orjson(line: bytes) -> object:
 
 @settings(max_examples=300)
 @given(OBJECTS, st.booleans(), st.sampled_from([(",", ":"), (", ", ": "), (" ,\t", "\r: ")]))
-def test_the_strings_of_an_object_are_those_of_orjson(
-    value: dict[str, Any], ascii_only: bool, separators: tuple[str, str]
-) -> None:
+def test_strings_are_those_of_orjson(value: dict[str, Any], ascii_only: bool, separators: tuple[str, str]) -> None:
     line = json.dumps(value, ensure_ascii=ascii_only, separators=separators).encode()
     assert strings(line)[0] in (None, by_orjson(line))
 
@@ -182,9 +180,7 @@ LINES = st.lists(
 
 @settings(max_examples=100)
 @given(LINES, st.sampled_from([b"", b"\xef\xbb\xbf"]), st.sampled_from([b"", b"\n"]), st.data())
-def test_records_are_the_same_with_and_without_the_extension(
-    lines: list[bytes], mark: bytes, end: bytes, data: st.DataObject
-) -> None:
+def test_the_extension_changes_no_record(lines: list[bytes], mark: bytes, end: bytes, data: st.DataObject) -> None:
     content = mark + b"\n".join(lines) + end
     cut = data.draw(st.integers(0, len(content)))
     wanted = data.draw(

@@ -114,8 +114,6 @@ class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 
 class UnreadableFile(io.BytesIO):
-    """Can be opened, but not read."""
-
     def read(self, *_: Any) -> bytes:
         raise TokenExpiredError("ask for a new one")
 
@@ -124,7 +122,6 @@ class UnreadableFile(io.BytesIO):
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An empty file system at failing://."""
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
     files = fsspec.filesystem("failing")
     monkeypatch.setattr(FailingFileSystem, "fails", "")
@@ -161,9 +158,7 @@ def test_a_storage_error_is_reported_with_the_url_and_a_remedy(
         list(read_unit(unit, wanted_fields(source)))
 
 
-def test_the_error_for_a_corpus_without_documents_names_the_damaged_files(
-    work: Path, write_config: Any, capsys: Any
-) -> None:
+def test_the_error_for_an_empty_corpus_names_the_damaged_files(work: Path, write_config: Any, capsys: Any) -> None:
     (work / "a.jsonl.gz").write_bytes(b"not gzip at all")
     (work / "b.jsonl.zst").write_bytes(b"")
     config = write_config(sources=[{"path": ["a.jsonl.gz", "b.jsonl.zst"], "name": "rows"}], max_bad_files=2)

@@ -30,7 +30,6 @@ LIMIT = 3 << 20
 def read_all(
     path: Path, *, limit: int | None, kind: str | None = None, task_bytes: int = 1 << 40, text_field: str = "text"
 ) -> tuple[list[str], list[BadRecord]]:
-    """All texts of a file and its unreadable records."""
     source = Source(path=str(path), type=kind, text_field=text_field)  # type: ignore[arg-type]
     texts: list[str] = []
     bad: list[BadRecord] = []
@@ -44,7 +43,6 @@ def read_all(
 
 
 def line(size: int, mark: str = "x") -> bytes:
-    """A line of so many bytes, without its newline."""
     return json.dumps({"text": mark * (size - 12)}).encode()
 
 
@@ -71,9 +69,7 @@ def test_a_line_is_skipped_if_and_only_if_it_is_longer(
 
 @settings(max_examples=60)
 @given(st.integers(0, 1 << 32), st.integers(13, 200), st.integers(40, 2000), st.booleans())
-def test_what_is_too_long_does_not_depend_on_the_division_into_units(
-    seed: int, limit: int, task_bytes: int, newline: bool
-) -> None:
+def test_what_is_too_long_does_not_depend_on_units(seed: int, limit: int, task_bytes: int, newline: bool) -> None:
     """Also with limits and chunks that are small, so that a line ends and begins anywhere in the buffer."""
     rng = random.Random(seed)
     sizes = [rng.choice([13, 20, limit - 1, limit, limit + 1, 900]) for _ in range(rng.randrange(1, 30))]

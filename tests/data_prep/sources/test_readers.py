@@ -193,9 +193,7 @@ def test_the_time_to_read_a_long_line_is_linear_in_its_length(work: Path) -> Non
     assert [len(d.text) for d in documents] == [64 << 20, 4]
 
 
-def test_a_byte_range_within_a_line_of_the_previous_range_reads_only_its_own_bytes(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_byte_range_within_an_earlier_line_reads_only_its_bytes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "a.jsonl").write_bytes(b'{"text": "' + b"x" * (16 << 20) + b'"}\n{"text": "last"}\n')
     source = Source(path="a.jsonl")
     parts = planned(source, task_bytes=4 << 20)

@@ -92,7 +92,6 @@ def free_port() -> int:
 
 
 def shards(tokens: Path) -> list[bytes]:
-    """The bytes of every shard of both splits."""
     prefixes = [prefix for split in ("train", "heldout") for prefix in open_split(tokens, split=split)[0]]
     return [prefix.with_name(prefix.name + suffix).read_bytes() for prefix in prefixes for suffix in (".bin", ".idx")]
 
@@ -108,9 +107,7 @@ def shards_from(
     return shards(work / output)
 
 
-def test_a_corpus_in_an_s3_bucket_gives_the_shards_of_local_files(
-    s3: Any, finished: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_an_s3_bucket_gives_equal_shards(s3: Any, finished: Path, cli: Any, write_config: Callable[..., str]) -> None:
     names = ["plain.jsonl", "packed.jsonl.gz", "rows.parquet"]
     for name in names:
         s3.put(str(finished / name), f"corpus/{name}")
@@ -172,9 +169,7 @@ def test_a_corpus_on_the_hub_gives_the_shards_of_local_files(
 
 
 @pytest.mark.usefixtures("s3", "work")
-def test_a_missing_remote_input_is_refused_before_any_work(
-    cli: Any, write_config: Callable[..., str], work: Path
-) -> None:
+def test_a_missing_remote_input_is_refused_at_once(cli: Any, write_config: Callable[..., str], work: Path) -> None:
     config = write_config(sources=[{"path": "s3://corpus/nothing/*.jsonl"}])
     assert "there is no such file" in cli("--config", config, code=2).stderr
     config = write_config(sources=[{"path": "s3://no-such-bucket/x.jsonl"}])
@@ -184,9 +179,7 @@ def test_a_missing_remote_input_is_refused_before_any_work(
     assert sorted(path.name for path in work.iterdir()) == ["corpus.json"]
 
 
-def test_an_object_that_is_replaced_while_it_is_read_is_refused(
-    s3: Any, work: Path, write_config: Callable[..., str]
-) -> None:
+def test_an_object_that_is_replaced_meanwhile_is_refused(s3: Any, work: Path, write_config: Callable[..., str]) -> None:
     lines = b"".join(b'{"text": "%d la riviere turns the wheel of the mill"}\n' % i for i in range(300_000))
     s3.pipe("corpus/large.jsonl", lines)
     config = write_config(sources=[{"path": "s3://corpus/large.jsonl"}], tokenizer={"path": str(_tokenizer(work))})

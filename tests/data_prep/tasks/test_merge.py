@@ -115,9 +115,7 @@ def test_a_reduce_before_the_merge_is_an_error_and_a_killed_merge_is_retried(
     assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
 
 
-def test_merging_reduces_the_number_of_opened_runs(
-    mixed_config: str, work: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merging_reduces_opened_runs(mixed_config: str, work: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("prepare", "--config", mixed_config)
     cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
     monkeypatch.chdir(work)
@@ -150,9 +148,7 @@ def test_merging_reduces_the_number_of_opened_runs(
     assert merged < 0.6 * plain
 
 
-def test_the_memory_of_a_merge_is_limited_even_if_its_runs_are_mostly_of_one_source(
-    work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_a_merge_is_limited(work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are in the order of the input: those of one task are of one or two of many sources."""
     names = [f"{chr(ord('a') + i)}.jsonl" for i in range(8)]
     for name in names:

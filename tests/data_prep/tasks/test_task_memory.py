@@ -24,9 +24,7 @@ LINES = 200_000
 
 
 @pytest.mark.parametrize("block_lines", [1, 64, 300, 1 << 20])
-def test_the_table_of_lines_does_not_depend_on_the_block_size(
-    block_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_table_depends_on_the_block_size(block_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_tasks, "_BLOCK_LINES", block_lines)
     rng = np.random.default_rng(1)
     few = rng.integers(0, 1 << 64, 40, np.uint64)  # each is repeated many times
@@ -48,9 +46,7 @@ def test_a_task_without_lines_writes_an_empty_table(tmp_path: Path) -> None:
     assert np.load(tmp_path / "lines.items.npy").shape == (1, 0)
 
 
-def test_the_memory_of_a_task_that_hashes_lines_does_not_grow_with_its_documents(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_hashing_lines_does_not_grow_with_documents(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_tasks, "_BLOCK_LINES", 4096)
     (work / "a.jsonl").write_text("".join(f'{{"text": "{i:<200}"}}\n' for i in range(LINES)))
     config = CorpusConfig.model_validate(
@@ -85,9 +81,7 @@ def write_runs(directory: Path) -> list[Path]:
     return list_runs(directory)
 
 
-def test_the_size_of_a_run_is_limited_by_ids_and_metadata_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_run_limits_ids_and_metadata_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = write_runs(tmp_path / "one")
     monkeypatch.setattr(
         sorted_runs, "RUN_BYTES", 400_000

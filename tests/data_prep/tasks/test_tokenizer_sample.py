@@ -81,9 +81,7 @@ def test_pieces_contain_every_document_once(corpus: list[dict[str, str]], monkey
     assert sorted(sample_texts(plan_units(config, 5000), config)) == sorted(train_texts)
 
 
-def test_the_sample_of_a_part_of_a_file_stays_within_that_part(
-    corpus: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sample_of_a_part_stays_within_it(corpus: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """As for an estimate of the time, which is given the beginning of a file."""
     monkeypatch.setattr(tokenizer_sample, "_PIECE_BYTES", 1500)
     config = make_config(sources=corpus[:1])

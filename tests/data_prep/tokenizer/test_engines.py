@@ -30,8 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class WrongEngine:
-    """An engine that gives wrong ids for one word."""
-
     name = "fastokens"
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool, word: str) -> None:
@@ -66,9 +64,7 @@ def ids_and_offsets(tokens: Tokens) -> tuple[Any, Any]:
     return tokens.ids, tokens.offsets
 
 
-def test_an_engine_that_differs_on_the_corpus_is_replaced(
-    folder: Path, make_fastokens_wrong: Callable[[str], None]
-) -> None:
+def test_an_engine_that_differs_is_replaced(folder: Path, make_fastokens_wrong: Callable[[str], None]) -> None:
     make_fastokens_wrong("rivière")  # in no adversarial text
     assert engine_choice.choose_engine("auto", folder, parse_special_tokens=False, sample=[]).engine == "fastokens"
     choice = engine_choice.choose_engine("auto", folder, parse_special_tokens=False, sample=TEXTS[:3])
@@ -80,9 +76,7 @@ def test_an_engine_that_differs_on_the_corpus_is_replaced(
     assert "tokenizers" in str(refused.value)
 
 
-def test_an_engine_that_differs_in_a_map_task_ends_the_job(
-    folder: Path, make_fastokens_wrong: Callable[[str], None]
-) -> None:
+def test_an_engine_that_differs_later_ends_the_job(folder: Path, make_fastokens_wrong: Callable[[str], None]) -> None:
     make_fastokens_wrong("wheel")
     engine = open_engine("fastokens", folder, parse_special_tokens=False)
     engine_choice.check_sample(engine, folder, ["nothing of the sort"], parse_special_tokens=False, where="map task 3")
@@ -92,9 +86,7 @@ def test_an_engine_that_differs_in_a_map_task_ends_the_job(
         )
 
 
-def test_an_engine_that_does_not_support_the_tokenizer_is_skipped(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_without_the_tokenizer_is_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(_folder: Path, *, parse_special_tokens: bool) -> Engine:
         raise RuntimeError(f"no such pre-tokenizer\nspecial is {parse_special_tokens}")
 

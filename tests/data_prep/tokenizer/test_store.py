@@ -40,7 +40,6 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def made(root: Path, kept: TokenizerStore, of: TokenizerSection, texts: list[str] = TEXTS) -> tuple[Path, list[str]]:
-    """A new folder with the tokenizer, and the lines for the user."""
     root.mkdir(exist_ok=True)
     folder = root / f"folder-{len(list(root.iterdir()))}"
     folder.mkdir()
@@ -49,9 +48,7 @@ def made(root: Path, kept: TokenizerStore, of: TokenizerSection, texts: list[str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stored_tokenizer_has_the_bytes_of_one_that_is_trained_again(
-    kind: str, tmp_path: Path, trainings: list[str]
-) -> None:
+def test_a_stored_tokenizer_has_the_bytes_of_a_new_one(kind: str, tmp_path: Path, trainings: list[str]) -> None:
     kept = TokenizerStore(tmp_path / STORE)
     first, lines = made(tmp_path / "a", kept, section(train=kind))
     second, taken = made(tmp_path / "a", kept, section(train=kind))
@@ -65,9 +62,7 @@ def test_a_stored_tokenizer_has_the_bytes_of_one_that_is_trained_again(
     assert tree(first) == tree(second) == tree(again)
 
 
-def test_the_key_follows_everything_that_the_training_depends_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_follows_all_that_the_training_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing else: which engine encodes, and how large the sample may be, do not enter."""
     with spool.spool(TEXTS, tmp_path) as texts, spool.spool(TEXTS[1:], tmp_path) as others:
         pass
@@ -89,9 +84,7 @@ def test_the_key_follows_everything_that_the_training_depends_on(
 
 
 @pytest.mark.parametrize("memory", [1, 1 << 20])
-def test_spooled_texts_are_read_as_they_were_and_hashed_with_their_boundaries(
-    memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spooled_texts_are_read_as_they_were(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory, and in a file that is gone afterwards."""
     monkeypatch.setattr(spool, "_MEMORY_BYTES", memory)
     with spool.spool(["ab", "", "c"], tmp_path) as one, spool.spool(["a", "", "bc"], tmp_path) as two:
@@ -102,9 +95,7 @@ def test_spooled_texts_are_read_as_they_were_and_hashed_with_their_boundaries(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing file", "missing marker", "marker", "empty marker"])
-def test_a_damaged_stored_tokenizer_is_trained_anew_with_a_line(
-    damage: str, tmp_path: Path, trainings: list[str]
-) -> None:
+def test_a_damaged_stored_tokenizer_is_trained_anew(damage: str, tmp_path: Path, trainings: list[str]) -> None:
     kept = TokenizerStore(tmp_path / STORE)
     first, _ = made(tmp_path / "a", kept, section())
     (entry,) = (tmp_path / STORE).iterdir()
@@ -203,9 +194,7 @@ def test_a_job_of_the_same_training_texts_takes_the_tokenizer_and_has_the_bytes_
     assert tree(work / "other") == reused
 
 
-def test_a_job_whose_cleaning_changes_the_training_texts_trains(
-    first_job: Path, work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_with_other_cleaning_trains(first_job: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(first_job, work, dirs_exist_ok=True)
     (work / "words.txt").write_text("1369\n")
     run_job(config_file(work, output="other", clean=[{"step": "word_blocklist", "words": ["words.txt"]}]))

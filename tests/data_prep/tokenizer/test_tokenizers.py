@@ -270,9 +270,7 @@ def test_a_path_that_is_not_a_tokenizer_is_refused(work: Path) -> None:
         existing.import_tokenizer("bad.model", work / "empty")
 
 
-def test_a_job_with_the_tokenizer_of_another_job_gives_the_same_shards(
-    finished: Path, write_config: Callable[..., str], cli: Any
-) -> None:
+def test_another_jobs_tokenizer_gives_equal_shards(finished: Path, write_config: Callable[..., str], cli: Any) -> None:
     config = json.loads((finished / "corpus.json").read_text())
     name = write_config("given.json", **(config | {"output": "again", "tokenizer": {"path": "tokens/tokenizer"}}))
     cli("--config", name)

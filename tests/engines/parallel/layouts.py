@@ -33,7 +33,6 @@ class EnlargedValues(OwnBuffers):
         self._values = values
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """Initialized by name, and enlarged."""
         return part(enlarged(name, self._values.value(name)), box).to(device)
 
 
@@ -88,7 +87,6 @@ def fill_weights(local_model: LocalModel, model: nn.Module) -> None:
 
 
 def sequence_shard(batch: MicroBatch, run: ResolvedRun, *, rank: int) -> MicroBatch:
-    """This rank's shard of the sequences of a batch."""
     chunks = sequence_chunks(T, cp=run.topology.cp, cp_rank=rank, zigzag=run.zigzag)
     own = torch.tensor([position for chunk in chunks for position in chunk])
     positions = None if batch.positions is None else batch.positions[:, own]
@@ -96,7 +94,6 @@ def sequence_shard(batch: MicroBatch, run: ResolvedRun, *, rank: int) -> MicroBa
 
 
 def full_gradient(name: str, gradient: Tensor, local_model: LocalModel, cp: dist.ProcessGroup | None) -> Tensor:
-    """The gradient of the full parameter, from the shards and partial gradients of the ranks."""
     if cp is not None:
         dist.all_reduce(gradient, group=cp)
     tensor, box = local_model.tensor, local_model.box(name)

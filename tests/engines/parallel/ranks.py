@@ -42,7 +42,6 @@ class Ranks:
         return [value for _, value in replies]
 
     def close(self) -> None:
-        """Ends the processes."""
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:

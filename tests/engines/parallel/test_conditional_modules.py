@@ -28,7 +28,5 @@ _DBRX = {
         ("llama", _HEADS, []),
     ],
 )
-def test_blocks_whose_modules_run_depending_on_the_data_are_found(
-    kind: str, fields: dict[str, Any], expected: list[str]
-) -> None:
+def test_blocks_of_conditional_modules_are_found(kind: str, fields: dict[str, Any], expected: list[str]) -> None:
     assert [block.__name__ for block in conditional_blocks(CONFIG_MAPPING[kind](**fields))] == expected

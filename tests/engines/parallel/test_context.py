@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,16 +27,17 @@ from tests.engines.parallel.test_tensor import compare
 BORDERS = ((3, 7, 8, 19, 24), (13,))
 
 
-@pytest.mark.parametrize("borders", [None, BORDERS], ids=["one-document", "documents"])
-@pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "mistral", "gemma3_text", "gpt2"])
-def test_ulysses_on_four_ranks_equals_the_full_sequence(ranks: Ranks, name: str, borders: Any) -> None:
-    # two key/value heads, or one, for four ranks
-    compare(ranks, name, {"parallel": {"cp": 4}}, borders)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_ulysses_on_two_ranks_equals_the_full_sequence(ranks: Ranks, name: str) -> None:
-    compare(ranks, name, {"parallel": {"cp": 2}})
+@pytest.mark.parametrize(
+    ("name", "cp", "borders"),
+    [
+        # two key/value heads, or one, for four ranks
+        *product(["llama", "llama_one_kv_head", "mistral", "gemma3_text", "gpt2"], [4], [None, BORDERS]),
+        ("llama", 2, None),
+        ("qwen3_moe", 2, None),
+    ],
+)
+def test_ulysses_equals_the_full_sequence(ranks: Ranks, name: str, cp: int, borders: Any) -> None:
+    compare(ranks, name, {"parallel": {"cp": cp}}, borders)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])

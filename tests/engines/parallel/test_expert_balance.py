@@ -26,7 +26,6 @@ CPU = torch.device("cpu")
 
 
 def balanced(name: str, **fields: Any) -> tuple[Decoder, ExpertBalancer]:
-    """A tiny model on one process whose experts are balanced."""
     decoder = plain_decoder(name)
     balancer = make_balancer(MoeSection(**fields), decoder.causal, device=CPU)
     assert balancer is not None
@@ -44,7 +43,6 @@ def router_logits(decoder: Decoder) -> list[Tensor]:
 
 
 def ended(balancer: ExpertBalancer, *, targets: int = 47, applied: bool = True) -> dict[str, float]:
-    """Ends the step; returns what is logged."""
     return balancer.parts(balancer.end_step(targets=targets, vetoed=not applied).tolist())
 
 
@@ -104,7 +102,6 @@ def test_a_step_that_is_not_applied_leaves_the_balance_as_it_was() -> None:
 
 
 def printed_state(decoder: Decoder, balancer: ExpertBalancer) -> dict[str, str]:
-    """The values of the state, under their keys."""
     return {key: str(value) for key, value in {**balancer.state_dict(), **buffer_state(decoder.causal)}.items()}
 
 
@@ -178,9 +175,7 @@ def test_the_auxiliary_loss_balances_a_skewed_router() -> None:
         (("mixtral", {}), "bias", r"moe.balance = 'bias'.*routers of mixtral have no correction bias.*use aux_loss"),
     ],
 )
-def test_a_balance_that_the_architecture_cannot_have_is_refused(
-    model: tuple[str, dict[str, Any]], balance: str, message: str
-) -> None:
+def test_an_impossible_balance_is_refused(model: tuple[str, dict[str, Any]], balance: str, message: str) -> None:
     run = resolved(world_size=1, moe={"balance": balance})
     with pytest.raises(ConfigError) as refused:
         check_layout(run, meta_of(model[0], **model[1]))

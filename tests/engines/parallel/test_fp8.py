@@ -28,7 +28,6 @@ BF16 = {"enabled": True}
 
 
 def meta_model(run: Any) -> nn.Module:
-    """The model of a run, on meta."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
     return build_meta(hf, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
 
@@ -148,7 +147,6 @@ def test_a_gathered_weight_is_freed_between_the_passes(recipe: Any) -> None:
     assert storage.expired()
     weight.data = values
     output.sum().backward()
-    assert weight.grad is not None
     assert weight.grad.shape == (32, 32)
 
 

@@ -39,7 +39,6 @@ def head_of(*, bias: bool = False, dtype: torch.dtype = torch.float32, columns: 
 
 
 def inputs(*, dtype: torch.dtype = torch.float32, ignored: str = "some") -> tuple[Tensor, Tensor]:
-    """Hidden states [B, T, D], and labels [B, T]."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(B, T, D, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(V, (B, T), generator=generator)
@@ -60,7 +59,6 @@ def task_of(
 
 
 def fused(head: Any, hidden: Tensor, task: LossTask, *, scale: float = 1.0) -> list[Tensor]:
-    """The same of the fused head."""
     fuse_head(head)
     total, *parts = head(hidden, task=task)
     return [total.detach(), *parts, *torch.autograd.grad(total * scale, [hidden, *head.parameters()])]

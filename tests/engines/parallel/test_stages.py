@@ -54,9 +54,7 @@ DEVICES = st.integers(1, 5).flatmap(
 
 @settings(max_examples=150, deadline=None)
 @given(devices=DEVICES, head=st.floats(0, 20))
-def test_the_split_over_devices_of_different_speed_and_memory_is_optimal(
-    devices: tuple[list[float], list[float], list[int]], head: float
-) -> None:
+def test_uneven_devices_are_split_optimally(devices: tuple[list[float], list[float], list[int]], head: float) -> None:
     costs, speeds, most = devices
     stages = len(speeds)
     splits = (
@@ -107,9 +105,7 @@ def test_virtual_stages_have_the_speed_of_their_rank() -> None:
 
 
 def peaks(run: Any, model: Any) -> list[float]:
-    """Bytes of every pipeline rank, by the formulas."""
     footprint = footprint_of(run, model)
-    assert footprint is not None
     return [peak_memory(run, footprint, pp_rank=rank).total for rank in range(run.topology.pp)]
 
 

@@ -38,7 +38,6 @@ def section_of(family: str, *, base: dict[str, Any] | None = None, **changes: An
 
 
 def meta_of(section: ModelSection) -> nn.Module:
-    """The model of a section, on meta."""
     assert section.config is not None
     config = AutoConfig.for_model(**section.config)
     return build_meta(config, dtype=torch.float32, attn_implementation="eager")

@@ -161,7 +161,6 @@ def test_a_base_model_that_does_not_fit_is_refused(name: str) -> None:
 def test_an_architecture_without_rules_is_refused(family: str) -> None:
     changes = {"num_local_experts": 2} if family == "mixtral" else {"head_dim": 8} if family == "gemma" else {}
     section = section_of("llama", attention_bias=False, mlp_bias=False)
-    assert section.config is not None
     config = {k: v for k, v in section.config.items() if k != "mlp_bias"} | {"model_type": family, **changes}
     section = section.model_copy(update={"config": config})
     with pytest.raises(ConfigError, match=f"{family} has no CompleteP rules"):

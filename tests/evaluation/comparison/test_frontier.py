@@ -26,6 +26,7 @@ from pipeline.evaluation.consumers.consumer import CONSUMERS, VLLM_PYTHON
 from pipeline.evaluation.heldout.data import HeldOutData
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, TEXTS, every_third, make_masked, make_tokens
+from tests.support import output_of
 
 PROMPT = "The mill at race"
 
@@ -40,8 +41,6 @@ def rows(model: Path, gguf: Path, tokens: Path) -> list[Row]:
 def test_the_first_model_is_the_reference(rows: list[Row]) -> None:
     own, q8 = rows
     assert (own.mean_kl, own.max_kl, own.top1_agreement) == (0.0, 0.0, 1.0)
-    assert q8.mean_kl is not None
-    assert q8.max_kl is not None
     assert 0 < q8.mean_kl < q8.max_kl < 0.1  # eight bits
     assert own.positions == q8.positions == 320
     assert (own.consumer, q8.consumer) == ("transformers", "llama.cpp")
@@ -84,16 +83,12 @@ def test_llama_cpp_generates_a_batch_as_each_sequence_alone(gguf: Path) -> None:
         "model = Model(Path(sys.argv[1]), threads=1); prompts = [[5, 9, 40, 41], [300, 7, 8, 9], [1, 2, 3, 4]];"
         "print(json.dumps([model.generate(prompts, 5), [model.generate([each], 5)[0] for each in prompts]]))"
     )
-    done = warm.run("-c", code, gguf / "model.gguf")
-    assert done.returncode == 0, done.stderr
-    together, alone = json.loads(done.stdout.splitlines()[-1])
+    together, alone = json.loads(output_of(warm.run("-c", code, gguf / "model.gguf")).splitlines()[-1])
     assert together == alone
     assert np.shape(together) == (3, 5)
 
 
-def test_a_program_that_is_not_there_has_a_row_that_says_so(
-    model: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_program_has_a_row_that_says_so(model: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VLLM_PYTHON, raising=False)
     data = HeldOutData(path=str(tokens), sequence_length=SEQUENCE, max_tokens=64)
     (row,) = frontier({"own": model}, data=data, consumers=["vllm"])
@@ -160,9 +155,7 @@ def test_a_loss_mask_holds_for_every_program(model: Path, gguf: Path, tokens: Pa
 def test_eval_compares_models_and_writes_csv_and_picture(model: Path, gguf: Path, tokens: Path, tmp_path: Path) -> None:
     named = ["--model", f"own={model}", "--model", f"q8={gguf}", "--csv", tmp_path / "a.csv", "--json"]
     more = ["--data", tokens, "--sequence-length", SEQUENCE, "--max-tokens", 320, "--batches", 0]
-    done = warm.run("-m", "pipeline", "eval", *named, *more, "--picture", tmp_path / "a.svg")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(output_of(warm.run("-m", "pipeline", "eval", *named, *more, "--picture", tmp_path / "a.svg")))
     assert [row["name"] for row in found] == ["own", "q8"]
     with (tmp_path / "a.csv").open() as file:
         assert [float(row["loss_nats"]) for row in csv.DictReader(file)] == [row["loss_nats"] for row in found]
@@ -210,7 +203,6 @@ def test_the_frontier_has_the_points_that_none_is_smaller_and_better_than() -> N
 def test_the_picture_is_of_kl_where_it_is_known_and_of_loss_otherwise(tmp_path: Path) -> None:
     with_kl = [made("original", 100, 0.0), made("int8", 50, 1e-4), made("int4", 25, 1e-2)]
     picture = picture_of(with_kl)
-    assert picture is not None
     assert [point.label for point in picture.points] == ["int8", "int4"]
     assert picture.logarithmic
     without = [replace(row, mean_kl=None) for row in with_kl]

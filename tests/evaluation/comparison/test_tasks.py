@@ -11,6 +11,7 @@ import pytest
 from headrace.base.errors import ConfigError
 from pipeline.evaluation.heldout import harness
 from tests import warm
+from tests.support import output_of, refusal_of
 
 TASK = """
 task: mills
@@ -46,14 +47,11 @@ def task_folder(tmp_path: Path) -> Path:
 def test_a_local_task_is_evaluated_offline(model: Path, task_folder: Path) -> None:
     pytest.importorskip("lm_eval")
     options = ["--tasks", "mills", "--task-folder", task_folder, "--json"]
-    done = warm.run("-m", "pipeline", "eval", "--model", f"own={model}", *options)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["own"]["mills"]
+    said = output_of(warm.run("-m", "pipeline", "eval", "--model", f"own={model}", *options))
+    found = json.loads(said)["own"]["mills"]
     assert found["documents"] == 4
     assert found["metrics"]["acc"]["value"] == 1.0
-    unknown = warm.run("-m", "pipeline", "eval", model, "--tasks", "arc_eezy")
-    assert unknown.returncode == 2
-    assert "arc_easy" in unknown.stderr
+    assert "arc_easy" in refusal_of(warm.run("-m", "pipeline", "eval", model, "--tasks", "arc_eezy"))
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -64,9 +62,8 @@ def arguments(*given: str) -> argparse.Namespace:
 
 def test_the_library_is_named_where_it_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="lm_eval is not installed") as caught:
+    with pytest.raises(ConfigError, match=r"(?s)lm_eval is not installed.*pip install lm_eval"):
         harness.run(arguments("--tasks", "hellaswag"), {"own": model})
-    assert "pip install lm_eval" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -59,21 +59,11 @@ TOKENIZERS = ("bpe", "sentencepiece-bpe")
 
 
 def groups() -> dict[str, list[str]]:
-    """Architecture -> its cells."""
     return {name: [f"{name}, {s}, {t}" for t in TOKENIZERS for s in SCHEMES] for name in ARCHITECTURES}
 
 
 def run_cell(cell: str, work: Path) -> tuple[bool, str]:
-    """Runs a cell.
-
-    Args:
-        cell: as `groups` names it.
-        work: a directory; models and tokens of other cells in it are used again.
-
-    Returns:
-        Whether all consumers that take the scheme accept the result, or it was refused by name before any work; and
-        their figures, or why not.
-    """
+    """Whether all that take the scheme accept a cell's result, or it was refused first; and figures, or why not."""
     name, scheme, kind = cell.split(", ")
     tokens = work / kind / "tokens"
     if not tokens.exists():
@@ -109,7 +99,6 @@ def _verify(model: Path, tokens: Path) -> tuple[bool, str]:
 
 
 def shown(consumers: dict[str, dict[str, Any]]) -> str:
-    """Figures of the consumers that were run."""
     return "; ".join(
         f"{name} {each['mean_kl']:.1e} ({each['top1_agreement']:.1%})"
         for name, each in consumers.items()

@@ -30,7 +30,6 @@ _SPLITS = {"train": TEXTS[:120], "heldout": TEXTS[120:]}
 
 
 def make_tokenizer(folder: Path, texts: list[str] = TEXTS) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE on `texts` and saves it as a Hugging Face folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,13 +44,7 @@ def make_tokenizer(folder: Path, texts: list[str] = TEXTS) -> PreTrainedTokenize
 
 
 def make_tokens(final: Path, texts: list[str] = TEXTS, *, parts: dict[str, list[str]] | None = None) -> Path:
-    """Writes a tokens directory as `data_prep` does: a tokenizer, two splits of two shards each, a manifest.
-
-    Args:
-        final: the directory.
-        texts: that the tokenizer is trained on.
-        parts: texts of each split; those of `TEXTS` when None.
-    """
+    """Writes a tokens directory as `data_prep` does: a tokenizer, two splits of two shards each, a manifest."""
     staging = staging_path(final)
     staging.mkdir(parents=True)
     tokenizer = make_tokenizer(staging / "tokenizer", texts)
@@ -75,7 +68,6 @@ def make_masked(final: Path, tokens: Path, loss_mask: Callable[[np.ndarray, str]
 
 
 def every_third(ids: np.ndarray, _split: str) -> np.ndarray:
-    """A loss mask of every third token."""
     return np.arange(ids.size) % 3 == 0
 
 
@@ -98,7 +90,6 @@ def make_model(folder: Path, tokens: Path, *, tied: bool = True, steps: int = 60
 
 
 def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with arguments in a process of its own, output captured."""
     command = [python(), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
 

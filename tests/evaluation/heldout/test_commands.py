@@ -19,6 +19,7 @@ from pipeline.evaluation.heldout.heldout_loss import evaluate
 from pipeline.models.folder.loading import load_model
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, TEXTS, make_masked, make_tokens
+from tests.support import output_of, refusal_of
 
 
 def arguments(*given: object) -> argparse.Namespace:
@@ -33,11 +34,10 @@ def copied(model: Path, tmp_path: Path) -> Path:
 
 
 def test_json_output_equals_the_result_of_evaluate(model: Path, tokens: Path) -> None:
-    done = warm.run(
-        "-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json"
+    said = output_of(
+        warm.run("-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json")
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(said)
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
     here = evaluate(load_model(model), dataset, batch_size=8, device="cpu")
     assert found["loss_nats"] == pytest.approx(here.loss_nats, rel=1e-5)
@@ -52,9 +52,7 @@ def test_a_table_is_printed_for_people(model: Path, tokens: Path, capsys: pytest
     assert f"192 in windows of {SEQUENCE}" in shown  # 200 tokens are 6 whole windows
 
 
-def test_bits_per_byte_are_absent_with_a_loss_mask(
-    model: Path, masked: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_bits_per_byte_with_a_loss_mask(model: Path, masked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run(arguments(model, "--data", masked, "--max-tokens", 200)) == 0
     assert re.search(r"bits per byte +\S +- ", capsys.readouterr().out)
     assert command.run(arguments(model, "--data", masked, "--max-tokens", 200, "--json")) == 0
@@ -78,18 +76,26 @@ def test_a_dataset_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) 
         command.run(arguments(model, "--data", other))
 
 
-def test_a_larger_vocabulary_than_the_models_is_refused(copied: Path, tokens: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"vocab_size": 300}, ConfigError, r"384 ids.*vocabulary of 300"),
+        ({"num_hidden_layers": 3}, DataError, r"missing model\.layers\.2"),  # and not initialized randomly
+    ],
+)
+def test_a_model_that_lacks_ids_or_tensors_is_refused(
+    copied: Path, tokens: Path, change: dict[str, int], error: type[Exception], message: str
+) -> None:
     config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(ConfigError, match=r"384 ids.*vocabulary of 300"):
+    (copied / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(error, match=message):
         command.run(arguments(copied, "--data", tokens))
 
 
 def test_windows_longer_than_the_models_positions_are_refused(model: Path, tokens: Path) -> None:
-    done = warm.run("-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", 129)
-    assert done.returncode == 2
-    assert "--sequence-length = 129" in done.stderr
-    assert "use 128 or less" in done.stderr
+    said = refusal_of(warm.run("-m", "pipeline.evaluation.heldout", model, "--data", tokens, "--sequence-length", 129))
+    assert "--sequence-length = 129" in said
+    assert "use 128 or less" in said
 
 
 def test_a_missing_path_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
@@ -106,13 +112,6 @@ def test_truncated_weights_are_refused(copied: Path, tokens: Path) -> None:
         command.run(arguments(copied, "--data", tokens))
     weights.write_bytes(b"\xff" * 20)
     with pytest.raises(DataError, match="header cannot be read"):
-        command.run(arguments(copied, "--data", tokens))
-
-
-def test_a_missing_tensor_is_refused_not_initialized_randomly(copied: Path, tokens: Path) -> None:
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(DataError, match=r"missing model\.layers\.2"):
         command.run(arguments(copied, "--data", tokens))
 
 
@@ -135,9 +134,7 @@ def chatty(copied: Path) -> Path:
     return copied
 
 
-def test_a_completion_follows_the_prompt_and_is_the_same_each_time(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_completion_follows_the_prompt_and_is_repeatable(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (model, "--prompt", "The mill at race 7", "--tokens", 12)
     first = completed(capsys, *given)
     assert first.startswith("The mill at race 7")
@@ -145,9 +142,7 @@ def test_a_completion_follows_the_prompt_and_is_the_same_each_time(
     assert completed(capsys, *given) == first
 
 
-def test_the_command_samples_unless_greedy_decoding_is_selected(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_samples_unless_greedy_is_selected(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (model, "--prompt", "The mill", "--tokens", 24, "--temperature", 1.5, "--top-p", 1)
     drawn = {completed(capsys, *given, "--seed", seed) for seed in (0, 1, 2, 2**32 - 1)}
     assert len(drawn) == 4
@@ -175,9 +170,7 @@ def test_chat_uses_the_template_and_prints_the_reply_alone(chatty: Path, capsys:
     assert whole == plain + answer
 
 
-def test_a_reply_ends_at_the_token_that_the_template_writes_after_it(
-    chatty: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reply_ends_at_the_token_that_the_template_adds(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (chatty, "--prompt", "How many wheels?", "--tokens", 12, "--chat", "--greedy")
     whole = completed(capsys, *given)
     tokenizer = AutoTokenizer.from_pretrained(chatty)
@@ -194,11 +187,6 @@ def test_a_reply_ends_at_the_token_that_the_template_writes_after_it(
     reply = completed(capsys, *given)
     assert whole.startswith(reply.rstrip("\n"))
     assert len(reply) < len(whole)
-
-
-def test_a_chat_without_a_template_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--chat\n.*has no chat template.*\n.*leave --chat out"):
-        complete.run(completion(model, "--prompt", "How many wheels?", "--chat"))
 
 
 def test_a_chat_template_that_fails_is_refused(chatty: Path) -> None:
@@ -222,6 +210,7 @@ def test_a_chat_template_that_fails_is_refused(chatty: Path) -> None:
         ("--seed", ["--seed", -1]),
         ("--seed", ["--seed", 2**32]),
         ("--prompt", ["--prompt", ""]),
+        (r"--chat\n.*has no chat template.*\n.*leave --chat out", ["--chat"]),
     ],
 )
 def test_invalid_arguments_are_refused_by_name(model: Path, flag: str, given: list[object]) -> None:

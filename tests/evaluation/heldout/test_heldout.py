@@ -72,17 +72,13 @@ def test_windows_without_targets_are_refused(loaded: torch.nn.Module, tokens: Pa
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
-def test_the_batch_size_does_not_change_the_loss(
-    loaded: torch.nn.Module, heldout: TokenDataset, batch_size: int
-) -> None:
+def test_the_batch_size_changes_no_loss(loaded: torch.nn.Module, heldout: TokenDataset, batch_size: int) -> None:
     assert heldout.windows % 5, "the last batch is to be a short one"
     one = evaluate(loaded, heldout, batch_size=3, device="cpu").loss_nats
     assert evaluate(loaded, heldout, batch_size=batch_size, device="cpu").loss_nats == pytest.approx(one, rel=1e-6)
 
 
-def test_a_model_in_training_mode_is_evaluated_without_dropout_and_stays_in_that_mode(
-    loaded: torch.nn.Module, heldout: TokenDataset
-) -> None:
+def test_a_model_in_training_mode_is_evaluated_without_dropout(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
     loaded.train()
     evaluate(loaded, heldout, batch_size=8, device="cpu", max_windows=2)
     assert loaded.training

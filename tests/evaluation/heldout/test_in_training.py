@@ -36,9 +36,7 @@ def trained(work: Path, *paths: Path, processes: int = 1) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_evaluation_without_targets_is_skipped_and_training_continues(
-    nothing: Path, tmp_path: Path, processes: int
-) -> None:
+def test_an_evaluation_without_targets_is_skipped_in_training(nothing: Path, tmp_path: Path, processes: int) -> None:
     run_dir, output = trained(tmp_path, nothing, processes=processes)
     skipped = [row for row in read_rows(run_dir, kind="event") if row["event"] == "no_targets"]
     assert [(row["step"], row["datasets"]) for row in skipped] == [(step, [f"{nothing}/heldout"]) for step in (4, 8)]

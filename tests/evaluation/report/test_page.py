@@ -25,6 +25,7 @@ from pipeline.runtime.metrics.times import iso_time
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE
 from tests.evaluation.report.made import make_run
+from tests.support import output_of
 
 PACKAGE = Path(svg.__file__).parent
 PROMPT = "The <b>mill</b> & race"
@@ -34,7 +35,6 @@ QUIET = ["--disable-background-networking", "--disable-component-update", "--dis
 
 @pytest.fixture(scope="module")
 def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The page of two runs and a model, and what the command printed."""
     work = tmp_path_factory.mktemp("report")
     runs = [make_run(work / "a", steps=40), make_run(work / "b", steps=30, distilled=True)]
     named = ["--run", f"first={runs[0]}", "--run", f"<second>={runs[1]}", "--model", f"[small]={model}"]
@@ -72,7 +72,6 @@ def test_the_page_shows_the_greedy_continuation_and_says_so(made: tuple[Path, st
     text = made[0].read_text()
     assert "Each model continues it by up to 4 tokens, by greedy decoding" in text
     continued = re.search(r"<pre><b>[^\n]*?</b>(.*?)</pre>", text, re.DOTALL)
-    assert continued is not None
     assert unescape(continued[1]) == complete(model, PROMPT, tokens=4, temperature=0).removeprefix(PROMPT)
 
 
@@ -90,9 +89,8 @@ def test_the_figures_are_in_the_page_to_download(made: tuple[Path, str], model: 
 
 def test_a_run_that_is_training_is_reported_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=12, planned=100)
-    done = warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"only={run}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"wrote {tmp_path / 'r.html'}\n"
+    said = output_of(warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"only={run}"))
+    assert said == f"wrote {tmp_path / 'r.html'}\n"
     text = (tmp_path / "r.html").read_text()
     assert "12 of 100, not finished" in text
     assert "<h2>Models</h2>" not in text
@@ -105,8 +103,7 @@ def test_the_goodput_of_a_run_is_a_bar_for_each_attempt_and_a_table(tmp_path: Pa
     for attempt, start, ended, code in (("a", 0, 20, 75), ("b", 30, 101, 0)):
         for event, at in (("start", start), ("training", start + 5), ("end", ended)):
             append_event(run, event, attempt=attempt, code=code, reason="", time=iso_time(began + at))
-    done = warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"a & b={run}")
-    assert done.returncode == 0, done.stderr
+    output_of(warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"a & b={run}"))
     text = (tmp_path / "r.html").read_text()
     section = text[text.index("<h2>Goodput</h2>") : text.index("<h2>Runs</h2>")]
     assert "<h3>a &amp; b: 5.9 % of 1 min 41 s</h3>" in section  # 12 steps of 0.5 s

@@ -28,17 +28,43 @@ def write(path: Path, value: object) -> Path:
     return path
 
 
-def test_extends_merges_objects_key_by_key_and_replaces_lists(tmp_path: Path) -> None:
-    write(tmp_path / "base.json", {"a": {"x": 1, "y": 2}, "list": [1, 2]})
-    child = write(tmp_path / "child.json", {"extends": "base.json", "a": {"y": 3}, "list": [9]})
-    assert configfile.load(child) == {"a": {"x": 1, "y": 3}, "list": [9]}
-
-
-def test_the_later_of_several_bases_wins(tmp_path: Path) -> None:
-    write(tmp_path / "one.json", {"a": 1, "b": 1})
-    write(tmp_path / "two.json", {"b": 2})
-    child = write(tmp_path / "child.json", {"extends": ["one.json", "two.json"]})
-    assert configfile.load(child) == {"a": 1, "b": 2}
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {
+                "base.json": {"a": {"x": 1, "y": 2}, "list": [1, 2]},
+                "child.json": {"extends": "base.json", "a": {"y": 3}, "list": [9]},
+            },
+            {"a": {"x": 1, "y": 3}, "list": [9]},
+        ),
+        (
+            {"one.json": {"a": 1, "b": 1}, "two.json": {"b": 2}, "child.json": {"extends": ["one.json", "two.json"]}},
+            {"a": 1, "b": 2},
+        ),
+        (
+            {
+                "base.json": '{"a": {"x": 1, "y": 2}, /* c */ "b": 1}',
+                "middle.yaml": "extends: base.json\na: {y: 3}\n",
+                "child.json": {"extends": "middle.yaml", "b": 2},
+            },
+            {"a": {"x": 1, "y": 3}, "b": 2},
+        ),
+        (
+            {"base.json": {"$schema": "x.json", "a": 1}, "child.json": {"$schema": "y.json", "extends": "base.json"}},
+            {"a": 1},
+        ),
+    ],
+    ids=[
+        "objects key by key, lists as a whole",
+        "the later of several bases wins",
+        "formats mixed",
+        "an editor's schema",
+    ],
+)
+def test_extends(tmp_path: Path, files: dict[str, object], expected: dict[str, object]) -> None:
+    paths = [write(tmp_path / name, content) for name, content in files.items()]
+    assert configfile.load(paths[-1]) == expected
 
 
 def test_files_that_extend_each_other_are_refused(tmp_path: Path) -> None:
@@ -46,17 +72,6 @@ def test_files_that_extend_each_other_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "b.json", {"extends": "a.json"})
     with pytest.raises(ConfigError, match=r"a\.json -> b\.json -> a\.json"):
         configfile.load(tmp_path / "a.json")
-
-
-def test_extends_of_something_else_than_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="extends = 5"):
-        configfile.load(write(tmp_path / "c.json", {"extends": 5}))
-
-
-def test_a_path_through_a_file_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.json", {})
-    with pytest.raises(ConfigError, match="Not a directory"):
-        configfile.load(path / "inner.json")
 
 
 def test_an_error_survives_the_way_between_ranks() -> None:
@@ -80,63 +95,56 @@ def test_an_override_that_leads_nowhere_is_refused(tmp_path: Path, override: str
         configfile.load(path, [override])
 
 
-def test_a_key_that_appears_twice_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.json", '{"run": {"steps": 1, "steps": 2}}')
-    with pytest.raises(ConfigError, match=r"steps = 2\n.*twice"):
-        configfile.load(path)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"run": {"steps": 1, "steps": 2}}', r"steps = 2\n.*twice"),
+        ('{"a": 1, // x\n "a": 2}', "twice"),
+        ('{\n "a": 1\n "b": 2}', "line 3, column 2"),
+        ('{ // x\n "a": 1,\n "b" 2}', "line 3, column 6"),
+        ('{"extends": 5}', "extends = 5"),
+    ],
+)
+def test_json_that_cannot_be_a_config_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configfile.load(write(tmp_path / "c.json", text))
 
 
-def test_a_file_that_is_not_json_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.json", '{\n "a": 1\n "b": 2}')
-    with pytest.raises(ConfigError, match=r"line 3, column 2"):
-        configfile.load(path)
-
-
-def test_a_missing_file_names_its_neighbors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zero3.json/inner.json", "Not a directory"),
+        ("zero4.json", r"files there: zero3\.json"),
+        ("", "it is a directory"),
+    ],
+)
+def test_a_path_without_a_file_is_refused_in_words(tmp_path: Path, name: str, words: str) -> None:
     write(tmp_path / "zero3.json", {})
-    with pytest.raises(ConfigError, match=r"files there: zero3\.json"):
-        configfile.load(tmp_path / "zero4.json")
+    with pytest.raises(ConfigError, match=words):
+        configfile.load(tmp_path / name)
 
 
-def test_an_unknown_key_is_answered_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"inner\.dept = 3\n.*no such key\n.*did you mean 'depth'"):
-        parse(Outer, {"inner": {"dept": 3}})
-
-
-def test_a_typo_is_reported_before_what_follows_from_it() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'ratio'"):
-        parse(Outer, {"inner": {"depth": "three"}, "ration": 1})
-
-
-def test_numbers_are_not_made_from_strings() -> None:
-    with pytest.raises(ConfigError, match=r"inner\.depth = '3'"):
-        parse(Outer, {"inner": {"depth": "3"}})
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"inner": {"dept": 3}}, r"inner\.dept = 3\n.*no such key\n.*did you mean 'depth'"),
+        ({"inner": {"depth": "three"}, "ration": 1}, "did you mean 'ratio'"),  # before what follows from the typo
+        ({"inner": {"depth": "3"}}, r"inner\.depth = '3'"),
+        ({"inner": {"depth": 1.5}}, r"inner\.depth = 1\.5"),
+    ],
+)
+def test_an_unknown_key_or_a_value_of_another_type_is_refused(value: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(Outer, value)
 
 
 def test_a_count_may_be_written_with_an_exponent() -> None:
     assert parse(Outer, {"inner": {"depth": 5e8}}).inner.depth == 500_000_000
-    with pytest.raises(ConfigError, match=r"inner\.depth = 1\.5"):
-        parse(Outer, {"inner": {"depth": 1.5}})
 
 
 def test_comments_and_trailing_commas_are_allowed(tmp_path: Path) -> None:
     path = write(tmp_path / "c.json", '{\n  // a comment\n  "a": 40e9, /* another */\n  "b": [1, 2,],\n}')
     assert configfile.load(path) == {"a": 40e9, "b": [1, 2]}
-
-
-def test_a_repeated_key_is_refused_in_json_with_comments_too(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="twice"):
-        configfile.load(write(tmp_path / "c.json", '{"a": 1, // x\n "a": 2}'))
-
-
-def test_the_error_is_placed_behind_the_comments(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 3, column 6"):
-        configfile.load(write(tmp_path / "c.json", '{ // x\n "a": 1,\n "b" 2}'))
-
-
-def test_the_schema_for_editors_is_ignored(tmp_path: Path) -> None:
-    write(tmp_path / "base.json", {"$schema": "x.json", "a": 1})
-    assert configfile.load(write(tmp_path / "c.json", {"$schema": "y.json", "extends": "base.json"})) == {"a": 1}
 
 
 def test_yaml_numbers_and_words_are_read_as_in_json(tmp_path: Path) -> None:
@@ -178,13 +186,6 @@ def test_yaml_that_cannot_be_a_config_is_refused_with_its_line(tmp_path: Path, t
         configfile.load(write(tmp_path / "c.yaml", text))
 
 
-def test_files_of_different_formats_extend_each_other(tmp_path: Path) -> None:
-    write(tmp_path / "base.json", '{"a": {"x": 1, "y": 2}, /* c */ "b": 1}')
-    write(tmp_path / "middle.yaml", "extends: base.json\na: {y: 3}\n")
-    child = write(tmp_path / "child.json", {"extends": "middle.yaml", "b": 2})
-    assert configfile.load(child) == {"a": {"x": 1, "y": 3}, "b": 2}
-
-
 def test_a_shipped_config_is_found_by_its_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert configfile.load("ds_configs/zero1.json")["zero_optimization"] == {"stage": 1}
@@ -205,8 +206,3 @@ def test_whole_numbers_may_be_written_with_an_exponent_in_any_field() -> None:
     assert (parsed.count, type(parsed.count)) == (40_000_000_000, int)
     assert type(parsed.ratio) is float
     assert type((parsed.anything or {})["theta"]) is float  # what a field does not describe stays as it is
-
-
-def test_a_directory_in_place_of_a_config_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it is a directory"):
-        configfile.load(tmp_path)

@@ -52,9 +52,7 @@ for n in range(300):
     assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]
 
 
-def test_free_space_is_that_of_the_nearest_directory_that_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_space_is_that_of_the_nearest_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for missing in (tmp_path / "a" / "b", Path("a") / "b"):
         assert existing_parent(missing) == tmp_path
@@ -148,9 +146,7 @@ def test_a_manifest_in_which_one_character_changed_is_damaged(tmp_path: Path) ->
     read_manifest(tmp_path / "out", kind="tokens")
 
 
-def test_a_commit_does_not_change_the_umask_which_other_threads_create_files_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_does_not_change_the_umask_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "staging").mkdir()
     (tmp_path / "staging/a").write_text("a")
     before = os.umask(0o027)
@@ -189,7 +185,6 @@ print("committed", flush=True)
 def test_a_process_killed_while_committing_leaves_all_or_nothing(tmp_path: Path, delay_s: float) -> None:
     final = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     process.stdout.readline()
     time.sleep(delay_s)
     os.kill(process.pid, signal.SIGKILL)

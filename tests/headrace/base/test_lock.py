@@ -26,7 +26,6 @@ with lock_file(Path(sys.argv[1]), doing="holding it", shared=sys.argv[2] == "sha
 def holder(path: Path, how: str = "alone") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", HOLD, str(path), how]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
 

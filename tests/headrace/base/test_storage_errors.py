@@ -36,9 +36,7 @@ def raiser(error: Exception) -> Callable[[], int]:
         ),
     ],
 )
-def test_a_storage_error_is_told_with_what_to_do(
-    error: Exception, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_storage_error_says_what_to_do(error: Exception, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(raiser(error)) == 2
     assert f"error: {words}" in capsys.readouterr().err
 

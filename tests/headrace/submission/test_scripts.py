@@ -17,6 +17,7 @@ from headrace.submission.configs import elements
 from headrace.submission.script import fill
 from tests.conftest import ROOT
 from tests.headrace.commands.test_app import run
+from tests.support import output_of
 
 TRAINING: dict[str, Any] = {
     "train_batch_size": 8,
@@ -63,7 +64,6 @@ def write(directory: Path, name: str, config: dict[str, Any]) -> None:
 
 
 def scripts_in(output: str) -> dict[str, str]:
-    """Name -> text of the scripts that --dry-run prints."""
     parts = re.split(r"^==> (\S+) <==\n", output, flags=re.MULTILINE)[1:]
     return {Path(path).stem: text.split("\n$ ")[0] for path, text in zip(parts[::2], parts[1::2], strict=True)}
 
@@ -74,11 +74,10 @@ def commands_in(output: str) -> list[str]:
 
 def test_the_whole_way_is_a_chain_in_which_each_stage_waits_for_what_its_config_names(work: Path) -> None:
     before = sorted(work.rglob("*"))
-    done = run("submit", "corpus.json", "train.json", "compress.json", "--nodes", "2", "--dry-run")
-    assert done.exit_code == 0, done.output
-    scripts = scripts_in(done.output)
+    said = run("submit", "corpus.json", "train.json", "compress.json", "--nodes", "2", "--dry-run")
+    scripts = scripts_in(said)
     assert list(scripts) == ["data", "train", "export", "compress"]
-    commands = commands_in(done.output)
+    commands = commands_in(said)
     assert [command for command in commands if "--job-name=headrace-map" in command]
     train, export, compress = commands[-3:]
     assert "--dependency=afterok:$data --kill-on-invalid-dep=yes" in train
@@ -87,7 +86,7 @@ def test_the_whole_way_is_a_chain_in_which_each_stage_waits_for_what_its_config_
     assert "set -- export runs/small small/original" in scripts["export"]
     assert re.search(r"set -- compress run --config \S+/configs/compress.json", scripts["compress"])
     assert "#SBATCH --nodes=2" in scripts["train"]
-    assert "data, model and memory are checked at the start of the job" in done.output
+    assert "data, model and memory are checked at the start of the job" in said
     assert sorted(work.rglob("*")) == before  # nothing was written
 
 
@@ -96,9 +95,8 @@ def test_every_script_is_bash_and_its_header_holds_the_options_of_the_site(work:
     site += '[train]\ngpus = 2\ncpus = 3\n[data]\npartition = "cpu"\n'
     (work / "site.toml").write_text(site)
     configs = ["corpus.json", "train.json", "compress.json"]
-    done = run("submit", *configs, "--nodes", "2", "--site", "site.toml", "--dry-run")
-    assert done.exit_code == 0, done.output
-    for name, text in scripts_in(done.output).items():
+    said = run("submit", *configs, "--nodes", "2", "--site", "site.toml", "--dry-run")
+    for name, text in scripts_in(said).items():
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
         header = [line for line in text.split("\nset -euo")[0].splitlines() if line.startswith("#SBATCH")]
         assert f"#SBATCH --partition={'cpu' if name == 'data' else 'gpu'}" in header
@@ -108,7 +106,7 @@ def test_every_script_is_bash_and_its_header_holds_the_options_of_the_site(work:
             assert {"#SBATCH --ntasks-per-node=2", "#SBATCH --gpus-per-node=2", "#SBATCH --cpus-per-task=3"} <= set(
                 header
             )
-    assert "train.json, 4 processes" in done.output
+    assert "train.json, 4 processes" in said
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "pipeline.sbatch", "data_prep.sbatch"])
@@ -143,60 +141,52 @@ def test_the_body_of_a_script_stays_as_it_is_shipped(name: str) -> None:
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_submitted(work: Path, words: list[str], told: str) -> None:
-    done = run("submit", *words, "--dry-run")
-    assert done.exit_code == 2
-    assert told in done.output
+    assert told in run("submit", *words, "--dry-run", code=2)
     assert not (work / "runs").exists()
 
 
 def test_finished_data_prep_is_not_submitted_again(work: Path, tokens: Path) -> None:
     corpus = {**json.loads((tokens.parent / "corpus.json").read_text())}
     write(work, "done", corpus)
-    done = run("submit", "done.json", "--dry-run")
-    assert done.exit_code == 0, done.output
-    assert "is there already" in done.output
-    assert "nothing to do" in done.output
+    said = run("submit", "done.json", "--dry-run")
+    assert "is there already" in said
+    assert "nothing to do" in said
     data = f'data.sources=[{{"path": "{tokens}"}}]'
-    done = run("submit", "done.json", "train.json", "--set", data, "--dry-run")
-    assert list(scripts_in(done.output)) == ["train"]
-    assert "--dependency" not in commands_in(done.output)[-1]
-    assert "memory  peak" in done.output  # what it reads is there: it is checked wholly
+    said = run("submit", "done.json", "train.json", "--set", data, "--dry-run")
+    assert list(scripts_in(said)) == ["train"]
+    assert "--dependency" not in commands_in(said)[-1]
+    assert "memory  peak" in said  # what it reads is there: it is checked wholly
 
 
 def test_a_config_whose_ranks_do_not_fit_the_sites_gpus_is_refused_with_the_numbers(work: Path, tokens: Path) -> None:
     (work / "site.toml").write_text('[train]\ndevice_memory = "1MB"\n')
     data = f'data.sources=[{{"path": "{tokens}"}}]'
-    done = run("submit", "train.json", "--set", data, "--site", "site.toml", "--dry-run")
-    assert done.exit_code == 2
-    assert "a rank does not fit 1.0 MB" in done.output
-    assert "a smaller micro-batch" in done.output
+    said = run("submit", "train.json", "--set", data, "--site", "site.toml", "--dry-run", code=2)
+    assert "a rank does not fit 1.0 MB" in said
+    assert "a smaller micro-batch" in said
 
 
 @pytest.mark.usefixtures("work")
 def test_jobs_of_an_installed_package_run_its_own_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(snapshot, "CLONE", tmp_path)  # no slurm/ beside the package
-    done = run("submit", "corpus.json", "train.json", "--dry-run")
-    assert done.exit_code == 0, done.output
-    assert f"export HEADRACE_ROOT={SHARE}\n" in scripts_in(done.output)["train"]
+    said = run("submit", "corpus.json", "train.json", "--dry-run")
+    assert f"export HEADRACE_ROOT={SHARE}\n" in scripts_in(said)["train"]
     assert (SHARE / "slurm" / "env.sh").is_file()
 
 
 def test_without_slurm_nothing_can_be_submitted_and_containers_only_be_printed(work: Path) -> None:
-    assert "there is no sbatch on PATH" in run("submit", "corpus.json", "train.json").output
+    assert "there is no sbatch on PATH" in run("submit", "corpus.json", "train.json", code=2)
     (work / "site.toml").write_text('[container]\nruntime = "apptainer"\nimage = "/i.sif"\n')
-    done = run("submit", "corpus.json", "train.json", "--site", "site.toml", "--dry-run")
-    assert done.exit_code == 0
-    assert "unverified" in done.output
-    assert "exec apptainer exec --nv --bind" in done.output
-    subprocess.run(["/bin/bash", "-n"], input=scripts_in(done.output)["train"], text=True, check=True)
+    said = run("submit", "corpus.json", "train.json", "--site", "site.toml", "--dry-run")
+    assert "unverified" in said
+    assert "exec apptainer exec --nv --bind" in said
+    subprocess.run(["/bin/bash", "-n"], input=scripts_in(said)["train"], text=True, check=True)
 
 
 @pytest.mark.usefixtures("work")
 def test_each_element_of_a_sweep_has_its_values_and_a_run_directory_of_its_own() -> None:
     words = ["--sweep", "optimizer.params.lr=1e-3,3e-4", "--sweep", "run.seed=1,2"]
-    done = run("submit", "corpus.json", "train.json", *words, "--dry-run")
-    assert done.exit_code == 0, done.output
-    text = scripts_in(done.output)["train"]
+    text = scripts_in(run("submit", "corpus.json", "train.json", *words, "--dry-run"))["train"]
     assert "#SBATCH --array=0-3" in text
     assert '/configs/train-"$SLURM_ARRAY_TASK_ID".json' in text
     assert "# element 1: optimizer.params.lr=1e-3 run.seed=2, in runs/small/lr=1e-3,seed=2" in text
@@ -222,14 +212,10 @@ def test_each_element_of_a_sweep_has_its_values_and_a_run_directory_of_its_own()
 def test_elements_of_a_plain_sbatch_array_do_not_share_a_run_directory(
     work: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: list[str], expected: list[str]
 ) -> None:
-    done = in_job(work, monkeypatch, words, variables)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == expected
+    assert output_of(in_job(work, monkeypatch, words, variables)).splitlines() == expected
 
 
-def test_a_sweep_without_a_fitting_array_is_refused_with_the_option(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_without_a_fitting_array_names_the_option(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variables in ({}, {"SLURM_ARRAY_TASK_ID": "2"}):
         done = in_job(work, monkeypatch, ["train.json", "--sweep", "run.seed=1,2"], variables)
         assert done.returncode == 2
@@ -241,7 +227,6 @@ def test_a_sweep_without_a_fitting_array_is_refused_with_the_option(
 def in_job(
     work: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], variables: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Calls `headrace_sweep` as train.sbatch does."""
     monkeypatch.undo()  # PATH
     script = f'source {ROOT}/slurm/sweep.sh; headrace_sweep "$@"; printf "%s\\n" "${{HEADRACE_ARGUMENTS[@]}}"'
     with monkeypatch.context() as patched:

@@ -37,15 +37,11 @@ def stand_in(folder: Path, name: str, body: str) -> None:
 
 @pytest.mark.parametrize("configs", [["corpus.json"], ["corpus.json", "train.json"]])
 @pytest.mark.parametrize("refused", ["at the test", "at the first job"])
-def test_nothing_is_left_of_a_submission_that_slurm_refuses(
-    work: Path, slurm: Path, configs: list[str], refused: str
-) -> None:
+def test_nothing_is_left_of_a_refused_submission(work: Path, slurm: Path, configs: list[str], refused: str) -> None:
     if refused == "at the first job":
         stand_in(slurm, "sbatch", '[ "$1" = --test-only ] || { echo no >&2; exit 1; }')
     before = sorted(work.rglob("*"))
-    done = run("submit", *configs)
-    assert done.exit_code == 2
-    assert ("not today" if refused == "at the test" else "sbatch failed") in done.output
+    assert ("not today" if refused == "at the test" else "sbatch failed") in run("submit", *configs, code=2)
     assert sorted(work.rglob("*")) == before
 
 
@@ -58,17 +54,15 @@ def test_a_submission_that_comes_second_leaves_the_first_as_it_is(work: Path, mo
         return first
 
     monkeypatch.setattr(snapshot, "directory_of", then_another_makes_it)
-    done = run("submit", "corpus.json", "train.json")
-    assert done.exit_code == 2
-    assert f"{first} has been made meanwhile, by another submission" in done.output
+    said = run("submit", "corpus.json", "train.json", code=2)
+    assert f"{first} has been made meanwhile, by another submission" in said
     assert (first / "code").is_dir()
 
 
 def test_a_slurm_that_does_not_answer_is_not_taken_for_one_without_jobs(work: Path, slurm: Path) -> None:
     stand_in(slurm, "squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
-    done = run("submit", "corpus.json", "train.json")
-    assert done.exit_code == 2
-    assert "Slurm does not answer: squeue: error: Unable to contact" in done.output
+    said = run("submit", "corpus.json", "train.json", code=2)
+    assert "Slurm does not answer: squeue: error: Unable to contact" in said
     assert not (work / "runs").exists()
 
 
@@ -78,10 +72,9 @@ def test_spaces_and_apostrophes_in_paths_are_quoted_in_the_header(work: Path, mo
     for path in [*work.glob("*.json"), work / "text"]:
         path.rename(place / path.name)
     monkeypatch.chdir(place)
-    done = run("submit", "corpus.json", "train.json", "--sweep", "run.seed=1,2", "--dry-run")
-    assert done.exit_code == 0, done.output
-    assert len(commands_in(done.output)) > 4
-    scripts = done.output.split(" <==\n")[1:]
+    said = run("submit", "corpus.json", "train.json", "--sweep", "run.seed=1,2", "--dry-run")
+    assert len(commands_in(said)) > 4
+    scripts = said.split(" <==\n")[1:]
     assert len(scripts) == 2
     for text in scripts:
         header = [line for line in text.split("\nset -euo")[0].splitlines() if line.startswith("#SBATCH")]
@@ -90,9 +83,7 @@ def test_spaces_and_apostrophes_in_paths_are_quoted_in_the_header(work: Path, mo
         assert [f"--chdir={place}"] in words
 
 
-def test_a_run_in_a_folder_of_the_clone_is_not_copied_into_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_within_the_clone_is_not_copied_into_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "CLONE", tmp_path)
     for name in ("slurm/env.sh", "demo/corpus.json"):
         (tmp_path / name).parent.mkdir(parents=True)

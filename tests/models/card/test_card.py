@@ -17,19 +17,17 @@ from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, write_config
 from tests.conftest import launch, tiny_config
 from tests.conftest import write_config as write_run_config
+from tests.support import output_of
 
 
 @pytest.fixture(scope="module")
 def exported(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of six steps of training."""
     work = tmp_path_factory.mktemp("run")
     config = tiny_config(tokens, work / "run")
     config["run"]["steps"] = 6
     config.pop("scheduler")
     launch("train.py", write_run_config(work / "c.json", config), processes=1)
-    done = warm.run("-m", "pipeline", "export", work / "run", work / "model")
-    assert done.returncode == 0, done.stderr
-    assert "llama.cpp" in done.stdout
+    assert "llama.cpp" in output_of(warm.run("-m", "pipeline", "export", work / "run", work / "model"))
     return work / "model"
 
 
@@ -53,19 +51,14 @@ def test_an_export_has_a_card_that_its_manifest_lists(exported: Path, tokens: Pa
 
 def test_the_snippet_of_the_card_loads_the_folder(exported: Path) -> None:
     code = (exported / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    done = warm.run("-c", code.replace("FOLDER", str(exported)))
-    assert done.returncode == 0, done.stderr
-    assert "Once" in done.stdout
+    assert "Once" in output_of(warm.run("-c", code.replace("FOLDER", str(exported))))
 
 
 @pytest.mark.integration  # a quantization
-def test_a_quantized_model_keeps_the_lineage_of_its_source_when_that_is_gone(
-    exported: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_a_quantized_model_keeps_the_lineage_of_a_lost_source(exported: Path, tokens: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(exported, tmp_path / "source"))
     config = write_config(tmp_path, source, tokens, scheme="W8A16", consumers=["transformers"])
-    done = warm.run(ENTRY, "--config", config)
-    assert done.returncode == 0, done.stderr
+    output_of(warm.run(ENTRY, "--config", config))
     shutil.rmtree(source)
     manifest = read_manifest(tmp_path / "small", kind="model")
     steps = lineage_of(tmp_path / "small")["steps"]
@@ -101,9 +94,7 @@ def test_a_manifest_without_a_lineage_is_followed_to_its_parents(exported: Path,
 
 
 @pytest.mark.parametrize("changed", [{"weights": [None]}, {"schedule": [[3, [1.0]]]}])
-def test_where_a_budget_or_a_curriculum_decides_no_mixing_weight_is_told(
-    exported: Path, changed: dict[str, Any]
-) -> None:
+def test_where_a_budget_or_curriculum_decides_no_weight_is_told(exported: Path, changed: dict[str, Any]) -> None:
     checkpoint = read_manifest(read_manifest(exported, kind="model").parents["checkpoint"]["path"], kind="checkpoint")
     assert training_lineage(checkpoint)["corpora"][0]["weight"] == 1.0
     curve = checkpoint.details["curve"]

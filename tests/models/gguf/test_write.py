@@ -133,9 +133,7 @@ def test_a_damaged_file_is_found_when_it_is_read_back(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "scaled by yarn"),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(
-    name: str, fields: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_what_llama_cpp_cannot_compute_is_refused(name: str, fields: dict[str, Any], why: str, tmp_path: Path) -> None:
     source = make_folder(tmp_path / "model", name, **fields)
     with pytest.raises(ConfigError, match=why):
         plan_file(source, "Q8_0")

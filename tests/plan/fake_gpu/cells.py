@@ -85,18 +85,15 @@ def shipped_cases() -> dict[str, StepCase]:
 
 
 def engine_of(case: StepCase) -> str:
-    """deepspeed or torch."""
     return case.resolved().config.engine
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """The committed reports."""
     found: dict[str, dict[str, Any]] = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     return found
 
 
 def keep(name: str, report: dict[str, Any]) -> None:
-    """Replaces the committed report of a cell."""
     found = {**measured(), name: without_line_numbers(report)}
     MEASURED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 

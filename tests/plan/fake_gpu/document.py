@@ -55,7 +55,6 @@ SLACK = 1.05
 
 
 def built(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
-    """The run of a case and its model on meta."""
     run = case.resolved()
     tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
     length = run.config.data.sequence_length
@@ -64,7 +63,6 @@ def built(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
 
 
 def facts(case: StepCase) -> tuple[TrafficLayout, Footprint]:
-    """The inputs of the formulas for a case."""
     run, model = built(case)
     footprint = footprint_of(run, model)
     assert footprint is not None
@@ -73,13 +71,11 @@ def facts(case: StepCase) -> tuple[TrafficLayout, Footprint]:
 
 
 def formula_peak(case: StepCase) -> Bytes:
-    """The peak by the formulas."""
     layout, footprint = facts(case)
     return peak_memory(layout.run, footprint, pp_rank=case.pp_rank)
 
 
 def purpose_of(kind: str, axes: str, dtype: str, size: int) -> str:
-    """What a collective is for."""
     if kind == "all_to_all" or (kind in ("send", "recv") and axes == "cp"):
         return (
             "context parallelism, gradients" if dtype == "float32" and kind != "all_to_all" else "context parallelism"
@@ -113,7 +109,6 @@ def ratio_of(purpose: str, count: int, size: int, least: int) -> float:
 
 
 def page() -> str:
-    """The page."""
     found, cases = measured(), shipped_cases()
     done = {name: case for name, case in cases.items() if name in found}
     lines = [_HEAD, "## Communication of a step", "", *_communication(done, found)]
@@ -208,7 +203,6 @@ first stage runs. `tests/plan/fake_gpu/test_on_a_gpu.py` has the rest, for a mac
 
 
 def main() -> None:
-    """Entry point."""
     cases = {**gating_cases(), **shipped_cases()}
     for name in sys.argv[1:]:
         (result,) = run_cases([cases[name]])

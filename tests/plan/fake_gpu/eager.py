@@ -37,11 +37,7 @@ _COPIES_OF_FSDP = {aten.split_with_sizes_copy, aten._chunk_cat}
 
 
 class OperatorCosts(TorchDispatchMode):
-    """Counts the operators that are called while it is active.
-
-    Attributes:
-        costs: (FLOPs, bytes) of a product, or (0, bytes) of another operator -> how often.
-    """
+    """Counts operators called while it is active: (FLOPs, bytes), FLOPs 0 of what is no product -> how often."""
 
     def __init__(self) -> None:
         super().__init__()

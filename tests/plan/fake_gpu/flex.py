@@ -45,7 +45,6 @@ def largest_buffer(code: str) -> int:
 
 
 def main() -> None:
-    """Entry point."""
     length, window = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None
     device, largest = torch.device("cuda", 0), LargestTensor()
     with fake.fake_tensors(), lowering() as graphs:

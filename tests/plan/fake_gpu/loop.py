@@ -82,7 +82,6 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Entry point."""
     run = resolve(load_config(sys.argv[1], ["compile.enabled=false"]), world_size=1)
     prepared = prepare(run)  # computes numbers: tries the layout on a tiny model
     memory = Memory(makers(), head=(1, 1))

@@ -16,7 +16,6 @@ CAPABILITIES = (90, 100)
 
 
 def main() -> None:
-    """Entry point."""
     fields = json.loads(sys.argv[1])
     case = StepCase(**{**fields, "overrides": tuple(fields["overrides"])})
     compiled = ("compile.enabled=true", f"compile.backend={BACKEND}")

@@ -63,7 +63,6 @@ class Lowered:
 
     @property
     def kernels(self) -> list[tuple[str, str]]:
-        """Names and sources of the Triton kernels."""
         return re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", self.code, re.DOTALL)
 
 
@@ -73,7 +72,6 @@ class _Module:
     __file__ = "/dev/null"
 
     def call(self, *_args: Any) -> None:
-        """Never called."""
         raise AssertionError("compiled code is not run here")
 
 

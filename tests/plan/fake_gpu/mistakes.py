@@ -15,7 +15,6 @@ from pipeline.plan.fake_gpu.step import axes_of, world
 
 
 def main() -> None:
-    """Entry point."""
     memory, topology = Memory({}, head=(1, 1)), Topology(dp=4)
     with world(topology, 0):
         recorder = Recorder(memory, axes_of=lambda ranks: axes_of(topology, ranks))

@@ -30,6 +30,7 @@ from tests.plan.fake_gpu.cells import measured
 from tests.plan.fake_gpu.document import built, facts
 from tests.plan.fake_gpu.links import MACHINES, Sent, sent
 from tests.plan.fake_gpu.rows import ROWS, SMALL_LAYERS, Row
+from tests.support import output_of
 
 KEPT = Path(__file__).with_name("lowered.json")
 
@@ -121,21 +122,16 @@ def measure(name: str) -> list[dict[str, Any]]:
     case, found = cases()[name], []
     for module in (["lower"], *([["eager", part] for part in ROWS[name].eager])):
         command = [sys.executable, "-m", f"tests.plan.fake_gpu.{module[0]}", json.dumps(vars(case)), *module[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        result = json.loads(done.stdout.splitlines()[-1])
+        said = output_of(
+            subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+        )
+        result = json.loads(said.splitlines()[-1])
         found += result if isinstance(result, list) else [result]
     return found
 
 
 def work_of(case: StepCase, graphs: list[dict[str, Any]], *, cell: str | None) -> Work:
-    """What a rank of a case does.
-
-    Args:
-        case: at its real size.
-        graphs: of the layers and of the loss, as `measure` returns them.
-        cell: name of its committed fake step.
-    """
+    """What one rank of a case does, by the graphs of `measure` and the committed fake step of a cell."""
     layout, _ = _facts(case)
     run, rank = layout.run, layout.rank
     topology, count = run.topology, run.batch.accumulation
@@ -192,7 +188,6 @@ def slowest(row: Row, graphs: list[dict[str, Any]]) -> tuple[StepCase, Work]:
 
 
 def least_time(name: str, graphs: list[dict[str, Any]], *, gpu: str) -> Time:
-    """The least time of a step of a row on a GPU."""
     return time_of(slowest(ROWS[name], graphs)[1], gpu)
 
 

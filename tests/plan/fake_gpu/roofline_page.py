@@ -25,13 +25,11 @@ BEGIN, END = "<!-- roofline: made by python -m tests.plan.fake_gpu.roofline_page
 
 
 def kept() -> dict[str, list[dict[str, Any]]]:
-    """The committed graphs of every row."""
     found: dict[str, list[dict[str, Any]]] = json.loads(KEPT.read_text())
     return found
 
 
 def page(text: str, graphs: dict[str, list[dict[str, Any]]]) -> str:
-    """The page with its section replaced."""
     before, after = text.split(BEGIN, maxsplit=1)[0], text.split(END)[1]
     work = {name: slowest(row, graphs[name]) for name, row in ROWS.items()}
     lines = [BEGIN, "", *_work(work), "", *_gpus(), "", *_times(work), "", END]

@@ -14,13 +14,13 @@ from pipeline.plan.fake_gpu import guard
 from pipeline.plan.fake_gpu.case import StepCase
 from tests.conftest import ROOT
 from tests.plan.fake_gpu.cells import differences, gating_cases, measured, run_cases
+from tests.support import output_of
 
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=guard.missing() or "")
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    """All kinds, in one process."""
     cases = gating_cases()
     return dict(zip(cases, run_cases(list(cases.values()), timeout_s=300), strict=True))
 
@@ -38,9 +38,7 @@ def test_a_step_at_real_width_and_world_does_what_the_table_says(results: dict[s
 
 def test_a_device_mix_up_a_host_read_and_an_unpinned_copy_are_seen() -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.mistakes"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(output_of(subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)))
     assert "same device" in report["mix_up"]
     assert report["host_reads"] == 3
     assert report["unpinned"] == 1
@@ -71,9 +69,8 @@ def test_layouts_of_deepspeed_are_executed_one_after_another_with_process_groups
 
 def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.killed_step", "1", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    killed, after = (json.loads(line) for line in done.stdout.splitlines())
+    said = output_of(subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT))
+    killed, after = (json.loads(line) for line in said.splitlines())
     assert "SIGKILL" in killed["error"]
     assert after["report"] == {"peak": 1}
 
@@ -81,7 +78,6 @@ def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
 def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.killed_step", "3"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting:
-        assert waiting.stderr is not None
         step = int(next(line for line in waiting.stderr if line.strip().isdigit()))
         began = time.monotonic()
         waiting.kill()

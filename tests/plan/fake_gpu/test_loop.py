@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.plan.fake_gpu import guard
 from tests.conftest import ROOT, tiny_config, write_config
+from tests.support import output_of
 
 
 @pytest.mark.skipif(guard.missing() is not None, reason=guard.missing() or "")
@@ -25,9 +26,8 @@ def test_the_loop_reads_the_device_once_a_step_a_step_late_and_once_an_evaluatio
         evaluation={"samples": 16, "every": 2},
     )
     command = [sys.executable, "-m", "tests.plan.fake_gpu.loop", str(write_config(tmp_path / "c.json", config))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    said = output_of(subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300))
+    found = json.loads(said.splitlines()[-1])
     assert found["steps"] == 5  # up to the first checkpoint
     assert found["waits"] == {}
     assert sum(found["deferred"].values()) == 5

@@ -14,6 +14,7 @@ import pytest
 from pipeline.plan.fake_gpu import guard
 from tests.conftest import ROOT
 from tests.plan.fake_gpu.roofline import KEPT, measure
+from tests.support import output_of
 
 SHARED_MEMORY = 227 * 2**10
 """Bytes of shared memory that a block may have on Hopper and Blackwell."""
@@ -57,9 +58,10 @@ def test_layers_with_tensor_parallelism_or_experts_have_kernels_for_hopper_and_b
 @pytest.mark.parametrize("window", [None, 4096], ids=["documents", "documents and window"])
 def test_attention_over_64k_packed_tokens_has_kernels_for_hopper_and_no_tensor_of_s_x_s(window: int | None) -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.flex", str(LENGTH), *([str(window)] if window else [])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    said = output_of(
+        subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+    )
+    found = json.loads(said.splitlines()[-1])
     forward, backward = found["graphs"]
     assert (forward["backward"], backward["backward"]) == (False, True)
     for graph in (forward, backward):

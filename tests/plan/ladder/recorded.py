@@ -10,7 +10,6 @@ LAW = {"E": 1.6, "A": 40.0, "alpha": 0.27, "B": 70.0, "beta": 0.31}
 
 
 def loss(parameters: float, tokens: float) -> float:
-    """Of the known law."""
     return float(LAW["E"] + LAW["A"] / parameters ** LAW["alpha"] + LAW["B"] / tokens ** LAW["beta"])
 
 

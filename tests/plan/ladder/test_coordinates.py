@@ -87,8 +87,6 @@ def test_one_size_has_no_slope_and_passes(config_file: Path, capsys: pytest.Capt
         (("--coordinate-check", "--seeds", "0"), "--seeds"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_before_the_config_is_read(
-    words: tuple[str, ...], key: str
-) -> None:
+def test_options_that_do_not_go_together_are_refused_before_the_config(words: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         run(parsed("--config", "nowhere.json", *words))

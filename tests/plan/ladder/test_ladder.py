@@ -14,6 +14,7 @@ import pytest
 from headrace.base.configfile import load
 from pipeline.plan.ladder.runs import finished_loss
 from tests.conftest import tiny_config, write_config
+from tests.support import output_of, wait_until
 from tests.warm_python import python
 
 pytestmark = pytest.mark.integration
@@ -23,13 +24,6 @@ _MINUTES = 15
 def _command(config: Path, *more: str) -> list[str]:
     words = ["--rungs", "3", "--smallest", "0.1", "--largest", "0.6", "--budgets", "0.5,1", "--learning-rates", "1"]
     return [python(), "-P", "-m", "pipeline", "ladder", "--config", str(config), *words, *more]
-
-
-def _wait_for(path: Path) -> None:
-    end = time.monotonic() + 60 * _MINUTES
-    while not path.exists():
-        assert time.monotonic() < end, path
-        time.sleep(0.1)
 
 
 def _finished(runs: Path) -> dict[str, int]:
@@ -48,7 +42,7 @@ def test_a_killed_ladder_goes_on_and_a_poor_fit_is_not_extrapolated(tokens: Path
     config = write_config(tmp_path / "large.json", {**fields, "run": {"dir": str(run_dir), "steps": 400, "seed": 7}})
     output = tmp_path / "run-ladder"
     started = subprocess.Popen(_command(config), start_new_session=True)
-    _wait_for(output / "logs")
+    wait_until((output / "logs").exists, within_s=60 * _MINUTES)
     while len(_finished(output / "runs")) < 2:
         assert started.poll() is None
         time.sleep(0.2)
@@ -58,11 +52,10 @@ def test_a_killed_ladder_goes_on_and_a_poor_fit_is_not_extrapolated(tokens: Path
     before = _finished(output / "runs")
 
     # a law of this few steps is a poor one: what is tested is that it is used as it is told to be
-    done = subprocess.run(
-        [*_command(config, "--tolerance", "0.5", "--json")], capture_output=True, text=True, check=False
+    said = output_of(
+        subprocess.run([*_command(config, "--tolerance", "0.5", "--json")], capture_output=True, text=True, check=False)
     )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    results = json.loads(said)
     assert len(results["runs"]) == 6
     after = _finished(output / "runs")
     assert {name: after[name] for name in before} == before, "finished runs are not trained again"

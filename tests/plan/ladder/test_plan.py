@@ -102,9 +102,7 @@ def test_a_best_rate_at_the_end_of_the_sweep_is_told(ladder: Ladder) -> None:
         ({"model": {"path": "x"}}, "model.path"),
     ],
 )
-def test_a_config_whose_ladder_would_mean_nothing_is_refused(
-    tokens: Path, tmp_path: Path, fields: dict[str, Any], at: str
-) -> None:
+def test_a_meaningless_ladder_is_refused(tokens: Path, tmp_path: Path, fields: dict[str, Any], at: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_large_run(_raw(tokens, tmp_path / "run", **fields))
     assert refused.value.field == at

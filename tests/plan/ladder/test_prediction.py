@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -21,43 +23,34 @@ def _judge(points: Points, names: list[str], **changes: float) -> PredictionVerd
 def test_a_clean_ladder_predicts_the_large_run() -> None:
     verdict = _judge(*made(noise=0.002))
     assert verdict.reasons == ()
-    assert verdict.prediction is not None
     assert verdict.prediction.loss == pytest.approx(loss(*LARGE.values()), rel=0.03)
     assert verdict.prediction.low < loss(*LARGE.values()) < verdict.prediction.high
 
 
 def test_more_noise_makes_a_wider_interval() -> None:
     quiet, loud = (_judge(*made(noise=noise, seed=2), tolerance=0.1).prediction for noise in (0.001, 0.005))
-    assert quiet is not None
-    assert loud is not None
     assert loud.high - loud.low > quiet.high - quiet.low
 
 
-def test_rungs_that_disagree_are_named_and_nothing_is_extrapolated() -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        # the largest rung's longest run is worse than the smallest rung's
+        (
+            lambda points: np.where(np.arange(len(points.losses)) == 11, points.losses[2] * 1.2, points.losses),
+            "the rungs disagree: run-11",
+        ),
+        (lambda points: np.where(np.arange(len(points.losses)) == 3, np.nan, points.losses), "run-3 is not finite"),
+        # no pair disagrees, but the losses are along no law of this form: the largest rung falls off a cliff
+        (lambda points: np.where(points.parameters > 4e5, points.losses * 0.8, points.losses), "rungs left out"),
+    ],
+    ids=["rungs that disagree", "a run that diverged", "rungs along no law"],
+)
+def test_nothing_is_extrapolated_from_unusable_rungs(change: Callable[[Points], np.ndarray], reason: str) -> None:
     points, names = made(noise=0.0)
-    losses = points.losses.copy()
-    losses[11] = losses[2] * 1.2  # the largest rung's longest run is worse than the smallest rung's
-    verdict = _judge(Points(points.parameters, points.tokens, losses), names)
+    verdict = _judge(Points(points.parameters, points.tokens, change(points)), names)
     assert verdict.prediction is None
-    assert any("the rungs disagree: run-11" in reason for reason in verdict.reasons)
-
-
-def test_a_run_that_diverged_is_named() -> None:
-    points, names = made(noise=0.0)
-    losses = points.losses.copy()
-    losses[3] = float("nan")
-    verdict = _judge(Points(points.parameters, points.tokens, losses), names)
-    assert verdict.prediction is None
-    assert any("run-3 is not finite" in reason for reason in verdict.reasons)
-
-
-def test_rungs_that_a_law_of_the_others_does_not_predict_are_too_poor() -> None:
-    """No pair disagrees, but the losses are along no law of this form: the largest rung falls off a cliff."""
-    points, names = made(noise=0.0)
-    losses = np.where(points.parameters > 4e5, points.losses * 0.8, points.losses)
-    verdict = _judge(Points(points.parameters, points.tokens, losses), names)
-    assert verdict.prediction is None
-    assert any("rungs left out" in reason for reason in verdict.reasons)
+    assert any(reason in each for each in verdict.reasons)
 
 
 def test_two_sizes_are_too_few() -> None:
@@ -87,7 +80,6 @@ def test_the_real_ladder_of_the_demo_is_refused_for_the_published_reasons() -> N
 
 def test_the_real_ladder_of_the_demo_gives_the_published_figures_with_more_tolerance() -> None:
     found = judge(*real(), **TEACHER, tolerance=0.03).prediction
-    assert found is not None
     assert found.loss == pytest.approx(3.747, abs=2e-3)
     assert (found.low, found.high) == pytest.approx((3.502, 4.211), abs=0.02)
     assert 3.4470 < found.low < 3.5458  # the teacher's own loss at the sweep's rate, a miss, and at the config's
@@ -109,7 +101,6 @@ def test_the_interval_widens_with_the_distance() -> None:
     for times in (1, 2, 4):
         large = {"parameters": times * 4.8e5, "tokens": times * 5.8e5}
         found = judge(points, names, **large, tolerance=0.02).prediction
-        assert found is not None
         halves.append((found.high - found.low) / 2 / found.loss)
     assert halves[0] < halves[1] < halves[2]
 

@@ -21,10 +21,12 @@ from pipeline.plan.proof.shrunk_run import shrink_run
 from pipeline.plan.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import tiny_config, write_config
+from tests.engines.comparison import EXPERTS
 from tests.engines.parametrization.models import meta_of
 from tests.parity.choice import read_pairs
 from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, reference_of
 from tests.parity.run import launch
+from tests.support import output_of, refusal_of
 
 
 def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,40 +36,32 @@ def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_layout_is_proven_without_its_data_in_fp32_and_its_own_precision(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", bf16={"enabled": True}, engine="torch")
     path = write_config(tmp_path / "c.json", config)
-    done = prove("--config", str(path), "--steps", "6", "--gradients")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "torch; FSDP2" in done.stdout
-    assert "dp 2, 6 steps in fp32 and bf16" in done.stdout
-    assert "model.layers.1.mlp.down_proj.weight" in done.stdout
-    assert "proven in" in done.stdout
+    said = output_of(prove("--config", str(path), "--steps", "6", "--gradients"))
+    assert "torch; FSDP2" in said
+    assert "dp 2, 6 steps in fp32 and bf16" in said
+    assert "model.layers.1.mlp.down_proj.weight" in said
+    assert "proven in" in said
     assert not (tmp_path / "run").exists()
 
 
 def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", parallel={"pp": 2})
-    done = prove("--config", str(write_config(tmp_path / "c.json", config)))
-    assert done.returncode == 2
-    assert "use engine torch, or zero_optimization.stage 1" in done.stderr
-
-
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    said = refusal_of(prove("--config", str(write_config(tmp_path / "c.json", config))))
+    assert "use engine torch, or zero_optimization.stage 1" in said
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
-def test_secondary_shards_bf16_reduction_compiled_layers_and_balanced_experts_are_proven(
-    tmp_path: Path, engine: str
-) -> None:
+def test_secondary_shards_bf16_reduction_compiled_layers_and_experts_are_proven(tmp_path: Path, engine: str) -> None:
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine=engine, bf16={"enabled": True})
     config["model"]["config"] |= EXPERTS
     config["moe"] = {"balance": "aux_loss", "aux_loss_coef": 0.05}
     config["compile"] = {"enabled": True}
     config["communication_data_type"] = "bf16"
     config["zero_optimization"] = {"stage": 3, "zero_hpz_partition_size": 2}
-    done = prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "dp 4, 4 steps in fp32 and bf16" in done.stdout
-    assert "proven as they are traced (aot_eager)" in done.stdout
+    said = output_of(prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "4"))
+    assert "dp 4, 4 steps in fp32 and bf16" in said
+    assert "proven as they are traced (aot_eager)" in said
 
 
 def test_what_a_shrunk_run_keeps_and_what_its_reference_does_without(tmp_path: Path) -> None:
@@ -106,7 +100,6 @@ def test_a_completep_parametrization_is_proven_from_a_smaller_base_model(tmp_pat
     small = shrink_run(resolve(parse(Config, config), world_size=2), steps=4, work=tmp_path)
     section = parse(ModelSection, small.config["model"])
     found = find_parametrization(section, meta_of(section))
-    assert found is not None
     assert found.width == 2.0
     assert found.depth == small.config["model"]["config"]["num_hidden_layers"] / 2
 
@@ -166,9 +159,7 @@ def test_the_first_gradient_is_recovered_from_the_optimizer_state(
 
 
 @pytest.mark.parametrize("name", ["lion", "sgd"])
-def test_it_is_recovered_from_the_state_of_lion_and_of_sgd_too(
-    runs: dict[str, tuple[Case, CaseResult]], name: str
-) -> None:
+def test_it_is_recovered_from_the_state_of_lion_and_sgd(runs: dict[str, tuple[Case, CaseResult]], name: str) -> None:
     found = relative_differences(first_gradient(*runs[name]), first_gradient(*runs["bare"]))
     assert max(found.values()) < 1e-6
 
@@ -211,8 +202,7 @@ def test_families_with_norms_after_their_layers_are_proven(tmp_path: Path, kind:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = {"config": {"model_type": kind, **sizes, "num_key_value_heads": 2}}
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", model=model, engine="torch")
-    done = prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "10")
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "10"))
 
 
 def test_the_error_of_a_failed_rank_is_reported(runs: dict[str, tuple[Case, CaseResult]]) -> None:

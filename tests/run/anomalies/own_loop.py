@@ -20,7 +20,6 @@ BAD_UPDATE = 2
 
 
 def local_state(engine: Any) -> list[Tensor]:
-    """A copy of this rank's fp32 weights and optimizer state."""
     found = []
     for piece in engine._state_entries():
         found += [piece.shard(piece.holder.data), *(v for v in piece.state.values() if torch.is_tensor(v))]
@@ -54,7 +53,6 @@ def train(config: dict[str, Any], mode: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs all cases; rank 0 writes the results of all ranks."""
     results: dict[str, Any] = {}
     for name, config in json.loads(Path(sys.argv[1]).read_text()).items():
         own = {mode: train(config, mode) for mode in ("poisoned", "left out")}

@@ -35,25 +35,19 @@ class _BadGradient(torch.autograd.Function):
 
 
 class Poisonous(CrossEntropy):
-    """Cross-entropy with an injected fault on this rank.
-
-    Attributes:
-        fault: none, loss (NaN) or gradient (NaN, of a finite loss).
-    """
+    """Cross-entropy with a fault on this rank: none, loss (NaN) or gradient (NaN, of a finite loss)."""
 
     fault = "none"
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """As `CrossEntropy`."""
         loss = super().__call__(logits, labels, *extra_targets, vocabulary=vocabulary)
         total = loss.total * float("nan") if self.fault == "loss" else loss.total
         return Loss(_BadGradient.apply(total) if self.fault == "gradient" else total, loss.parts)
 
 
 def local_state(engine: Any) -> dict[str, Tensor]:
-    """A copy of this rank's state, as in a checkpoint."""
     found = {}
     for key, value in engine.state().items():
         parts = value.parts if hasattr(value, "parts") else {(): value}
@@ -103,7 +97,6 @@ def train_without_step(run: Any) -> list[float]:
 
 
 def main() -> None:
-    """Runs all cases; rank 0 writes the results of all ranks."""
     several = "RANK" in os.environ
     if several:
         dist.init_process_group("gloo")

@@ -47,7 +47,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs all cases; rank 0 writes the results of all ranks."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

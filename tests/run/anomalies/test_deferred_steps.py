@@ -46,7 +46,6 @@ class Ahead(Run):
         return [result for _, result in found]
 
     def masters(self) -> dict[str, Tensor]:
-        """A copy of the fp32 master weights."""
         return {name: master.values().clone() for name, master in self.engine._masters.items()}
 
 

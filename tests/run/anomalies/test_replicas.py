@@ -33,7 +33,6 @@ FEW_REPLICAS = {"torch, tensor parallel", "ZeRO-3, tensor parallel", "torch, tie
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Layout -> results of all ranks."""
     work, results = tmp_path_factory.mktemp("replicas"), {}
     for processes, cases in ((2, ON_TWO), (4, ON_FOUR)):
         results |= run_cases("tests.run.anomalies.replicas", cases, work, processes=processes)

@@ -22,7 +22,9 @@ from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import losses, tiny_config, write_config
+from tests.groups import events
 from tests.runtime.metrics.offline import logged
+from tests.support import output_of
 
 SCRIPT = Path(__file__).with_name("train_poisoned.py")
 BAD_STEP, BAD_SAMPLE, CHECKPOINT = 13, 12 * 8 + 5, 10
@@ -32,19 +34,15 @@ SKIPPED = Skips((Skip(CHECKPOINT + 1, BAD_STEP - CHECKPOINT),))
 def run_poisoned(config: Path, *sets: str, processes: int = 1) -> str:
     """Trains with the bad sample; returns the output."""
     overrides = [word for text in sets for word in ("--set", text)]
-    done = warm.run(SCRIPT, "--config", config, *overrides, cwd=config.parent, processes=processes, merged=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return output_of(
+        warm.run(SCRIPT, "--config", config, *overrides, cwd=config.parent, processes=processes, merged=True)
+    )
 
 
 def config_of(work: Path, tokens: Path, **fields: Any) -> Path:
     made = tiny_config(tokens, work / "run", anomalies={"non_finite": "rollback", "check_replicas": 4}, **fields)
     made["run"] |= {"keep_checkpoints": 9}
     return write_config(work / "c.json", made)
-
-
-def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +130,7 @@ def test_a_rollback_of_a_sharded_run_on_two_processes_gives_the_same_curve(
         assert losses(tmp_path / "run")[step] == pytest.approx(loss, rel=1e-5), step
 
 
-def test_a_spike_in_a_full_run_is_skipped_and_recorded(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spike_in_a_run_is_skipped_and_told(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POISON", f"60:{BAD_SAMPLE + 8 * 8}")  # of step 21, when there are enough steps to compare with
     anomalies = {"spikes": "skip", "window": 16, "deviations": 20.0}  # batches this small have norms that vary
     made = tiny_config(tokens, tmp_path / "run", anomalies=anomalies, engine="torch", zero_optimization={"stage": 0})
@@ -147,9 +143,7 @@ def test_a_spike_in_a_full_run_is_skipped_and_recorded(
     assert [step for step, row in rows.items() if row.get("skipped")] == [BAD_STEP + 8]
 
 
-def test_a_run_that_stopped_at_a_non_finite_loss_can_resume_with_another_policy(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_policy_resumes_a_stopped_run(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
     made = tiny_config(tokens, tmp_path / "run", engine="torch", zero_optimization={"stage": 0})
     config = write_config(tmp_path / "c.json", made)

@@ -39,32 +39,26 @@ def test_a_spike_of_the_loss_and_one_of_the_norm_are_found_with_their_thresholds
         detector.add(step, *numbers)
     limits = detector.limits(502)
     spike = limits.check(5.0, 0.4)
-    assert spike is not None
     assert (spike.kind, spike.what) == ("spike", "loss")
-    assert spike.threshold is not None
-    assert spike.median is not None
     assert 2.5 < spike.median < 2.9 < spike.threshold < 5.0
     of_norm = limits.check(2.6, 8.0)
-    assert of_norm is not None
     assert of_norm.what == "grad_norm"
     assert limits.check(0.1, 0.01) is None  # a low value is never a spike
 
 
-def test_a_flat_curve_raises_no_false_alarm() -> None:
+@pytest.mark.parametrize(
+    ("steps", "calm", "spike"),
+    # the spread of a flat curve is nothing; after 31 steps there is too little to compare with
+    [(200, (2.05, 1.3), (2.5, 1.0)), (31, (200.0, 100.0), None), (32, None, (200.0, 100.0))],
+)
+def test_a_flat_or_short_curve_raises_no_false_alarm(
+    steps: int, calm: tuple[float, float] | None, spike: tuple[float, float] | None
+) -> None:
     detector = detector_with()
-    for step in range(1, 201):
+    for step in range(1, steps + 1):
         detector.add(step, 2.0, 1.0)
-    assert detector.limits(202).check(2.05, 1.3) is None
-    assert detector.limits(202).check(2.5, 1.0) is not None
-
-
-def test_there_are_no_spikes_before_enough_steps_to_compare_with() -> None:
-    detector = detector_with()
-    for step in range(1, 32):
-        detector.add(step, 2.0, 1.0)
-    assert detector.limits(33).check(200.0, 100.0) is None
-    detector.add(32, 2.0, 1.0)
-    assert detector.limits(34).check(200.0, 100.0) is not None
+    assert calm is None or detector.limits(steps + 2).check(*calm) is None
+    assert spike is None or detector.limits(steps + 2).check(*spike) is not None
 
 
 def test_the_limits_of_a_step_do_not_depend_on_whether_the_step_before_is_known() -> None:
@@ -82,7 +76,6 @@ def test_the_limits_of_a_step_do_not_depend_on_whether_the_step_before_is_known(
 def test_non_finite_values_are_detected_at_once_except_scaled_gradients_of_fp16(bad: float) -> None:
     for numbers in ((bad, 1.0), (1.0, bad)):
         found = detector_with().limits(1).check(*numbers)
-        assert found is not None
         assert found.kind == "non_finite"
     assert detector_with(scaled=True).limits(1).check(1.0, bad) is None
     assert detector_with(scaled=True).limits(1).check(bad, bad) is not None

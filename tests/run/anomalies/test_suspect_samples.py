@@ -18,6 +18,7 @@ from pipeline.data.document_slices import document_slices
 from pipeline.data.mixture import DataMixture
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
+from tests.support import output_of, refusal_of
 
 HEADER = re.compile(r"^== sample (\d+)(?:, step (\d+))?", re.MULTILINE)
 DOCUMENT = re.compile(r"^-- document (\d+), tokens (\d+) to (\d+) of (\d+)$", re.MULTILINE)
@@ -34,18 +35,13 @@ def work(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(work: Path, *arguments: object) -> str:
-    """Output of the command."""
-    done = warm.run("-m", "pipeline", "samples", work / "run", *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(warm.run("-m", "pipeline", "samples", work / "run", *arguments))
 
 
 def refused(work: Path, *arguments: object) -> str:
-    """Error message of a refused command."""
-    done = warm.run("-m", "pipeline", "samples", work / "run", *arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    return done.stderr
+    said = refusal_of(warm.run("-m", "pipeline", "samples", work / "run", *arguments))
+    assert "Traceback" not in said
+    return said
 
 
 def test_every_document_of_a_step_is_text_of_the_corpus(work: Path) -> None:

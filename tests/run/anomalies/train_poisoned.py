@@ -30,14 +30,12 @@ class BadSample(CrossEntropy):
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """As `CrossEntropy`."""
         loss = super().__call__(logits, labels, *extra_targets, vocabulary=vocabulary)
         bad = (labels == self._labels.to(labels.device)).all(dim=1).any()
         return Loss(loss.total * (self._factor if bad else 1.0), loss.parts)
 
 
 def main() -> int:
-    """Entry point."""
     run = resolve_run(parse_arguments("Train with a bad sample."))
     factor, sample = os.environ["POISON"].split(":")
     row = open_mixture(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]

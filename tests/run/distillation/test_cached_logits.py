@@ -32,6 +32,7 @@ from pipeline.run.distillation.teacher import Teacher
 from pipeline.run.distillation.write_logits import LogitsPlan, drawn_windows, write_logits
 from tests.conftest import launch, losses, make_tokens, start, write_config
 from tests.run.distillation.test_layouts import STEPS, student
+from tests.support import refusal_of
 
 FP16 = 2e-4
 """Relative, of losses: log-probabilities in fp16 are rounded by up to 2^-9 where they are below -4."""
@@ -94,9 +95,7 @@ def test_another_seed_and_mixture_find_the_records_of_their_samples(work: Path) 
     assert torch.equal(ids.sort(-1).values, torch.arange(512, dtype=torch.int32).expand_as(ids))
 
 
-def test_a_job_that_was_killed_goes_on_in_any_number_of_processes_and_writes_the_same_bytes(
-    work: Path, tmp_path: Path
-) -> None:
+def test_a_killed_job_goes_on_in_any_number_of_processes_and_writes_the_same_bytes(work: Path, tmp_path: Path) -> None:
     run = resolve(read_config(work / "c.json", ["distill.logits=null"]).config, world_size=1)
     mixture = open_mixture(run.config.data, seed=run.config.run.seed)
     made = CachedLogits(work / "logits", read_manifest(work / "logits", kind="logits"), [0])
@@ -130,11 +129,9 @@ def test_a_job_that_was_killed_goes_on_in_any_number_of_processes_and_writes_the
 
 
 def refusal(work: Path, *sets: str) -> str:
-    """What a run with these settings is refused with."""
-    done = start("distill.py", work / "c.json", f"run.dir={work / 'refused'}", *sets)
-    assert done.returncode == 2, done.stdout
+    said = refusal_of(start("distill.py", work / "c.json", f"run.dir={work / 'refused'}", *sets))
     assert not (work / "refused").exists()
-    return done.stdout
+    return said
 
 
 @pytest.mark.parametrize(
@@ -151,9 +148,7 @@ def refusal(work: Path, *sets: str) -> str:
         (("anomalies.non_finite=rollback",), "anomalies.non_finite = 'rollback'"),
     ],
 )
-def test_a_run_that_the_logits_do_not_fit_is_refused_with_what_they_are(
-    work: Path, sets: tuple[str, ...], words: str
-) -> None:
+def test_a_run_that_the_logits_do_not_fit_is_told_what_they_are(work: Path, sets: tuple[str, ...], words: str) -> None:
     assert words in refusal(work, *sets)
 
 
@@ -166,11 +161,10 @@ def test_logits_of_another_tokenizer_and_of_other_text_are_refused(work: Path, t
     online = ["distill.teacher=null"]  # whose tokenizer is compared, too
     assert "another tokenizer" in refusal(work, f"data.sources.0.path={retokenized}", *online)
     assert "has no logits of" in refusal(work, f"data.sources.0.path={other}", *online)
-    said = start(
-        "cache_logits.py", work / "c.json", f"data.sources.0.path={retokenized}", f"distill.logits={tmp_path}/c"
+    output = refusal_of(
+        start("cache_logits.py", work / "c.json", f"data.sources.0.path={retokenized}", f"distill.logits={tmp_path}/c")
     )
-    assert said.returncode == 2, said.stdout
-    assert "its tokenizer is not the one the dataset was made with" in said.stdout
+    assert "its tokenizer is not the one the dataset was made with" in output
     assert not list(tmp_path.glob("*c*"))
 
 
@@ -182,9 +176,8 @@ def test_logits_of_another_teacher_are_refused_and_damage_is_found(work: Path, t
     with (cut / "source-0-00000.logits").open("r+b") as file:
         file.truncate(1000)
     assert "truncated" in refusal(work, f"distill.logits={cut}")
-    said = start("cache_logits.py", work / "c.json", "distill.top_k=3")
-    assert said.returncode == 2, said.stdout
-    assert "holds logits of another teacher, data or format" in said.stdout
+    output = refusal_of(start("cache_logits.py", work / "c.json", "distill.top_k=3"))
+    assert "holds logits of another teacher, data or format" in output
 
 
 def test_a_run_on_cached_logits_needs_no_teacher(work: Path, tmp_path: Path) -> None:
@@ -195,7 +188,6 @@ def test_a_run_on_cached_logits_needs_no_teacher(work: Path, tmp_path: Path) -> 
 def test_a_cache_of_all_windows_allows_rollbacks(work: Path, tmp_path: Path) -> None:
     """The remedy of the refusal: with so many steps, the cache has all windows."""
     steps = re.search(r"run\.steps=(\d+)", refusal(work, "anomalies.spikes=rollback"))
-    assert steps is not None
     everything, small = f"distill.logits={tmp_path / 'all'}", "distill.top_k=2"
     launch("cache_logits.py", work / "c.json", everything, small, f"run.steps={steps[1]}")
     [source] = read_manifest(tmp_path / "all", kind="logits").details["sources"]
@@ -251,9 +243,10 @@ def test_a_longer_run_resumes_on_a_cache_of_more_steps_and_on_no_other(work: Pat
     for name, more in (("more", ()), ("others", ("distill.top_k=3",))):
         made = f"distill.logits={tmp_path / name}"
         launch("cache_logits.py", work / "c.json", longer, made, *more)
-    said = start("distill.py", work / "c.json", run_dir, constant, longer, f"distill.logits={tmp_path / 'others'}")
-    assert said.returncode == 2
-    assert "distill.logits (fingerprint): was" in said.stdout
+    output = refusal_of(
+        start("distill.py", work / "c.json", run_dir, constant, longer, f"distill.logits={tmp_path / 'others'}")
+    )
+    assert "distill.logits (fingerprint): was" in output
     launch("distill.py", work / "c.json", run_dir, constant, longer, f"distill.logits={tmp_path / 'more'}")
     assert len(losses(tmp_path / "run")) == STEPS + 4
 
@@ -268,7 +261,5 @@ def test_files_of_a_teacher_in_another_dtype_do_not_fit_together(work: Path) -> 
 
 def test_a_student_of_another_vocabulary_is_refused_before_the_teacher_runs(work: Path, tmp_path: Path) -> None:
     config = ("model.config.vocab_size=640", f"distill.logits={tmp_path / 'logits'}")
-    said = start("cache_logits.py", work / "c.json", *config)
-    assert said.returncode == 2
-    assert "the teacher has 512 ids, the student 640" in said.stdout
+    assert "the teacher has 512 ids, the student 640" in refusal_of(start("cache_logits.py", work / "c.json", *config))
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import warm
 from tests.conftest import tiny_config, write_config
+from tests.support import output_of
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,8 @@ def config(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(config: Path, *words: str) -> dict[str, Any]:
     """What `headrace check --json` prints, of 4 processes."""
-    done = warm.run("-m", "pipeline", "check", "--config", config, "--json", "--processes", "4", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    said = output_of(warm.run("-m", "pipeline", "check", "--config", config, "--json", "--processes", "4", *words))
+    found: dict[str, Any] = json.loads(said)
     return found
 
 

@@ -11,14 +11,12 @@ import pytest
 from headrace.base.directory import read_manifest
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import launch, losses, tiny_config, write_config
+from tests.support import output_of
 from tests.warm import run
 
 
 def control(config: Path, *words: str) -> str:
-    """Runs `headrace distill --control`; what it printed."""
-    done = run("-m", "pipeline", "distill", "--control", "--config", config, *words, merged=True)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return output_of(run("-m", "pipeline", "distill", "--control", "--config", config, *words, merged=True))
 
 
 def test_the_control_is_the_run_of_headrace_train_without_a_teacher_and_both_losses_are_printed(

@@ -95,9 +95,7 @@ def test_with_all_ids_known_nothing_is_lost(divergence: Divergence) -> None:
 
 
 @pytest.mark.parametrize("divergence", KINDS, ids=lambda each: each.kind)
-def test_extreme_logits_give_finite_numbers_and_positions_without_targets_add_exactly_nothing(
-    divergence: Divergence,
-) -> None:
+def test_extreme_logits_give_finite_numbers_and_positions_without_targets_add_nothing(divergence: Divergence) -> None:
     torch.manual_seed(0)
     teacher, student = 1000 * torch.randn(2, 5, 11), 1000 * torch.randn(2, 5, 11)
     labels = torch.zeros(2, 5, dtype=torch.int64)

@@ -32,7 +32,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def alone(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process."""
     work = tmp_path_factory.mktemp("alone")
     launch("distill.py", write_config(work / "c.json", student(tokens, work / "run", teacher, **BOTH)))
     rows = [json.loads(line) for line in (work / "run/metrics.jsonl").read_text().splitlines()]
@@ -80,9 +79,7 @@ def deep(tokens: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_layers_of_the_last_pipeline_stage_are_matched_as_in_one_process(
-    layout: str, deep: tuple[Path, dict[int, float]], tmp_path: Path
-) -> None:
+def test_the_last_stages_layers_are_matched(layout: str, deep: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
     sets = (f"run.dir={tmp_path / 'run'}", "parallel.pp=2", *PIPELINES[layout])
     launch("distill.py", deep[0], *sets, processes=2)
     assert losses(tmp_path / "run") == pytest.approx(deep[1], rel=TOLERANCE)

@@ -31,7 +31,6 @@ class OneDecoder:
 
     @torch.no_grad()
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Any) -> None:
-        """See `Engine.forward_passes`."""
         for batch in batches:
             self.decoder(batch.input_ids, batch, objective)
 
@@ -39,7 +38,6 @@ class OneDecoder:
 def continued(
     decoder: Decoder, prompts: Prompts, *, temperature: float = 0.0, multiple: int = 1, kv_cache: bool = True
 ) -> list[list[int]]:
-    """The new tokens of prompts."""
     sampler = Sampler(temperature, key=noise_key(7))
     generator = Generator(cast(Engine, OneDecoder(decoder)), sampler, NEW, multiple, kv_cache, compiled=False)
     tokens: list[list[int]] = generator.generate(prompts, step=1).tolist()
@@ -47,7 +45,6 @@ def continued(
 
 
 def prompts_of(batch: MicroBatch) -> Prompts:
-    """The first tokens of a micro-batch."""
     ids = batch.input_ids[:, :PROMPT]
     if batch.positions is None or batch.documents is None:
         positions, documents = torch.arange(PROMPT).expand_as(ids), None

@@ -10,6 +10,7 @@ import pytest
 from headrace.base.directory import read_manifest
 from tests import warm
 from tests.conftest import launch, losses, tiny_config, write_config
+from tests.support import output_of
 
 STEPS = 8
 TOLERANCE = 2e-5
@@ -36,7 +37,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def student(tokens: Path, run_dir: Path, teacher: Path, **distill: Any) -> dict[str, Any]:
-    """A distillation of 8 steps on documents apart."""
     section = {"teacher": str(teacher), "temperature": 2.0, "alpha": 0.5, **distill}
     config = tiny_config(tokens, run_dir, engine="torch", distill=section)
     config["data"]["mask_documents"] = True
@@ -46,7 +46,6 @@ def student(tokens: Path, run_dir: Path, teacher: Path, **distill: Any) -> dict[
 
 @pytest.fixture(scope="module")
 def expected(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process."""
     work = tmp_path_factory.mktemp("alone")
     launch("distill.py", write_config(work / "c.json", student(tokens, work / "run", teacher, divergence="jsd")))
     return losses(work / "run")
@@ -92,13 +91,9 @@ dist.destroy_process_group()
 """
 
 
-def test_between_forward_passes_a_rank_has_its_share_of_the_teachers_layers(
-    teacher: Path, tokens: Path, tmp_path: Path
-) -> None:
+def test_between_passes_a_rank_has_its_share_of_the_teacher(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", student(tokens, tmp_path / "run", teacher))
-    done = warm.run("-c", SHARE, config, processes=2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in output_of(warm.run("-c", SHARE, config, processes=2)).splitlines()]
     assert len(lines) == 2
     for own, whole, head in lines:
         assert 2 * int(own) == int(whole)

@@ -13,7 +13,6 @@ KEY = noise_key(7)
 
 
 def place(samples: int, *, width: int = 1, column: int = 0, step: int = 3, number: int = 2) -> Place:
-    """A place for so many samples."""
     return Place(width, column, torch.arange(samples), step, number)
 
 

@@ -64,7 +64,6 @@ def kill_server_then_host() -> None:
 def cut_links() -> None:
     """Closes the connections to other ranks, as a network may; ranks, watchdog and store stay alive."""
     watchdog = next(thread for thread in threading.enumerate() if isinstance(thread, Monitor))
-    assert watchdog._socket is not None
     store, server = int(os.environ["MASTER_PORT"]), watchdog._socket.getpeername()[1]
     for each in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as link:
@@ -73,12 +72,10 @@ def cut_links() -> None:
 
 
 def fail() -> None:
-    """An error of one rank."""
     raise ValueError("the real cause")
 
 
 def refuse() -> None:
-    """An error that all ranks raise together."""
     raise TrainingError("all raise this\n  try: something else")
 
 

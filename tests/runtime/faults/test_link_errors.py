@@ -56,9 +56,7 @@ def test_words_such_as_peer_do_not_make_an_error_one_of_a_lost_rank(error: Excep
     [dist.DistBackendError("NCCL error"), dist.DistNetworkError("x"), dist.DistStoreError("x"), RuntimeError(GLOO)],
     ids=lambda error: type(error).__name__,
 )
-def test_a_link_error_has_the_exit_code_of_a_lost_rank_after_its_traceback(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_error_has_the_exit_code_of_a_lost_rank(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> int:
         raise error
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from headrace.base.errors import EXIT_LOST
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.launch.group import free_port
 from tests.conftest import ROOT, launch, losses, tiny_config, write_config
+from tests.support import wait_until
 
 START_S = 240.0
 """Until the first checkpoint, on a busy machine."""
@@ -58,7 +58,6 @@ def ranks_of(config: Path) -> dict[int, int]:
 
 
 def server_runs(work: Path) -> bool:
-    """Whether a heartbeat server still runs in a directory."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (
@@ -71,14 +70,6 @@ def server_runs(work: Path) -> bool:
     return False
 
 
-def wait_for(condition: Callable[[], bool], *, within_s: float, what: str) -> None:
-    """Waits until a condition holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < within_s, what
-        time.sleep(0.02)
-
-
 def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> tuple[str, int]:
     """Trains; sends one rank a signal after the first checkpoint. Returns the output and the exit code."""
     command = list(LAUNCHERS[launcher])
@@ -89,18 +80,18 @@ def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> 
         process = subprocess.Popen([*command, "--config", str(config)], stdout=output, stderr=output, cwd=work)
     try:
         checkpoints = work / "run/checkpoints"
-        wait_for(
+        wait_until(
             lambda: process.poll() is not None or any(checkpoints.glob("step-*")),
             within_s=START_S,
-            what="there was no checkpoint",
+            said=lambda: "there was no checkpoint",
         )
         ranks = ranks_of(config)
         assert sorted(ranks) == [0, 1], (work / "output").read_text()
         time.sleep(3.0)  # heartbeats come once per second: one from the middle of training
         os.kill(ranks[victim], how)
         limit_s = EXIT_S + (SILENT_S if how is signal.SIGSTOP else 0)
-        wait_for(lambda: not ranks_of(config), within_s=limit_s, what="ranks are left")
-        wait_for(lambda: not server_runs(work), within_s=EXIT_S, what="the watchdog is left")
+        wait_until(lambda: not ranks_of(config), within_s=limit_s, said=lambda: "ranks are left")
+        wait_until(lambda: not server_runs(work), within_s=EXIT_S, said=lambda: "the watchdog is left")
         process.wait(timeout=60)  # of which torchrun and deepspeed take 5 to 15 s for themselves
     finally:
         for pid in ranks_of(config).values():
@@ -119,9 +110,7 @@ def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> 
         ("deepspeed", 0, signal.SIGKILL),
     ],
 )
-def test_a_lost_rank_is_reported_once_and_all_processes_exit(
-    config: Path, launcher: str, victim: int, how: signal.Signals
-) -> None:
+def test_a_lost_rank_is_reported_and_all_exit(config: Path, launcher: str, victim: int, how: signal.Signals) -> None:
     output, code = lose_rank(config, launcher, victim, how)
     reports = [line for line in output.splitlines() if line.startswith("error: rank")]
     assert len(reports) == 1, output
@@ -139,7 +128,6 @@ def test_a_lost_rank_is_reported_once_and_all_processes_exit(
 
 
 def resume(config: Path) -> None:
-    """Starts the run again, for a few steps."""
     fields = json.loads(config.read_text())
     fields["run"]["steps"] = max(losses(config.parent / "run")) + 8
     output = launch("train.py", write_config(config, fields))

@@ -14,6 +14,7 @@ import pytest
 from pipeline.runtime.faults.stop_signals import Stop
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import entry_point, launch, losses, tiny_config, write_config
+from tests.support import last_step, wait_until
 
 STEPS = 40
 SLOW = {"evaluation": {"every": 10, "samples": 4000}}
@@ -22,7 +23,6 @@ SLOW = {"evaluation": {"every": 10, "samples": 4000}}
 
 @pytest.fixture(scope="module")
 def uninterrupted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run on two processes."""
     work = tmp_path_factory.mktemp("whole")
     launch("train.py", configured(tokens, work), processes=2)
     return work / "run"
@@ -36,14 +36,10 @@ def configured(tokens: Path, work: Path, **fields: object) -> Path:
 def stopped_at_step(
     config: Path, run_dir: Path, step: int, number: signal.Signals, *, processes: int
 ) -> tuple[int, str]:
-    """Starts a run, sends its launcher a signal once a step is done, and returns the exit code and the output."""
     words = entry_point("train.py", config)
     command = [sys.executable, words[0], *(["--nproc", str(processes)] if processes > 1 else []), *words[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and step not in (losses(run_dir) if (run_dir / "metrics.jsonl").exists() else {}):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+    wait_until(lambda: last_step(run_dir) >= step, process=process, said=lambda: process.communicate()[0])
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     return process.returncode, output
@@ -85,9 +81,7 @@ def test_a_run_stopped_while_it_starts_does_no_step_and_builds_no_engine(tokens:
     config, run_dir = configured(tokens, tmp_path), tmp_path / "run"
     words = [*entry_point("train.py", config), "--nproc", "2"]
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not (run_dir / ".lock").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
+    wait_until((run_dir / ".lock").exists, process=process, poll_s=0.001)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output

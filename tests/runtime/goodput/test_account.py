@@ -25,6 +25,7 @@ from pipeline.runtime.metrics.journal import NAME as METRICS
 from pipeline.runtime.metrics.journal import Journal
 from pipeline.runtime.metrics.step_clock import Stopwatch
 from pipeline.runtime.metrics.time_sums import TimeSums
+from tests.support import output_of
 
 T0 = 1_700_000_000.0
 
@@ -225,10 +226,9 @@ def test_measured_runs_are_the_inputs_of_the_simulation(killed_once: Path, tmp_p
 
 def test_the_command_compares_runs_with_the_prediction_for_their_own_failures(killed_once: Path) -> None:
     command = [sys.executable, "-m", "pipeline", "goodput", "--run", str(killed_once), "--seeds", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "goodput 4.7 % of 0:03:12 in 2 attempts" in done.stdout
-    assert "crashes  1 in 0:01:32, one in 0:01:32" in done.stdout
+    said = output_of(subprocess.run(command, capture_output=True, text=True, check=False))
+    assert "goodput 4.7 % of 0:03:12 in 2 attempts" in said
+    assert "crashes  1 in 0:01:32, one in 0:01:32" in said
     found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
     assert found["measured"]["runs"][0]["lost"] == pytest.approx(3.0)
     assert found["inputs"]["requeue_s"] == pytest.approx(30.0)

@@ -20,9 +20,10 @@ from pipeline.runtime.metrics.attempts_journal import read_events
 from pipeline.runtime.metrics.journal import read_rows
 from pipeline.runtime.metrics.times import seconds_of as seconds_or_none
 from tests import warm
-from tests.conftest import entry_point, losses, tiny_config, write_config
+from tests.conftest import entry_point, tiny_config, write_config
 from tests.headrace.commands.test_app import run as headrace
 from tests.runtime.metrics.test_stragglers import SLOWED
+from tests.support import last_step, output_of, wait_until
 
 SEEN_S = 2.0
 """Until the watchdog has seen that a process is gone, on a busy machine; 0.01 to 0.04 s on a quiet one."""
@@ -45,7 +46,6 @@ def config_of(tokens: Path, work: Path, **run: Any) -> dict[str, Any]:
 
 
 def goodput_of(run_dir: Path) -> Goodput:
-    """The goodput of a run in which nothing trains, with what has to hold of any."""
     goodput = read_goodput(run_dir, training=False)
     assert goodput is not None
     assert goodput.spent.wall == pytest.approx(goodput.wall, abs=1e-6)  # of 1.7e9 seconds since the epoch
@@ -61,10 +61,7 @@ def kill_at_step(config: Path, run_dir: Path, step: int) -> tuple[float, float]:
     """Starts a run and kills it with SIGKILL after a step; the times of both, since the epoch."""
     began = time.time()
     process = subprocess.Popen([sys.executable, *entry_point("train.py", config)], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and step not in (losses(run_dir) if (run_dir / "metrics.jsonl").exists() else {}):
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.01)
+    wait_until(lambda: last_step(run_dir) >= step, within_s=240, process=process)
     os.kill(process.pid, signal.SIGKILL)
     killed = time.time()
     process.wait()
@@ -72,9 +69,7 @@ def kill_at_step(config: Path, run_dir: Path, step: int) -> tuple[float, float]:
 
 
 @pytest.mark.integration
-def test_a_run_killed_twice_accounts_for_the_steps_it_lost_and_the_time_it_was_down(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_twice_accounts_for_lost_steps_and_the_time_it_was_down(tokens: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = config_of(tokens, tmp_path, steps=60, checkpoint_every=10)
     config["evaluation"]["every"] = 20
@@ -128,11 +123,11 @@ def check_that_all_say_the_same(run_dir: Path, goodput: Goodput, output: str) ->
     assert f"goodput {100 * event['share']:.1f} % of " in said
     assert "in 3 attempts: " in said
     assert event["lost"] == pytest.approx(spent.lost, abs=1e-6)
-    shown = json.loads(headrace("status", run_dir, "--json").output)["goodput"]
+    shown = json.loads(headrace("status", run_dir, "--json"))["goodput"]
     assert shown["lost"] == pytest.approx(spent.lost, abs=1e-6)
     assert shown["share"] == pytest.approx(goodput.share)
     assert [each["spent"]["lost"] > 0 for each in shown["attempts"]] == [True, True, False]
-    assert f"goodput  {100 * goodput.share:.1f} % of " in headrace("status", run_dir).output
+    assert f"goodput  {100 * goodput.share:.1f} % of " in headrace("status", run_dir)
 
 
 @pytest.mark.integration
@@ -141,8 +136,7 @@ def test_a_suspended_rank_shows_as_stragglers(tokens: Path, tmp_path: Path) -> N
     config = config_of(tokens, tmp_path, steps=24, checkpoint_every=24) | {"stragglers": {"every": 2}}
     config |= {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 64}  # computing is most of a step
     words = entry_point("train.py", write_config(tmp_path / "c.json", config))
-    done = warm.run("-c", SLOWED, 1, *words, cwd=tmp_path, processes=2, merged=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    output_of(warm.run("-c", SLOWED, 1, *words, cwd=tmp_path, processes=2, merged=True))
     spent = goodput_of(tmp_path / "run").spent
     # how much it is without a slow rank depends on the machine: cores that are shared make stragglers, too
     assert spent.stragglers > 0.2 * (spent.productive + spent.stragglers), spent
@@ -164,8 +158,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_slow_source_of_data_shows_as_data_wait(tokens: Path, tmp_path: Path) -> None:
     words = entry_point("train.py", write_config(tmp_path / "c.json", config_of(tokens, tmp_path, steps=20)))
-    done = warm.run("-c", SLOW_DATA, *words, merged=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    output_of(warm.run("-c", SLOW_DATA, *words, merged=True))
     spent = goodput_of(tmp_path / "run").spent
     reading_s = 0.05 * 8 * 20  # of which only what computing does not hide is waited for
     hidden_s = spent.productive + spent.checkpoint + spent.evaluation

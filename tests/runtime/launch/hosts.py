@@ -31,11 +31,7 @@ Host *
 
 
 class Hosts:
-    """Running hosts that reach each other by name and by ssh; use it as a context manager.
-
-    Args:
-        state: a new directory for keys and settings.
-    """
+    """Running hosts that reach each other by name and by ssh; `state` is a new directory for keys and settings."""
 
     def __init__(self, state: Path) -> None:
         self._state = state

@@ -50,9 +50,7 @@ def test_mpirun_on_one_host_needs_no_address_and_its_ranks_agree_on_a_port(envir
 
 
 @pytest.mark.parametrize(("environ", "option"), [(OPEN_MPI, "-x MASTER_ADDR="), (HYDRA, "-genv MASTER_ADDR ")])
-def test_mpirun_over_several_hosts_without_an_address_is_refused_with_the_option_to_export_it(
-    environ: dict[str, str], option: str
-) -> None:
+def test_mpirun_over_hosts_without_an_address_is_refused_with_the_option(environ: dict[str, str], option: str) -> None:
     spread = {name: "2" if "LOCAL" in name and name.endswith(("SIZE", "RANKS")) else v for name, v in environ.items()}
     with pytest.raises(ConfigError, match=option):
         detect(spread)

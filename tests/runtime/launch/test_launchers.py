@@ -15,6 +15,7 @@ import pytest
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from tests.conftest import ROOT, losses, tiny_config, write_config
+from tests.support import output_of, refusal_of, wait_until
 
 TRAIN = str(ROOT / "pipeline/train.py")
 STEPS = "run.steps=2"
@@ -32,7 +33,6 @@ def work(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(work: Path, *command: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; stdout and stderr are merged."""
     pipe = subprocess.PIPE
     return subprocess.run(
         command, stdout=pipe, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False, cwd=work
@@ -41,14 +41,11 @@ def run(work: Path, *command: str, timeout_s: float = 240) -> subprocess.Complet
 
 def train(work: Path, name: str, *command: str) -> str:
     """Trains under a launcher into work/NAME and returns the output."""
-    done = run(work, *command, TRAIN, "--config", "c.json", "--set", STEPS, "--set", f"run.dir={name}")
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    return output_of(run(work, *command, TRAIN, "--config", "c.json", "--set", STEPS, "--set", f"run.dir={name}"))
 
 
 @pytest.fixture(scope="module")
 def expected(work: Path) -> dict[int, float]:
-    """The losses under torchrun."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     output = train(work, "torchrun", *torchrun)
     assert "torchrun: 2 processes" in output
@@ -72,10 +69,9 @@ def test_a_refused_config_under_mpirun_is_reported_once_in_full(work: Path) -> N
 
 
 def test_nproc_gives_the_same_losses_as_torchrun_and_only_rank_0_prints(work: Path, expected: dict[int, float]) -> None:
-    done = run(work, sys.executable, TRAIN, "--config", "c.json", "--nproc", "2", "--set", STEPS)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert done.stdout.count("python --nproc: 2 processes") == 1
-    assert done.stdout.count("finished: 2 steps") == 1
+    said = output_of(run(work, sys.executable, TRAIN, "--config", "c.json", "--nproc", "2", "--set", STEPS))
+    assert said.count("python --nproc: 2 processes") == 1
+    assert said.count("finished: 2 steps") == 1
     assert losses(work / "run") == pytest.approx(expected, rel=1e-6)
 
 
@@ -99,9 +95,8 @@ def test_an_error_of_every_rank_is_printed_once(work: Path) -> None:
 def test_nproc_under_another_launcher_is_refused(work: Path) -> None:
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, TRAIN, "--nproc", "2", "--config", "c.json"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, cwd=work)
-    assert done.returncode == 2
-    assert "started by environment already" in done.stderr
+    said = refusal_of(subprocess.run(command, env=environ, capture_output=True, text=True, check=False, cwd=work))
+    assert "started by environment already" in said
 
 
 # A rank script without torch, to test what the supervisor does with it.
@@ -156,7 +151,6 @@ sys.exit(supervise([sys.executable, "rank.py", sys.argv[1]], processes=3))
 
 
 def supervised(work: Path, mode: str) -> subprocess.Popen[str]:
-    """Starts three ranks with a mode of `RANK`."""
     (work / "rank.py").write_text(RANK.format(root=str(ROOT)))
     (work / "supervise.py").write_text(SUPERVISE.format(root=str(ROOT)))
     command = [sys.executable, "supervise.py", mode]
@@ -164,19 +158,15 @@ def supervised(work: Path, mode: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=work)
 
 
-def output_of(process: subprocess.Popen[str], *, within_s: float) -> str:
-    """The output of a process that exits in time."""
+def exited(process: subprocess.Popen[str], *, within_s: float) -> str:
     output, _ = process.communicate(timeout=within_s)
     return output
 
 
 def pids(work: Path) -> list[int]:
     """The ranks' process ids, once all three have written them."""
-    deadline = time.monotonic() + 30
     files = [work / f"pid-{rank}" for rank in range(3)]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), within_s=30)
     return [int(file.read_text()) for file in files]
 
 
@@ -188,57 +178,48 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_all_ranks_run_and_only_rank_0_prints(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "fine")
-    assert output_of(process, within_s=30) == "rank 0 prints\n"
-    assert process.returncode == 0
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("fine", 0, "^rank 0 prints\n$"),
+        ("refuse", 2, "^(?!.*all raise this.*all raise this).*all raise this"),  # all ranks raise it: printed once
+        ("exit", 7, ""),
+        ("slow cause", 1, "ValueError: the real cause"),  # waited for, though the ranks that follow it exit first
+    ],
+)
+def test_the_first_failed_ranks_code_and_output_are_kept(tmp_path: Path, fault: str, code: int, words: str) -> None:
+    process = supervised(tmp_path, fault)
+    output = exited(process, within_s=30)
+    assert process.returncode == code, output
+    assert re.search(words, output, re.DOTALL), output
 
 
 def test_the_first_failure_is_printed_once_and_secondary_errors_are_not(tmp_path: Path) -> None:
     process = supervised(tmp_path, "raise")
-    output = output_of(process, within_s=30)
+    output = exited(process, within_s=30)
     assert process.returncode == 1
     assert output.count("ValueError: the real cause") == 1
     assert "rank 1 of 3 failed" in output
     assert "closed by peer" not in output
 
 
-def test_an_error_that_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "refuse")
-    assert output_of(process, within_s=30).count("all raise this") == 1
-    assert process.returncode == 2
-
-
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     process = supervised(tmp_path, "kill")
-    assert "rank 1 of 3 was ended by SIGKILL" in output_of(process, within_s=30)
+    assert "rank 1 of 3 was ended by SIGKILL" in exited(process, within_s=30)
     assert process.returncode == 128 + 9
     assert not any(alive(pid) for pid in pids(tmp_path))
-
-
-def test_the_exit_code_of_a_failed_rank_is_returned(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "exit")
-    output_of(process, within_s=30)
-    assert process.returncode == 7
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     process = supervised(tmp_path, "stubborn")
     # 1 s to collect other failures, 5 s until SIGKILL; the rest is for a busy machine
-    assert "the real cause" in output_of(process, within_s=30)
+    assert "the real cause" in exited(process, within_s=30)
     assert not any(alive(pid) for pid in pids(tmp_path))
-
-
-def test_the_error_is_waited_for_when_the_ranks_that_follow_it_exit_first(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "slow cause")
-    output = output_of(process, within_s=30)
-    assert process.returncode == 1, output
-    assert "ValueError: the real cause" in output
 
 
 def test_ranks_that_only_followed_an_error_are_not_reported_as_a_lost_rank(tmp_path: Path) -> None:
     process = supervised(tmp_path, "no cause")
-    output = output_of(process, within_s=30)
+    output = exited(process, within_s=30)
     assert process.returncode == EXIT_FOLLOWED, output
     assert re.search(r"ranks? 0(, 2)? of 3 did not exit", output)  # rank 2 may take its time on a busy machine
     assert not any(alive(pid) for pid in pids(tmp_path))
@@ -248,7 +229,7 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
     process = supervised(tmp_path, "stop")
     ranks = pids(tmp_path)
     began = time.monotonic()
-    output = output_of(process, within_s=30)
+    output = exited(process, within_s=30)
     # 1 s until the others report it, 1 s to collect other failures; SIGTERM first would take another 5
     assert time.monotonic() - began < 5
     assert process.returncode == EXIT_LOST
@@ -256,23 +237,19 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in ranks)
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "wait")
+@pytest.mark.parametrize(
+    ("mode", "number", "code"),
+    [("wait", signal.SIGINT, 130), ("usr1", signal.SIGUSR1, 0)],
+    ids=["Ctrl-C", "stop signal"],
+)
+def test_a_signal_reaches_and_ends_all_ranks(tmp_path: Path, mode: str, number: signal.Signals, code: int) -> None:
+    process = supervised(tmp_path, mode)
     ranks = pids(tmp_path)
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    output_of(process, within_s=30)
-    assert process.returncode == 130
+    process.send_signal(number)
+    exited(process, within_s=30)
+    assert process.returncode == code
     assert not any(alive(pid) for pid in ranks)
-
-
-def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
-    process = supervised(tmp_path, "usr1")
-    pids(tmp_path)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGUSR1)
-    output_of(process, within_s=30)
-    assert process.returncode == 0
 
 
 def test_no_rank_survives_a_launcher_that_is_killed(tmp_path: Path) -> None:
@@ -280,7 +257,4 @@ def test_no_rank_survives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     ranks = pids(tmp_path)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in ranks)
+    wait_until(lambda: not any(alive(pid) for pid in ranks), within_s=10)

@@ -54,9 +54,7 @@ def test_the_time_left_counts_from_the_first_step_of_this_process(clock: list[fl
     assert left.after(1000) == ""
 
 
-def test_a_line_of_a_log_has_the_loss_the_gradient_norm_and_the_time_left(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_has_loss_gradient_norm_and_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with TrainingDisplay(first=0, total=100, shown=True) as display:
         for step in range(1, 101):
             clock[0] += 6.0

@@ -44,9 +44,7 @@ def test_rows_say_when_they_were_written(tmp_path: Path) -> None:
     assert before - timedelta(seconds=1) < datetime.fromisoformat(row["time"]) <= datetime.now(UTC)
 
 
-def test_a_damaged_line_is_kept_and_named_and_does_not_prevent_a_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_line_is_kept_and_named_in_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ['{"kind": "step", "step": 1}', "nonsense", "[1]", "\0" * 9, '{"kind": "step", "step": 2}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]

@@ -106,7 +106,6 @@ def test_rates_that_are_not_above_zero_are_refused() -> None:
 def test_the_proportions_of_the_base_model_are_kept() -> None:
     run = resized(config(), Size(96, 3), parametrization="completep", lr=1e-2, seed=5, steps=7)
     model = run.config.model.config
-    assert model is not None
     assert {key: model[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")} == {
         "hidden_size": 96,
         "intermediate_size": 288,
@@ -115,7 +114,6 @@ def test_the_proportions_of_the_base_model_are_kept() -> None:
     assert (model["num_attention_heads"], model["num_key_value_heads"]) == (6, 3)
     assert (run.config.optimizer.params.lr, run.config.run.seed, run.steps) == (1e-2, 5, 7)
     base = config().model.base
-    assert base is not None
     assert base.num_hidden_layers is None
     # the config's own two layers: with those of the resized model nothing would be scaled over the depth
     assert run.config.model.base == base.model_copy(update={"num_hidden_layers": 2})

@@ -34,14 +34,7 @@ class WrongError(Exception):
 
 @dataclass
 class Islands:
-    """Running islands of one lighthouse.
-
-    Attributes:
-        started: all processes, the lighthouse too, in the order of their starts.
-        config: file.
-        work: directory of the runs.
-        processes: name -> process.
-    """
+    """Running islands of one lighthouse; `started` has the lighthouse, too, in the order of starts."""
 
     started: list[subprocess.Popen[bytes]]
     config: Path
@@ -49,13 +42,11 @@ class Islands:
     processes: dict[str, subprocess.Popen[bytes]]
 
     def start(self, name: str) -> None:
-        """Starts an island, or starts it again."""
         sets = ("--set", f"islands.name={name}", "--set", f"run.dir={self.work / name}")
         log = self.work / f"{name}.log"
         self.processes[name] = _start(self.started, "train", "--config", str(self.config), *sets, log=log)
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
         self.processes.pop(name).kill()
 
     def rows(self, name: str, event: str = "exchange") -> list[dict[str, Any]]:
@@ -69,7 +60,6 @@ class Islands:
         return "; ".join(f"step {row['step']}: {row['why']}" for row in self.rows(name, "exchange_failed")) or "none"
 
     def wait_for_rounds(self, name: str, count: int) -> None:
-        """Until an island has exchanged so often."""
         deadline = time.monotonic() + _LIMIT_S
         while len(self.rows(name)) < count:
             if time.monotonic() > deadline or self.processes[name].poll() is not None:
@@ -77,7 +67,6 @@ class Islands:
             time.sleep(_POLL_S)
 
     def wait(self) -> None:
-        """Until all have ended well."""
         deadline = time.monotonic() + _LIMIT_S
         left = dict(self.processes)
         while left:
@@ -93,12 +82,10 @@ class Islands:
             time.sleep(_POLL_S)
 
     def loss(self, name: str) -> float:
-        """The held-out loss at the end."""
         return float(read_rows(self.work / name, kind="eval")[-1]["loss"])
 
 
 def _start(started: list[subprocess.Popen[bytes]], *words: str, log: Path) -> subprocess.Popen[bytes]:
-    """Starts `headrace WORDS`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         process = subprocess.Popen([python(), "-m", "headrace", *words], stdout=output, stderr=output, cwd=ROOT)
@@ -147,12 +134,7 @@ def undisturbed(state: Path) -> list[float]:
 
 
 def run_cell(cell: str, state: Path) -> tuple[bool, str]:
-    """Runs a cell; whether what it checks held, and a line about it.
-
-    Args:
-        cell: its name.
-        state: where the losses of undisturbed runs are kept.
-    """
+    """Runs a cell; whether what it checks held, and a line about it."""
     losses = undisturbed(state)
     numbers, began = random.Random(cell), time.monotonic()
     try:
@@ -218,15 +200,7 @@ def _come_late(islands: Islands, numbers: random.Random) -> tuple[float, str]:
 
 
 def check_samples(rows: list[dict[str, Any]], *, failures: str = "") -> None:
-    """What the weights contain, and what was lost, is every sample once.
-
-    Args:
-        rows: the exchanges of an island.
-        failures: of exchanges.
-
-    Raises:
-        WrongError: it is not, or a round is missing.
-    """
+    """What the weights contain, and what was lost, is every sample once, and no round is missing; else WrongError."""
     if [row["round"] for row in rows] != list(range(1, ROUNDS + 1)):
         healed = [row["round"] for row in rows if row["healed"]]
         raise WrongError(f"rounds {[row['round'] for row in rows]}, healed in {healed}; failed exchanges: {failures}")

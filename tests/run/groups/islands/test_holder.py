@@ -48,7 +48,6 @@ class Islands:
 
     def weight(self, name: str) -> float:
         shard = self.holder.pull(name, "1", 0)
-        assert shard is not None
         return float(shard.weights[0])
 
     def _taken(self, name: str, answer: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +57,6 @@ class Islands:
 
     def slots(self, name: str) -> list[int]:
         ledger = Ledger.from_plain(self.ledgers[name])
-        assert ledger.deal is not None
         return list(ledger.deal.slots(name))
 
 

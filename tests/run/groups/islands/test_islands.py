@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -15,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace.base.errors import EXIT_REQUEUE
-from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
 from tests.groups import events
 from tests.run.groups.islands.struck import two_islands
+from tests.support import refusal_of, wait_until
 from tests.warm_python import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
@@ -41,25 +38,7 @@ def make_config(tokens: Path, work: Path, *, steps: int, **islands: Any) -> Path
 
 
 def wait_for_exchanges(run_dir: Path, count: int) -> None:
-    deadline = time.monotonic() + 200
-    while not (run_dir.exists() and len(events(run_dir, "exchange")) >= count):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
-    """The tensors under a key in a run's newest checkpoint."""
-    directory = (run_dir / "checkpoints/latest").resolve()
-    metadata = read_metadata(directory)
-    wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith(f"{key}/")}
-    ShardReader(directory, metadata).read(wanted)
-    return {name.partition("/")[2]: value for name, value in wanted.items()}
-
-
-def assert_equal_weights(first: Path, second: Path) -> None:
-    ours, theirs = weights(first), weights(second)
-    assert ours
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    wait_until(lambda: len(events(run_dir, "exchange")) >= count, within_s=200)
 
 
 def assert_each_sample_once(rows: list[dict[str, Any]]) -> None:
@@ -75,7 +54,6 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     sets = ("run.checkpoint_every=500", "evaluation.samples=4")
     with subprocess.Popen(command(config, *sets), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         found: dict[str, int] = {}
         while len(found) < 2:
             match = re.match(r"(island-\d): process (\d+)", process.stdout.readline())
@@ -92,7 +70,7 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
     assert joined["healed"] == ["island-1"]
     after = rows[joined["round"]]
     assert list(after["trained"]) == ["island-0", "island-1"]
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
     # alone, with a newcomer, and once its state has come through; after an exchange that failed on busy cores, too
     new = {row["round"] for row in rows if row["group"] == "new"}
     [killed] = [row["round"] for row in rows if row["lost"]]
@@ -111,7 +89,7 @@ def test_an_island_that_comes_late_takes_the_state_of_the_others_and_trains_with
         [joined] = [row for row in rows if row["healed"]]
         assert joined["healed"] == ["late"]
         assert list(rows[joined["round"]]["trained"]) == ["island-0", "island-1", "late"]
-        assert_equal_weights(islands.work / "island-0", islands.work / "late")
+        groups.assert_equal_weights(islands.work / "island-0", islands.work / "late")
 
 
 def test_one_island_that_exchanges_every_step_is_an_ordinary_run(tokens: Path, tmp_path: Path) -> None:
@@ -135,9 +113,9 @@ def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path
     config = make_config(tokens, tmp_path, steps=30, start_s=100, compress="int8")
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     run_islands(config, "run.steps=10", "scheduler=null")
-    assert_equal_weights(first, second)
-    assert any(value.any() for value in weights(first, "outer_momentum").values())
-    assert any(value.any() for value in weights(first, "outer_error").values())
+    groups.assert_equal_weights(first, second)
+    assert any(value.any() for value in groups.weights(first, "outer_momentum").values())
+    assert any(value.any() for value in groups.weights(first, "outer_error").values())
     run_islands(config, "run.steps=20", "scheduler=null", "islands.count=1")
     rows = events(first, "exchange")
     assert [list(row["trained"]) for row in rows] == [["island-0", "island-1"]] * 2 + [["island-0"]] * 2
@@ -146,7 +124,7 @@ def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path
     assert list(rows[-1]["trained"]) == ["island-0", "island-1"]
     assert_each_sample_once(rows)
     assert not any(row["lost"] for row in rows)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.integration
@@ -155,28 +133,24 @@ def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens:
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     sets = ("islands.steps=100", "run.checkpoint_every=800", "evaluation.samples=4")
     with subprocess.Popen(command(config, *sets), stdout=subprocess.DEVNULL) as process:
-        while not (second.exists() and len(events(second, "exchange")) >= 2):
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: len(events(second, "exchange")) >= 2, within_s=200, process=process)
         process.terminate()
     assert process.returncode == EXIT_REQUEUE
     run_islands(config, *sets)
     rows = events(first, "exchange")
     assert [list(row["trained"]) for row in rows] == [["island-0", "island-1"]] * 8
     assert_each_sample_once(rows)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.parametrize(("engine", "stage", "shares"), [("deepspeed", 3, "null"), ("torch", 2, '"auto"')])
-def test_islands_of_two_processes_exchange_between_equal_ranks(
-    engine: str, stage: int, shares: str, tokens: Path, tmp_path: Path
-) -> None:
+def test_islands_of_two_ranks_exchange_so(engine: str, stage: int, shares: str, tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=10, compress="int8")
     sets = (f"engine={engine}", f"zero_optimization.stage={stage}", f"parallel.shares={shares}")
     run_islands(config, *sets, options=("--nproc", "2"))
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     assert_each_sample_once(events(first, "exchange"))
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
     assert bool(events(first, "shares")) == (shares != "null")
     verify = [python(), "-m", "headrace", "checkpoint", "verify", str(first)]
     assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
@@ -194,19 +168,17 @@ def test_islands_of_two_processes_exchange_beside_their_steps_and_end_alike(toke
     assert ["overlapped_seconds" in row for row in rows] == [True, True, False]
     assert_each_sample_once(rows)
     assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 2 * 8 * (2 + 2 + 5)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.integration
-def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_go_on_from_their_checkpoints(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_resume(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=30, mode="asynchronous", start_s=100)
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     for steps in ("20", "30"):
         sets = (f"run.steps={steps}", "scheduler=null", "zero_optimization.stage=2", "run.checkpoint_every=10")
         run_islands(config, *sets, options=("--nproc", "2"))
-        assert_equal_weights(first, second)
+        groups.assert_equal_weights(first, second)
     rows = [row for each in (first, second) for row in events(each, "exchange")]
     assert_each_sample_once(rows)
     assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 30 * 8
@@ -228,18 +200,16 @@ def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: P
         other = [word for text in words for word in ("--set", text)]
         other = [python(), "-m", "headrace", "train", "--config", str(config), *other]
         wait_for_exchanges(tmp_path / "run/island-0", 1)  # the first to come is the one whose secret counts
-        done = subprocess.run(other, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 2
-        assert "island-0 reported at the lighthouse does not verify with the secret of other" in done.stderr
+        said = refusal_of(subprocess.run(other, capture_output=True, text=True, timeout=300, check=False))
+        assert "island-0 reported at the lighthouse does not verify with the secret of other" in said
         process.wait(timeout=300)
     assert process.returncode == 0
     assert any(row["refused"] for row in events(tmp_path / "run/island-0", "exchange"))
 
 
-def test_islands_listen_on_the_loopback_interface_only_and_need_a_secret_for_another(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_islands_listen_on_the_loopback_interface_and_need_a_secret_for_another(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=5)
-    done = subprocess.run(command(config, "islands.bind=0.0.0.0"), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "give islands.secret_file" in done.stderr
+    said = refusal_of(
+        subprocess.run(command(config, "islands.bind=0.0.0.0"), capture_output=True, text=True, check=False)
+    )
+    assert "give islands.secret_file" in said

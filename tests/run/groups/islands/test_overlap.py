@@ -41,8 +41,6 @@ STEPS, OVERLAP, TOTAL = 4, 2, 12
 
 @dataclass
 class Weights:
-    """An engine of one weight tensor."""
-
     values: Tensor = field(default_factory=lambda: torch.zeros(5))
 
     @contextmanager
@@ -69,19 +67,16 @@ class ToyIsland:
     slots: list[int] = field(default_factory=list)
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Writes a checkpoint; returns what its manifest records."""
         directory.mkdir()
         named_state.write(self.island.state(), directory)
         details: dict[str, Any] = json.loads(json.dumps(self.island.details()["island"]))
         return details
 
     def load(self, directory: Path, details: dict[str, Any]) -> None:
-        """Loads a checkpoint, as an island that is started again."""
         named_state.read(self.engine.state(), directory)
         self.island.load(directory, details, samples=0)
 
     def train(self, change: float, until: int | None = None) -> None:
-        """The trainer's loop, to its end or up to a step."""
         for batch in cast("Iterator[Slot]", self.island.batches()):
             self.slots.append(batch.slot)
             self.engine.values += change
@@ -215,9 +210,7 @@ def test_a_stop_does_not_wait_for_other_islands_and_the_exchange_is_made_up_for(
     assert member.trained
 
 
-def test_an_island_that_was_stopped_between_the_last_step_and_its_exchange_exchanges_after_a_restart(
-    site: Site, tmp_path: Path
-) -> None:
+def test_an_island_stopped_between_the_last_step_and_its_exchange_makes_it_later(site: Site, tmp_path: Path) -> None:
     first = site.island("a", count=1, overlap=0)
     first.island.start()
     first.train(1.0, until=TOTAL - 1)
@@ -263,9 +256,7 @@ def test_an_island_that_waits_for_the_state_of_one_in_its_tail_is_stopped_by_a_s
     assert exchanges(first)[0]["trained"] == {"a": [0, STEPS - OVERLAP - 1]}
 
 
-def test_an_exchange_that_has_failed_on_another_rank_ends_the_run_of_this_one(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_exchange_of_another_rank_ends_the_run_of_this(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank will not take its part: what runs here would wait for it."""
     first, second = site.island("a"), site.island("b")
     together(first.island.start, second.island.start)
@@ -291,7 +282,6 @@ def test_a_checkpoint_beside_an_exchange_waits_for_it_and_has_no_part_of_it(site
         again = Ledger.from_plain(details)
         assert again == toy.island.ledger
         deal = again.deal_of(toy.island.name, STEPS - OVERLAP + 1)
-        assert deal is not None
         # what is left of the first round comes before the next one
         assert (deal.first, deal.step) == (0, 0)
 

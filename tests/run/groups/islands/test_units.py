@@ -60,7 +60,6 @@ def begin(*names: str, overlap: int = 0) -> Decision:
 def test_islands_go_on_behind_the_samples_of_an_ordinary_run() -> None:
     members = [Member(name, Ledger(start=7), 7, living=False, waited=True, layout="x") for name in ("a", "b")]
     deal = decide(members, steps=5, total=17, quorum=1).ledger.deal
-    assert deal is not None
     assert (deal.slots("a"), deal.slots("b"), deal.step) == (range(7, 12), range(12, 17), 7)
 
 
@@ -72,7 +71,6 @@ def test_one_checkpoint_of_an_ordinary_run_counts_more_than_empty_directories() 
 
 def test_a_round_deals_consecutive_samples_to_its_islands() -> None:
     deal = begin("a", "b", "c").ledger.deal
-    assert deal is not None
     assert [deal.slots(name) for name in "abc"] == [range(4), range(4, 8), range(8, 12)]
 
 
@@ -97,7 +95,6 @@ def test_what_a_dead_island_was_dealt_is_lost_and_named() -> None:
     first = begin("a", "b")
     after = decide([member("a", first.ledger, STEPS)], steps=STEPS, total=TOTAL, quorum=2)
     assert after.lost == {"b": range(4, 8)}
-    assert after.ledger.deal is not None
     assert after.ledger.deal.slots("a") == range(8, 12)
 
 
@@ -109,7 +106,6 @@ def test_a_late_comer_takes_the_state_of_a_living_island_and_a_part_of_the_next_
     assert (after.names[after.source], [after.names[n] for n in after.healed]) == ("a", ["b"])
     assert [after.names[n] for n in after.contributors] == ["a"]
     assert (after.step, after.ledger.round, after.lost) == (STEPS, 1, {})
-    assert after.ledger.deal is not None
     assert after.ledger.deal.slots("b") == range(8, 12)
 
 
@@ -177,7 +173,6 @@ def test_an_island_that_has_finished_its_round_waits_for_one_that_was_stopped_in
 def test_a_round_that_nobody_has_trained_is_dealt_to_those_that_are_there() -> None:
     first = begin("a", "b")
     after = decide([member("b", first.ledger, 0, living=False)], steps=STEPS, total=TOTAL, quorum=2)
-    assert after.ledger.deal is not None
     assert (after.ledger.deal.slots("b"), after.lost) == (range(4), {})
 
 
@@ -212,10 +207,8 @@ def test_a_finished_run_that_is_made_longer_goes_on_without_an_exchange() -> Non
     """The round after the last exchange has no steps: an outer step with momentum alone would move the weights."""
     first = begin("a")
     ended = decide([member("a", first.ledger, STEPS)], steps=STEPS, total=STEPS, quorum=2)
-    assert ended.ledger.deal is not None
     assert ended.ledger.deal.steps == 0
     longer = decide([member("a", ended.ledger, STEPS, living=False)], steps=STEPS, total=2 * STEPS, quorum=3)
-    assert longer.ledger.deal is not None
     assert (longer.contributors, longer.ledger.round, longer.ledger.deal.slots("a")) == ((), 1, range(4, 8))
 
 
@@ -224,7 +217,6 @@ def test_the_last_round_has_no_steps_beside_its_exchange() -> None:
     first = begin("a", overlap=2)
     last = decide([member("a", first.ledger, STEPS - 2)], steps=STEPS, total=2 * STEPS, quorum=2, overlap=2)
     deal = last.ledger.deal
-    assert deal is not None
     assert (deal.step, deal.snapshot_step, deal.last_step) == (STEPS, 2 * STEPS, 2 * STEPS)
 
 

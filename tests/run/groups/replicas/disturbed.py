@@ -22,7 +22,6 @@ from pipeline.run.groups.replicas.replica import ReplicaOfRun
 
 
 def main() -> int:
-    """Disturbs a step, and trains."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--die", type=int, help="killed in this step")
     parser.add_argument("--hold", nargs=2, help="step, and the file that it waits for; later steps take 0.1 s")

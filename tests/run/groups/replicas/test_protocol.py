@@ -4,7 +4,6 @@ bits: replicas as threads, with a real lighthouse and real process groups."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.replicas.deal import ReplicaMember
 from pipeline.runtime.launch.group import free_port
 from tests.run.groups.replicas.threads import STEPS, Died, Thread, assert_undisturbed, at, die, one_process
+from tests.support import wait_until
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
 
@@ -66,10 +66,7 @@ def test_what_a_checkpoint_records_of_a_step_is_the_same_on_a_replica_that_was_g
 
     def pause() -> None:
         b.lighthouse.close()
-        deadline = time.monotonic() + 60
-        while 3 not in a.updates:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: 3 in a.updates)
         b.lighthouse._closed.clear()
         threading.Thread(target=b.lighthouse._send_heartbeats, daemon=True).start()
         whole = b.lighthouse._ask

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
 from tests.groups import events
+from tests.support import last_step, wait_until
 from tests.warm_python import python
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
@@ -38,22 +35,7 @@ run_replicas = partial(groups.run_groups, "replicas")
 
 
 def make_config(tokens: Path, work: Path, *, steps: int, **replicas: Any) -> Path:
-    """Two replicas."""
     return groups.make_config("replicas", tokens, work, run_steps=steps, **replicas)
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    directory = (run_dir / "checkpoints/latest").resolve()
-    metadata = read_metadata(directory)
-    wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith("weight/")}
-    ShardReader(directory, metadata).read(wanted)
-    return wanted
-
-
-def assert_equal_weights(first: Path, second: Path) -> None:
-    ours, theirs = weights(first), weights(second)
-    assert ours
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_two_replicas_and_then_one_follow_the_loss_of_one_plain_process(tokens: Path, tmp_path: Path) -> None:
@@ -61,7 +43,7 @@ def test_two_replicas_and_then_one_follow_the_loss_of_one_plain_process(tokens: 
     run_replicas(config, "run.steps=5", "scheduler=null")
     first, second = (tmp_path / "run" / f"replica-{number}" for number in range(2))
     assert losses(first) == losses(second)
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
     run_replicas(config, "replicas.count=1", "scheduler=null")
     launch("train.py", config, "replicas=null", "scheduler=null", f"run.dir={tmp_path / 'plain'}")
     assert losses(first) == pytest.approx(losses(tmp_path / "plain"), rel=FP32)
@@ -84,10 +66,7 @@ def replica(
 
 def wait_for_opening_lines(log: Path, *, starts: int) -> None:
     """They come right before a replica asks for its first quorum."""
-    deadline = time.monotonic() + 200
-    while log.read_text().count("bytes per parameter") < starts:
-        assert time.monotonic() < deadline, log.read_text()[-2000:]
-        time.sleep(0.05)
+    wait_until(lambda: log.read_text().count("bytes per parameter") >= starts, within_s=200, said=log.read_text)
 
 
 def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
@@ -108,9 +87,7 @@ def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
 
 
 @pytest.mark.integration
-def test_a_replica_is_killed_in_the_middle_of_a_step_and_comes_back_and_the_curve_is_undisturbed(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_replica_killed_within_a_step_comes_back_and_the_curve_is_the_same(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=50, start_s=100)
     first, second = (tmp_path / "run" / f"replica-{number}" for number in range(2))
     address = json.loads(config.read_text())["replicas"]["lighthouse"]
@@ -133,7 +110,7 @@ def test_a_replica_is_killed_in_the_middle_of_a_step_and_comes_back_and_the_curv
     assert (joined["healed"], joined["parts"]) == (["replica-1"], {"replica-0": [[0, 4]], "replica-1": [[4, 8]]})
     later = {step: loss for step, loss in losses(second).items() if step >= joined["step"]}
     assert later == {step: loss for step, loss in losses(first).items() if step >= joined["step"]}
-    assert_equal_weights(first, second)
+    groups.assert_equal_weights(first, second)
 
 
 @pytest.mark.sweep
@@ -149,9 +126,7 @@ def test_a_replica_is_killed_in_the_middle_of_a_step_and_comes_back_and_the_curv
         ("parallel.pp=2", "zero_optimization.stage=3"),
     ],
 )
-def test_in_every_layout_the_others_run_what_a_dead_replica_has_left(
-    layout: tuple[str, ...], tokens: Path, tmp_path: Path
-) -> None:
+def test_in_every_layout_others_run_what_the_dead_left(layout: tuple[str, ...], tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=10, start_s=200, timeout_s=60)
     address = json.loads(config.read_text())["replicas"]["lighthouse"]
     first = tmp_path / "run/replica-0"
@@ -173,28 +148,20 @@ def test_a_replica_that_is_paused_for_many_steps_is_left_behind_and_started_agai
     # SIGSTOP has to reach the replica itself
     words = [sys.executable, *command(config, "run.checkpoint_every=500", "scheduler=null")[1:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         found: dict[str, int] = {}
         while len(found) < 2:
             match = re.match(r"(replica-\d): process (\d+)", process.stdout.readline())
             found |= {match[1]: int(match[2])} if match else {}
-        paused = wait_for_step(second, 50)
+        wait_until(lambda: last_step(second) >= 50, within_s=200)
+        paused = last_step(second)
         os.killpg(found["replica-1"], signal.SIGSTOP)
-        wait_for_step(first, paused + 50)
+        wait_until(lambda: last_step(first) >= paused + 50, within_s=200)
         os.killpg(found["replica-1"], signal.SIGCONT)
         said = process.stdout.read()
     assert process.returncode == 0, said
     assert "replica-1 ended with exit code 76: restart 1 of 3" in said
     assert set(map(tuple, samples_by_step(first).values())) == {tuple(range(8))}
-    assert_equal_weights(first, second)
-
-
-def wait_for_step(run_dir: Path, step: int) -> int:
-    deadline = time.monotonic() + 200
-    while not (run_dir / "metrics.jsonl").exists() or max(losses(run_dir), default=0) < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return max(losses(run_dir))
+    groups.assert_equal_weights(first, second)
 
 
 @contextmanager

@@ -40,9 +40,7 @@ def make(tmp_path: Path, **fields: Any) -> Config:
         ({"replicas": {"lighthouse": "somewhere"}}, "replicas.lighthouse"),
     ],
 )
-def test_what_replicas_cannot_have_is_refused_before_anything_is_touched(
-    fields: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_what_replicas_cannot_have_is_refused_first(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         resolve(make(tmp_path, **fields), world_size=1)
 

@@ -184,7 +184,6 @@ def assert_undisturbed(*replicas: Thread) -> None:
 
 
 def at(step: int, action: Callable[[], None]) -> Callable[[int], None]:
-    """Does something once in a step."""
     left = [step]
 
     def before(now: int) -> None:

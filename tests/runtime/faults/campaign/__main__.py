@@ -22,7 +22,6 @@ from tests.runtime.faults.campaign.run_under_test import Outcome
 
 
 def main() -> int:
-    """Entry point; 1 when a check has failed."""
     arguments = _arguments()
     signal.signal(
         signal.SIGINT, signal.default_int_handler

@@ -24,7 +24,6 @@ def is_intact(path: Path) -> bool:
 
 
 def being_written(run_dir: Path) -> bool:
-    """Whether a checkpoint is being written."""
     return any((run_dir / "checkpoints").glob(".step-*.partial"))
 
 
@@ -35,11 +34,7 @@ def leftovers(run_dir: Path) -> list[str]:
 
 @dataclass
 class Damage:
-    """The checkpoints that the campaign has damaged itself.
-
-    Attributes:
-        steps: of these checkpoints.
-    """
+    """The checkpoints that the campaign has damaged itself, by step."""
 
     steps: set[int] = field(default_factory=set)
 
@@ -72,7 +67,6 @@ class Damage:
 
 
 def flip(path: Path, rng: random.Random) -> None:
-    """Flips one random bit of a file."""
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)

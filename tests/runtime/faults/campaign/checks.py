@@ -20,8 +20,6 @@ Sort = Literal["hung", "resumed wrongly", "lost more", "reported wrongly"]
 
 @dataclass(frozen=True)
 class Violation:
-    """A failed check."""
-
     sort: Sort
     what: str
 
@@ -35,7 +33,6 @@ class Reference:
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]]) -> Reference:
-        """From its journal."""
         return cls(*({r["step"]: r["loss"] for r in rows if r["kind"] == kind} for kind in ("step", "eval")))
 
 
@@ -139,7 +136,6 @@ def named_in(output: str) -> set[int]:
 
 
 def wrong_end(start: Start) -> Iterator[Violation]:
-    """Checks a run that has finished without a fault."""
     if start.process.returncode != 0:
         yield Violation("resumed wrongly", f"it exited by itself with exit code {start.process.returncode}")
         return

@@ -19,19 +19,7 @@ from tests.runtime.faults.campaign.run_under_test import Outcome, RunUnderTest, 
 
 @dataclass
 class Campaign:
-    """Configuration and outcomes of a campaign.
-
-    Attributes:
-        work: directory of all.
-        tokens: to train on.
-        layouts: one is drawn for every run.
-        launchers: one is drawn for every start on several processes.
-        seed: of all random choices.
-        report: called after every fault.
-        log: called with other messages.
-        outcomes: so far.
-        stopped: no new run or start is begun.
-    """
+    """Configuration and outcomes of a campaign: one layout is drawn for a run, one launcher for each start."""
 
     work: Path
     tokens: Path
@@ -122,7 +110,6 @@ def draw_faults(count: int, rng: random.Random) -> list[str]:
 
 
 def violations_of(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Violation]]:
-    """All failed checks."""
     return [(outcome, violation) for outcome in outcomes for violation in outcome.violations]
 
 

@@ -157,7 +157,6 @@ def _to_launcher(start: Start, number: signal.Signals, codes: frozenset[int]) ->
 
 
 def fill(small: Path) -> None:
-    """Fills a file system to the last byte."""
     with (small / BALLAST).open("ab", buffering=0) as file:
         for size in (_CHUNK, 4096, 1):
             with suppress(OSError):
@@ -166,7 +165,6 @@ def fill(small: Path) -> None:
 
 
 def is_full(small: Path) -> bool:
-    """Whether no byte can be written."""
     probe = small / ".probe"
     try:
         probe.write_bytes(b"1")
@@ -179,7 +177,6 @@ def is_full(small: Path) -> bool:
 
 
 def free(small: Path) -> None:
-    """Frees the space again."""
     (small / BALLAST).unlink(missing_ok=True)
 
 
@@ -229,7 +226,6 @@ def _sleep(start: Start, seconds: float) -> None:
 
 
 def can_mount() -> bool:
-    """Whether this process may mount small file systems."""
     return os.geteuid() == 0 and Path("/proc/mounts").exists()
 
 

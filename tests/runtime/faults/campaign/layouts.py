@@ -26,13 +26,7 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to train the model.
-
-    Attributes:
-        name: in the report.
-        fields: of the config.
-        processes: ranks.
-    """
+    """A way to train the model."""
 
     name: str
     fields: dict[str, Any] = field(hash=False)
@@ -66,7 +60,6 @@ def config_of(layout: Layout, tokens: Path, run_dir: Path) -> dict[str, Any]:
 
 
 def command_of(launcher: str, layout: Layout, config: Path) -> list[str]:
-    """The command line that starts a run."""
     arguments = [str(TRAIN), "--config", str(config)]
     processes = str(layout.processes)
     match launcher:
@@ -90,6 +83,5 @@ def environment(work: Path) -> dict[str, str]:
 
 
 def write(config: dict[str, Any], path: Path) -> Path:
-    """Writes a config file."""
     path.write_text(json.dumps(config))
     return path

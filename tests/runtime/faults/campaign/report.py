@@ -40,7 +40,6 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
-    """For a terminal."""
     table = Table(*HEAD)
     for row in rows_of(outcomes):
         table.add_row(*row)
@@ -48,7 +47,6 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
 
 
 def markdown_of(outcomes: Sequence[Outcome], *, command: str, seed: int, minutes: float) -> str:
-    """For docs/."""
     failed = sum(bool(outcome.violations) for outcome in outcomes)
     code = code_version()
     short = (code["commit"] or "")[:12]

@@ -26,17 +26,7 @@ SMALL_DISK = "16m"
 
 @dataclass
 class Outcome:
-    """Outcome of an injected fault.
-
-    Attributes:
-        kind, moment, launcher, layout: names.
-        phase: of the run: start-up, or the number of steps done.
-        work: the directory of the run.
-        seconds: until all processes exited.
-        code: exit code of the launcher.
-        lost: steps that were done and have to be repeated.
-        violations: failed checks.
-    """
+    """Outcome of an injected fault; `lost` steps were done and have to be repeated."""
 
     kind: str
     moment: str
@@ -51,15 +41,7 @@ class Outcome:
 
 
 class RunUnderTest:
-    """A run's directory, and the starts in it.
-
-    Args:
-        work: is created.
-        layout: of all starts.
-        tokens: to train on.
-        reference: an undisturbed run.
-        small_disk: the run's directory is on a file system that can be filled.
-    """
+    """A run's directory, which is created, and the starts in it; on a `small_disk` it can be filled."""
 
     def __init__(self, work: Path, layout: Layout, tokens: Path, reference: Reference, *, small_disk: bool) -> None:
         self.work, self.layout, self.small_disk = work, layout, small_disk
@@ -86,7 +68,6 @@ class RunUnderTest:
             shutil.rmtree(self.work, ignore_errors=True)
 
     def begin(self, launcher: str) -> Start:
-        """Starts or resumes the run."""
         self._starts += 1
         return Start(self.work, self.run_dir, self.layout, launcher, self._starts)
 
@@ -132,7 +113,6 @@ class RunUnderTest:
         return self._check_end(start, outcome, newest, damaged)
 
     def _newest(self, outcome: Outcome) -> int:
-        """The step of the newest intact checkpoint."""
         intact, broken = self._damage.inspect(self.run_dir)
         if broken:
             outcome.violations.append(Violation("resumed wrongly", f"checkpoints of the steps {broken} are damaged"))
@@ -185,7 +165,6 @@ class RunUnderTest:
         outcome.lost, self._to_repeat = max(0, to_repeat - self._to_repeat), max(0, to_repeat)
 
     def _check_end(self, start: Start, outcome: Outcome, newest: int, damaged: Set[int]) -> Outcome | None:
-        """Checks a run that has exited by itself."""
         left = start.wait_until_gone(RENDEZVOUS_S)
         broken = outcome.violations
         if left is None:
@@ -201,11 +180,7 @@ class RunUnderTest:
 
 
 def reference(work: Path, layout: Layout, tokens: Path, log: Callable[[str], None]) -> Reference:
-    """Trains once undisturbed.
-
-    Raises:
-        RuntimeError: that fails.
-    """
+    """Trains once undisturbed."""
     log(f"reference: {layout.name}")
     (work / "tmp").mkdir(parents=True)
     write(config_of(layout, tokens, work / "run"), work / "c.json")

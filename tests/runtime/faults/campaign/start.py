@@ -38,15 +38,7 @@ def kill_all(work: Path) -> None:
 
 
 class Start:
-    """A started run.
-
-    Args:
-        work: working directory, by which its processes are identified.
-        run_dir: the run's directory.
-        layout: of the run.
-        launcher: of this start.
-        number: of this start in `work`.
-    """
+    """A started run; its processes are identified by their working directory."""
 
     def __init__(self, work: Path, run_dir: Path, layout: Layout, launcher: str, number: int) -> None:
         self.work, self.run_dir, self.layout, self.launcher = work, run_dir, layout, launcher
@@ -95,12 +87,10 @@ class Start:
         return step if len(opened) == len(kept) + 1 else None
 
     def done(self) -> int:
-        """The last step that this start has finished; 0 if none."""
         resumed_after = self.resumed_after()
         return 0 if resumed_after is None else max([0, *(s for s in steps_of(self.rows()) if s > resumed_after)])
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Rank -> process."""
         if self.layout.processes == 1:
             return {0: psutil.Process(self.process.pid)} if self.alive else {}
         found = {}
@@ -134,7 +124,6 @@ class Start:
         return None
 
     def kill(self) -> None:
-        """Kills all remaining processes."""
         while self.alive or processes_of(self.work):
             kill_all(self.work)
             with suppress(ProcessLookupError):
@@ -143,7 +132,6 @@ class Start:
 
 
 def steps_of(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps in a journal, in its order."""
     return [row["step"] for row in rows if row["kind"] == "step"]
 
 

@@ -40,7 +40,6 @@ class Warm:
         self.pid = _server().start(job)
 
     def poll(self) -> int | None:
-        """Its exit code, or None."""
         self.returncode = _server().codes.get(self.pid)
         return self.returncode
 
@@ -50,7 +49,6 @@ class Warm:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -78,14 +76,12 @@ class _Server:
 
     def start(self, job: Mapping[str, Any]) -> int:
         with self._lock:
-            assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
             assert self._answered.acquire(timeout=300.0)
             return self._started.pop()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             pid, code = json.loads(line)
             if code is None:

@@ -1,0 +1,60 @@
+"""What tests of many folders do with processes and files: wait, kill, look at exit codes, damage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.runtime.metrics.journal import read_rows
+
+
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The standard output of a process that has succeeded."""
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-8000:]
+    return done.stdout
+
+
+def refusal_of(done: subprocess.CompletedProcess[str]) -> str:
+    """What a process that refused its input (exit code 2) wrote to stderr, or to stdout where both are one."""
+    assert done.returncode == 2, f"{done.stdout}\n{done.stderr}"[-8000:]
+    return done.stdout if done.stderr is None else done.stderr
+
+
+def wait_until(
+    condition: Callable[[], object],
+    *,
+    within_s: float = 120.0,
+    process: subprocess.Popen[str] | subprocess.Popen[bytes] | None = None,
+    said: Callable[[], object] = lambda: None,
+    poll_s: float = 0.05,
+) -> None:
+    """Waits for a condition; fails with what `said` returns after `within_s` seconds, or once `process` has ended."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert process is None or process.poll() is None, f"it ended before that: {said()}"
+        assert time.monotonic() < deadline, f"waited for {within_s} s: {said()}"
+        time.sleep(poll_s)
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step in a run's journal, 0 where there is none yet."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return 0
+    return max((row["step"] for row in read_rows(run_dir, kind="step")), default=0)
+
+
+def kill_group(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """Kills a process and all of its session with SIGKILL."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def flip_a_byte(path: Path, *, at: float = 0.5) -> None:
+    """Damages a file by one bit, at some fraction of it."""
+    data = bytearray(path.read_bytes())
+    data[int(at * len(data))] ^= 1
+    path.write_bytes(data)
