@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.optim.lion import Lion
+from pipeline.config.sections.optimizers import KINDS, UpdateScope
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -28,10 +28,12 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.RAdam,
         torch.optim.RMSprop,
         torch.optim.SGD,
-        Lion,
     }
 )
-"""torch's own and ours, by their exact class: a class derived from one of them may do anything."""
+"""torch's, by their exact class: a class derived from one of them may do anything."""
+
+_MODULES = frozenset(kind.module for kind in KINDS if kind.scope is UpdateScope.ELEMENT)
+"""Those of our own classes."""
 
 STEPS = 25
 """Of a trial: more than the interval at which published optimizers refresh statistics of a tensor (10, 20)."""
@@ -50,7 +52,7 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 
     The optimizer, its state and the parameters stay as they are. Takes milliseconds.
     """
-    if type(optimizer) in ELEMENTWISE:
+    if type(optimizer) in ELEMENTWISE or type(optimizer).__module__ in _MODULES:
         return None
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
