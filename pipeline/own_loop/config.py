@@ -20,12 +20,7 @@ from headrace.base.section import Count, Section, parse, problems_of
 from pipeline.config.batch import split_batch
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.rules.training import check_optimizer
-from pipeline.config.sections.deepspeed import (
-    Bf16Section,
-    Fp16Section,
-    SchedulerSection,
-    ZeroSection,
-)
+from pipeline.config.sections.deepspeed import Bf16Section, Fp16Section, SchedulerSection, ZeroSection
 from pipeline.config.sections.optimizers import LISTED, OptimizerSection
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch import detect

@@ -19,21 +19,10 @@ from torch import Tensor, nn
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.optimizers import KINDS, UpdateScope
 
-ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.SGD,
-    }
-)
-"""torch's, by their exact class: a class derived from one of them may do anything."""
-
+_NAMES = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(getattr(torch.optim, name) for name in _NAMES)
+"""torch's, by their exact class, as ours by their modules: a class derived from one of them may do anything."""
 _MODULES = frozenset(kind.module for kind in KINDS if kind.scope is UpdateScope.ELEMENT)
-"""Those of our own classes."""
 
 STEPS = 25
 """Of a trial: more than the interval at which published optimizers refresh statistics of a tensor (10, 20)."""

@@ -115,12 +115,6 @@ OPTIMIZERS = {name: kind for kind in KINDS for name in (kind.name, *kind.aliases
 """By `optimizer.type`."""
 
 LISTED = f"{', '.join(kind.name for kind in KINDS[:-1])} or {KINDS[-1].name}"
-_TEXTS = [
-    kind.name
-    + (f" ({', '.join(kind.aliases)} is another name for it, as in DeepSpeed)" if kind.aliases else "")
-    + (f", with or without {kind.states_need}" if kind.states_need else "")
-    for kind in KINDS
-]
 
 CODE_BLOCK = 256
 """Numbers that share a scale where moments are held in 8 bits."""
@@ -189,7 +183,8 @@ class OptimizerSection(Section):
 
     type: Literal[*OPTIMIZERS] = Field(  # type: ignore[valid-type]
         "AdamW",
-        description=f"{', '.join(_TEXTS[:-1])}, or {_TEXTS[-1]}; upper and lower case are not distinguished",
+        description="AdamW (Adam is another name for it, as in DeepSpeed), Lion, or SGD, with or without momentum;"
+        " upper and lower case are not distinguished",
     )
     params: OptimizerParams = OptimizerParams()
 
