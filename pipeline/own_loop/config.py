@@ -20,13 +20,8 @@ from headrace.base.section import Count, Section, parse, problems_of
 from pipeline.config.batch import split_batch
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.rules.training import check_optimizer
-from pipeline.config.sections.deepspeed import (
-    Bf16Section,
-    Fp16Section,
-    OptimizerSection,
-    SchedulerSection,
-    ZeroSection,
-)
+from pipeline.config.sections.deepspeed import Bf16Section, Fp16Section, SchedulerSection, ZeroSection
+from pipeline.config.sections.optimizers import LISTED, OptimizerSection
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch import detect
 
@@ -65,7 +60,7 @@ class LoopConfig(Section):
         description="Gradient accumulation: micro-batches whose gradients are accumulated per optimizer step, e.g. 8",
     )
     optimizer: OptimizerSection | None = Field(
-        None, description="AdamW, Lion or SGD; only if your code passes no optimizer to prepare()"
+        None, description=f"{LISTED}; only if your code passes no optimizer to prepare()"
     )
     scheduler: SchedulerSection | None = Field(
         None, description="Learning-rate scheduler; only if your code passes no torch scheduler to prepare()"

@@ -17,21 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.optim.lion import Lion
+from pipeline.config.sections.optimizers import KINDS, UpdateScope
 
-ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.SGD,
-        Lion,
-    }
-)
-"""torch's own and ours, by their exact class: a class derived from one of them may do anything."""
+_NAMES = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(getattr(torch.optim, name) for name in _NAMES)
+"""torch's, by their exact class, as ours by their modules: a class derived from one of them may do anything."""
+_MODULES = frozenset(kind.module for kind in KINDS if kind.scope is UpdateScope.ELEMENT)
 
 STEPS = 25
 """Of a trial: more than the interval at which published optimizers refresh statistics of a tensor (10, 20)."""
@@ -50,7 +41,7 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 
     The optimizer, its state and the parameters stay as they are. Takes milliseconds.
     """
-    if type(optimizer) in ELEMENTWISE:
+    if type(optimizer) in ELEMENTWISE or type(optimizer).__module__ in _MODULES:
         return None
     name = type(optimizer).__name__
     for group in optimizer.param_groups:

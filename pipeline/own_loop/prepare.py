@@ -97,7 +97,7 @@ def _optimizer(config: LoopConfig, model: nn.Module, given: torch.optim.Optimize
     params = config.optimizer.params
     groups = parameter_groups(dict(model.named_parameters()), update_scales(model), params)
     # torch's fused SGD needs momentum of all parameters at once, and a model of one's own may leave some out of a step
-    return build_optimizer(groups, config.optimizer, lr=params.lr, fused=config.optimizer.type != "SGD")
+    return build_optimizer(groups, config.optimizer, lr=params.lr, fused=config.optimizer.kind.states_need is None)
 
 
 def _check_optimizer(config: LoopConfig, optimizer: torch.optim.Optimizer, *, ranks: int) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.own_loop import prepare
+from pipeline.engines.optim.lion import Lion
+from pipeline.own_loop import elementwise, prepare
 from pipeline.own_loop.elementwise import ELEMENTWISE, largest_difference, why_not_elementwise
 
 
@@ -89,9 +90,12 @@ class Idle(SignDescent):
         """Nothing."""
 
 
-@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=str))
-def test_the_classes_that_need_no_trial_pass_it(kind: Any) -> None:
+@pytest.mark.parametrize("kind", sorted({*ELEMENTWISE, Lion}, key=str))
+def test_the_classes_that_need_no_trial_pass_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = kind(parameters(), lr=0.1)
+    with monkeypatch.context() as patched:
+        patched.delattr(elementwise, "largest_difference")
+        assert why_not_elementwise(optimizer) is None
     found = largest_difference(optimizer, optimizer.param_groups[0])
     assert found < 1e-5
 

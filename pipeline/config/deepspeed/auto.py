@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.sections.optimizers import PARAMETERS
+from pipeline.config.sections.optimizers import OPTIMIZERS
 
 OWNED = (
     "train_batch_size",
@@ -101,7 +101,7 @@ def _trainer(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The Trainer's values; of the optimizer's parameters those that its type has, the others are left out."""
     optimizer, at = raw.get("optimizer"), "optimizer.params."
     kind = optimizer.get("type", "AdamW") if isinstance(optimizer, dict) else "AdamW"
-    taken = PARAMETERS.get(kind) if isinstance(kind, str) else None
+    taken = OPTIMIZERS[kind].parameters if isinstance(kind, str) and kind in OPTIMIZERS else None
     return {
         path: value
         for path, value in _TRAINER.items()

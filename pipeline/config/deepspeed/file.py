@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.deepspeed.auto import SAMPLES_PER_DEVICE, resolve_auto
-from pipeline.config.deepspeed.ignored import IGNORED, OPTIMIZER_NAMES, OTHER_NAMES, is_comment
+from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES, is_comment
 from pipeline.config.deepspeed.keys import (
     REFUSED,
     REFUSED_BF16,
@@ -22,7 +22,7 @@ from pipeline.config.deepspeed.keys import (
     REFUSED_OPTIMIZER_PARAMS,
     REFUSED_ZERO,
 )
-from pipeline.config.sections.optimizers import REFUSED_TYPES
+from pipeline.config.sections.optimizers import OPTIMIZERS, REFUSED_TYPES
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def _renamed(at: str, section: Mapping[str, Any]) -> dict[str, Any]:
             kept[new] = inner
     optimizer = kept.get("type") if at == "optimizer." else None
     if isinstance(optimizer, str):
-        kept["type"] = OPTIMIZER_NAMES.get(optimizer.lower(), optimizer)
+        # DeepSpeed does not distinguish upper and lower case either
+        kept["type"] = next((name for name in OPTIMIZERS if name.lower() == optimizer.lower()), optimizer)
     if at == "scheduler.params." and kept.get("warmup_num_steps") == 0 and "decay_num_steps" not in kept:
         kept["warmup_num_steps"] = 1  # no warmup; DeepSpeed's shortest
     return kept

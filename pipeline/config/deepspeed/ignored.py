@@ -194,9 +194,6 @@ OTHER_NAMES: dict[str, str] = {
 }
 """Another name that DeepSpeed takes or took for a key -> the name here."""
 
-OPTIMIZER_NAMES = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
-"""DeepSpeed does not distinguish upper and lower case in `optimizer.type`."""
-
 _COMMENT = re.compile(r"(_comment|//|#)")
 
 

@@ -15,9 +15,6 @@ from pipeline.config.sections.optimizers import ADAMW
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology
 
-VIRTUAL_STAGE_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
-"""Pipeline schedules with several virtual stages (model chunks) per rank."""
-
 
 def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> Topology:
     """The mesh: pp, cp and tp from the config, dp from the number of processes.
@@ -199,9 +196,9 @@ def _check_moments(config: Config, topology: Topology) -> None:
 
 def micro_batch_constraints(config: Config, topology: Topology) -> tuple[int, int]:
     """The smallest number of micro-batches that the pipeline schedule needs, and what it has to be a multiple of."""
-    if topology.pp == 1 or config.parallel.schedule == "gpipe":
+    if topology.pp == 1 or config.parallel.schedule_kind.any_number:
         return 1, 1
-    return topology.pp, topology.pp if config.parallel.schedule in VIRTUAL_STAGE_SCHEDULES else 1
+    return topology.pp, topology.pp if config.parallel.schedule_kind.virtual_stages else 1
 
 
 def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> None:
@@ -217,20 +214,20 @@ def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> Non
         raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy="remove it, or set parallel.pp")
     if pp == 1:
         return
-    several = parallel.schedule in VIRTUAL_STAGE_SCHEDULES
+    name, several = parallel.schedule, parallel.schedule_kind.virtual_stages
     min_micro_batches, multiple_of = micro_batch_constraints(config, topology)
     if chunks is not None and several != (chunks > 1):
-        why = f"{parallel.schedule} runs {'several virtual stages' if several else 'one virtual stage'} per rank"
+        why = f"{name} runs {'several virtual stages' if several else 'one virtual stage'} per rank"
         remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
         raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy=remedy)
-    if parallel.schedule == "zero_bubble" and config.memory.activation_checkpointing == "selective":
-        why = "zero_bubble splits the backward pass in two, and torch's selective checkpointing recomputes only once"
+    if parallel.schedule_kind.splits_backward and config.memory.activation_checkpointing == "selective":
+        why = f"{name} splits the backward pass in two, and torch's selective checkpointing recomputes only once"
         remedy = "use full, or schedule interleaved_1f1b"
         raise ConfigError("memory.activation_checkpointing", "selective", why=why, remedy=remedy)
     if batch.accumulation % multiple_of:
-        raise _micro_batches(batch, pp, why=f"{parallel.schedule} needs a multiple of pp {pp} micro-batches")
+        raise _micro_batches(batch, pp, why=f"{name} needs a multiple of pp {pp} micro-batches")
     if batch.accumulation < min_micro_batches:
-        raise _micro_batches(batch, pp, why=f"{parallel.schedule} needs at least pp {pp} micro-batches")
+        raise _micro_batches(batch, pp, why=f"{name} needs at least pp {pp} micro-batches")
 
 
 def _micro_batches(batch: BatchSizes, pp: int, *, why: str) -> ConfigError:

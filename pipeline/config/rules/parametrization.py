@@ -5,9 +5,6 @@ from __future__ import annotations
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import Config
 
-SIGN_LIKE = ("AdamW", "Adam", "Lion")
-"""Optimizers whose update of an element does not grow with its gradient: those the rules of CompleteP hold for."""
-
 
 def check_parametrization(config: Config) -> None:
     """Checks `model.parametrization` and `model.base`.
@@ -25,7 +22,7 @@ def check_parametrization(config: Config) -> None:
         why = "completep scales from a base model, whose sizes are not given"
         remedy = 'give those at which the learning rate was tuned, e.g. {"hidden_size": 256, "num_hidden_layers": 4}'
         raise ConfigError("model.base", why=why, remedy=remedy)
-    if optimizer not in SIGN_LIKE:
+    if not config.optimizer.kind.sign_like:
         why = f"CompleteP's rules are those of Adam: {optimizer}'s update grows with the gradient"
         raise ConfigError("optimizer.type", optimizer, why=why, remedy="use AdamW, or the standard parametrization")
     if model.keep_layers is not None:

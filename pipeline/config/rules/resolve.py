@@ -17,13 +17,7 @@ from pipeline.config.rules.communication import check_gradient_dtype, check_seco
 from pipeline.config.rules.data import check_data
 from pipeline.config.rules.fallback_layouts import choose_layout
 from pipeline.config.rules.groups import check_islands, check_replicas_section
-from pipeline.config.rules.layout import (
-    VIRTUAL_STAGE_SCHEDULES,
-    check_layout,
-    check_schedule,
-    micro_batch_constraints,
-    topology_of,
-)
+from pipeline.config.rules.layout import check_layout, check_schedule, micro_batch_constraints, topology_of
 from pipeline.config.rules.parametrization import check_parametrization
 from pipeline.config.rules.precision import (
     check_fp8_precision,
@@ -35,6 +29,7 @@ from pipeline.config.rules.shares import shared_batch
 from pipeline.config.rules.stage_devices import StageDevices, check_stage_devices, given_devices
 from pipeline.config.rules.training import check_checkpoints, check_model, check_moe, check_optimizer
 from pipeline.config.schedule import Schedule, make_schedule
+from pipeline.config.sections.layout import SCHEDULES
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology
 
@@ -92,7 +87,7 @@ FEATURES: dict[str, Feature] = {
     "offload_optimizer": _offload("offload_optimizer"),
     "offload_param": _offload("offload_param"),
     "fp16": Feature("fp16", "fp16.enabled", "bf16.enabled true", lambda c, _t: c.fp16.enabled or None),
-    **{name: _schedule(name) for name in ("gpipe", "interleaved_1f1b", "zero_bubble")},
+    **{name: _schedule(name) for name in SCHEDULES if name != "1f1b"},
 }
 """Features besides data parallelism, which every layout has, and the schedule 1f1b, which every layout with pp has."""
 
@@ -115,7 +110,7 @@ class Layout:
 
 
 _EVERYWHERE = frozenset({"tp", "cp", "ring", "fp16"})
-_NATIVE = _EVERYWHERE | {"pp", "gpipe", "interleaved_1f1b", "zero_bubble"}
+_NATIVE = _EVERYWHERE | {"pp", *SCHEDULES} - {"1f1b"}
 
 LAYOUTS = (
     Layout("deepspeed", 0, "ZeRO-0: nothing is sharded", _EVERYWHERE | {"pp"}),
@@ -130,13 +125,13 @@ LAYOUTS = (
     ),
     Layout("torch", 0, "DDP: nothing is sharded", _NATIVE),
     Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard"}),
-    # zero_bubble computes weight gradients apart from input gradients: torch 2.13 does not find weights that are
+    # where weight gradients are computed apart from input gradients, torch 2.13 does not find weights that are
     # resharded after each pass, and silently loses their gradients
     Layout(
         "torch",
         3,
         "FSDP2, parameters gathered for each forward and backward pass",
-        (_NATIVE | {"shard"}) - {"zero_bubble"},
+        (_NATIVE | {"shard"}) - {name for name, kind in SCHEDULES.items() if kind.splits_backward},
     ),
 )
 """Every supported layout. Two rows of one engine and stage are alternatives: their features do not combine."""
@@ -194,9 +189,7 @@ class ResolvedRun:
         """Virtual stages (model chunks) per pipeline rank."""
         if self.topology.pp == 1:
             return 1
-        return self.config.parallel.virtual_stages or (
-            2 if self.config.parallel.schedule in VIRTUAL_STAGE_SCHEDULES else 1
-        )
+        return self.config.parallel.virtual_stages or (2 if self.config.parallel.schedule_kind.virtual_stages else 1)
 
     @property
     def stage_devices(self) -> StageDevices:

@@ -6,6 +6,7 @@ import math
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes, split_batch
+from pipeline.config.rules.layout import micro_batch_constraints
 from pipeline.config.rules.precision import block_of
 from pipeline.config.sections.run import Config
 from pipeline.config.shares import ShareRule, largest_remainder
@@ -52,11 +53,10 @@ def shared_batch(config: Config, topology: Topology) -> BatchSizes:
 def _rule(config: Config, topology: Topology, *, samples: int, micro: int) -> ShareRule:
     """Stage 2 of engine torch reduces gradients after every micro-batch, but with a pipeline once per step."""
     lockstep = config.zero_optimization.stage >= 2 and topology.pp == 1
-    several = topology.pp > 1 and config.parallel.schedule in ("interleaved_1f1b", "zero_bubble")
+    least, multiple = micro_batch_constraints(config, topology)
     whole = topology.pp > 1 or (config.compile.enabled is True and not lockstep)
-    unit = (topology.pp if several else 1) if whole else 0
-    least = 1 if topology.pp == 1 or config.parallel.schedule == "gpipe" else -(-topology.pp // max(1, unit))
-    return ShareRule(samples, topology.dp, micro, lockstep=lockstep, unit=unit, least=least)
+    unit = multiple if whole else 0
+    return ShareRule(samples, topology.dp, micro, lockstep=lockstep, unit=unit, least=-(-least // max(1, unit)))
 
 
 def _micro(config: Config, weights: list[float], samples: int) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from pipeline.config.sections.deepspeed import OptimizerSection
-from pipeline.config.sections.optimizers import PARAMETERS
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import Config, RunSection
 
 
@@ -99,16 +98,16 @@ def check_optimizer(optimizer: OptimizerSection) -> None:
         ConfigError: a parameter that the type does not have; Adam with L2; a beta or a momentum outside [0, 1);
             Nesterov momentum without momentum.
     """
-    kind, params = optimizer.type, optimizer.params
+    given, kind, params = optimizer.type, optimizer.kind, optimizer.params
     for name, value in params:
-        if value is not None and name not in PARAMETERS[kind]:
-            remedy = f"remove it: {kind} takes {', '.join(sorted(PARAMETERS[kind]))}"
-            raise ConfigError(f"optimizer.params.{name}", value, why=f"{kind} has no such parameter", remedy=remedy)
-    if kind == "Adam" and not params.adam_w_mode:
+        if value is not None and name not in kind.parameters:
+            remedy = f"remove it: {given} takes {', '.join(sorted(kind.parameters))}"
+            raise ConfigError(f"optimizer.params.{name}", value, why=f"{given} has no such parameter", remedy=remedy)
+    if given == "Adam" and not params.adam_w_mode:
         why = "Adam with L2 regularisation (adam_w_mode false) is not supported"
         raise ConfigError("optimizer.params.adam_w_mode", False, why=why, remedy="use type AdamW")
     if not all(0 <= beta < 1 for beta in params.betas or ()):
-        why, remedy = "a beta must lie in [0, 1)", "use [0.9, 0.99]" if kind == "Lion" else "use [0.9, 0.95]"
+        why, remedy = "a beta must lie in [0, 1)", f"use {list(kind.usual_betas)}"
         raise ConfigError("optimizer.params.betas", params.betas, why=why, remedy=remedy)
     if params.momentum is not None and params.momentum >= 1:
         why = "momentum must lie in [0, 1)"

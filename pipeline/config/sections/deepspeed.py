@@ -6,90 +6,11 @@ The defaults of DeepSpeed that descriptions name are those of deepspeed 0.19.8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from headrace.base.section import Count, Index, Section
-from pipeline.config.sections.optimizers import DEFAULTS, MOMENTS_BYTES, OptimizerKind, kind_of
-
-
-class OptimizerParams(Section):
-    """Hyperparameters of all optimizers, under DeepSpeed's names; those that the type does not use are refused."""
-
-    lr: PositiveFloat = Field(
-        1e-3, description="Peak learning rate; the scheduler scales it over the steps. A positive number, e.g. 3e-4"
-    )
-    betas: tuple[float, float] | None = Field(
-        None,
-        description="Two numbers in [0, 1), e.g. [0.9, 0.95]. AdamW: decay rates of the first and second moment. Lion:"
-        " weight of the momentum in the update, and its decay rate. Default: [0.9, 0.999], as in DeepSpeed",
-        strict=False,
-    )
-    eps: PositiveFloat | None = Field(
-        None,
-        description="Term added to the denominator of AdamW's update for numerical stability, e.g. 1e-8, the default",
-    )
-    momentum: NonNegativeFloat | None = Field(
-        None, description="Momentum of SGD, a number in [0, 1), e.g. 0.9; default 0: without momentum and its state"
-    )
-    nesterov: bool | None = Field(None, description="true: Nesterov momentum (SGD); default false")
-    weight_decay: NonNegativeFloat = Field(
-        0.0,
-        description="Weight decay, e.g. 0.1; 0 is off. Decoupled for AdamW and Lion; for SGD it is added to the"
-        " gradient (L2), as torch means it. Applied to matrices, not to biases and norms",
-    )
-    torch_adam: bool | None = Field(
-        None,
-        description="DeepSpeed's switch to torch's AdamW, which headrace runs on both engines; leave it true, the"
-        " default",
-    )
-    moments_dtype: Literal["fp32", "bf16", "8bit"] | None = Field(
-        None,
-        description="AdamW's two moments are held in fp32 (the default, 8 bytes per parameter), in bf16 (4) or in 8"
-        " bits (2.03, a scale per 256 elements included), rounded stochastically; updates are computed in fp32. Small"
-        " ones need engine torch on one device. Checkpoints have them in fp32 either way",
-    )
-    adam_w_mode: bool | None = Field(
-        None,
-        description="true, the default: decoupled weight decay (AdamW). Adam with L2 regularisation is not offered:"
-        " leave it",
-    )
-
-
-class OptimizerSection(Section):
-    """The optimizer: AdamW, Lion or SGD. DeepSpeed's type `Adam` means AdamW too, unless `adam_w_mode` is false."""
-
-    type: Literal["AdamW", "Adam", "Lion", "SGD"] = Field(
-        "AdamW",
-        description="AdamW (Adam is another name for it, as in DeepSpeed), Lion, or SGD, with or without momentum;"
-        " upper and lower case are not distinguished",
-    )
-    params: OptimizerParams = OptimizerParams()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_defaults(cls, raw: Any) -> Any:
-        """Parameters that are not given have the defaults of the type."""
-        params = raw.get("params", {}) if isinstance(raw, Mapping) else None
-        kind = raw.get("type", "AdamW") if isinstance(raw, Mapping) else None
-        if not isinstance(params, Mapping) or not isinstance(kind, str):
-            return raw
-        given = {key: value for key, value in params.items() if value is not None}
-        if given.get("moments_dtype") == "fp32":  # the default: runs with and without it are the same run
-            del given["moments_dtype"]
-        return {**raw, "params": {**DEFAULTS.get(kind, {}), **given}}
-
-    @property
-    def kind(self) -> OptimizerKind:
-        """Its state tensors and the scope of its update."""
-        return kind_of(self.model_dump())
-
-    @property
-    def moments_bytes(self) -> float:
-        """Bytes per element of a state tensor in memory."""
-        return MOMENTS_BYTES[self.params.moments_dtype]
 
 
 class SchedulerParams(Section):

@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from headrace.base.section import Count, Section
+
+
+@dataclass(frozen=True)
+class PipelineKind:
+    """A pipeline schedule as rules, memory sizes and the planner see it.
+
+    Attributes:
+        torch: its class in `torch.distributed.pipelining.schedules`.
+        virtual_stages: a rank runs several (model chunks), on multiples of pp micro-batches.
+        any_number: it runs any number of micro-batches, not pp or more.
+        splits_backward: gradients of weights are computed apart from those of inputs, and later.
+        bubble: over that of 1F1B with as many virtual stages.
+        in_flight: micro-batches of a step and pp -> micro-batches whose activations a rank keeps at one time; None:
+            as many as 1F1B, which depends on the rank.
+        searched: the planner looks at it.
+    """
+
+    torch: str
+    virtual_stages: bool = False
+    any_number: bool = False
+    splits_backward: bool = False
+    bubble: float = 1.0
+    in_flight: Callable[[int, int], int] | None = None
+    searched: bool = True
+
+
+SCHEDULES = {
+    # more activations than 1F1B, and the same bubble
+    "gpipe": PipelineKind("ScheduleGPipe", any_number=True, in_flight=lambda count, _pp: count, searched=False),
+    "1f1b": PipelineKind("Schedule1F1B"),
+    "interleaved_1f1b": PipelineKind("ScheduleInterleaved1F1B", virtual_stages=True),
+    # Qi et al. 2023 (arXiv:2401.10241), 2.3, ZB-H1: it keeps the activations of a micro-batch until the gradients of
+    # weights, on every rank as many as 1F1B on the first; its bubble is T_F + T_B - T_W to T_F + T_B + T_W, where the
+    # three take equally long
+    "zero_bubble": PipelineKind(
+        "ScheduleInterleavedZeroBubble", virtual_stages=True, splits_backward=True, bubble=1 / 3, in_flight=min
+    ),
+}
+"""By `parallel.schedule`."""
 
 
 class LayoutSection(Section):
@@ -34,7 +75,7 @@ class LayoutSection(Section):
         description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"
         " many, e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 2 or 3",
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
+    schedule: Literal[*SCHEDULES] = Field(  # type: ignore[valid-type]
         "1f1b",
         description="Pipeline schedule: 1f1b (the default), gpipe, interleaved_1f1b or zero_bubble; all but 1f1b need"
         " engine torch",
@@ -60,6 +101,11 @@ class LayoutSection(Section):
         description="Memory in GB that tensors may take on the device of each pipeline rank, e.g. [70, 36]: no rank"
         " gets more decoder layers than it holds by the planner's formulas. No limit when absent",
     )
+
+    @property
+    def schedule_kind(self) -> PipelineKind:
+        """What its schedule is to rules, memory sizes and the planner."""
+        return SCHEDULES[self.schedule]
 
 
 class ParallelSection(LayoutSection):

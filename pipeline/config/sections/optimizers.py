@@ -1,15 +1,19 @@
-"""The optimizers of a run: their state tensors, whether their update is element-wise, their parameters. No torch.
+"""The optimizers of a run: section `optimizer`, and what an optimizer is to all code but its `step`. No torch.
 
-`OptimizerKind` is all that checkpoints, engines and the memory table know of an optimizer besides its `step`. What is
-built from it is in `pipeline/engines/optim`. The decision: docs/decisions/0015-optimizers.md.
+A type is an entry of `KINDS` and a module beside `pipeline/engines/optim/lion.py`, which builds it: nothing else names
+it. The decision: docs/decisions/0015-optimizers.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from headrace.base.section import Section
 
 _FP32_BYTES = 4
 
@@ -25,19 +29,46 @@ class UpdateScope(StrEnum):
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer as checkpoints and layouts see it. Two runs of equal kinds can exchange optimizer state.
+    """An optimizer as configs, checkpoints, layouts and proofs see it. Two runs of equal kinds can exchange its state.
 
     Attributes:
         name: the `optimizer.type`.
         states: names of its state tensors, each fp32 and of the parameter's shape, as the optimizer names them.
+        defaults: of the `optimizer.params` that it takes beside lr and weight_decay; None: absent.
+        aliases: other names of the type.
         counts_steps: whether it keeps a step counter (bias correction), the scalar `optimizer_step` of a checkpoint.
         scope: what the update of an element depends on.
+        states_need: the parameter without which it keeps no states; torch's fused kernel wants those of all parameters.
+        state_beta: which of its betas is the decay rate of its first state; None: the gradient is added to it unscaled.
+        l2_decay: weight decay is added to the gradient, so that the first state contains it; else it is decoupled.
+        sign_like: an element's update does not grow with its gradient: the rules of CompleteP hold.
+        proof_lr: bounds of the learning rate of a proof: the weights of a tiny model change noticeably in a few steps,
+            and a curve at a higher rate is chaotic, so that rounding alone tells two layouts apart.
+        usual_betas: what a refusal of betas suggests.
     """
 
     name: str
     states: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
     counts_steps: bool = False
     scope: UpdateScope = UpdateScope.ELEMENT
+    states_need: str | None = None
+    state_beta: int | None = None
+    l2_decay: bool = False
+    sign_like: bool = False
+    proof_lr: tuple[float, float] = (1e-3, 3e-3)
+    usual_betas: tuple[float, float] = (0.9, 0.95)
+
+    @property
+    def module(self) -> str:
+        """The module of its class: has `build(groups, params, *, lr, fused)`, which makes the torch optimizer."""
+        return f"pipeline.engines.optim.{self.name.lower()}"
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """The names of all `optimizer.params` that it takes."""
+        return frozenset({"lr", "weight_decay", *self.defaults})
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -48,36 +79,47 @@ class OptimizerKind:
         return f"{self.name} ({', '.join(self.states) or 'no state'})"
 
 
-ADAMW = OptimizerKind("AdamW", ("exp_avg", "exp_avg_sq"), counts_steps=True)
-LION = OptimizerKind("Lion", ("exp_avg",))
-SGD = OptimizerKind("SGD", ())
-SGD_MOMENTUM = OptimizerKind("SGD", ("momentum_buffer",))
-KINDS = (ADAMW, LION, SGD, SGD_MOMENTUM)
+_BETAS = (0.9, 0.999)
+"""DeepSpeed's; Lion's in its paper are 0.9 and 0.99."""
+
+ADAMW = OptimizerKind(
+    "AdamW",
+    ("exp_avg", "exp_avg_sq"),
+    {"betas": _BETAS, "eps": 1e-8, "torch_adam": True, "adam_w_mode": True, "moments_dtype": None},
+    aliases=("Adam",),
+    counts_steps=True,
+    state_beta=0,
+    sign_like=True,
+)
+KINDS = (
+    ADAMW,
+    OptimizerKind(
+        "Lion",
+        ("exp_avg",),
+        {"betas": _BETAS},
+        state_beta=1,
+        sign_like=True,
+        proof_lr=(3e-4, 1e-3),
+        usual_betas=(0.9, 0.99),
+    ),
+    OptimizerKind(
+        "SGD",
+        ("momentum_buffer",),
+        {"momentum": 0.0, "nesterov": False},
+        states_need="momentum",
+        l2_decay=True,
+        proof_lr=(3e-2, 1e-1),
+    ),
+)
+OPTIMIZERS = {name: kind for kind in KINDS for name in (kind.name, *kind.aliases)}
+"""By `optimizer.type`."""
+
+LISTED = f"{', '.join(kind.name for kind in KINDS[:-1])} or {KINDS[-1].name}"
 
 CODE_BLOCK = 256
 """Numbers that share a scale where moments are held in 8 bits."""
 MOMENTS_BYTES: dict[str | None, float] = {None: 4, "fp32": 4, "bf16": 2, "8bit": 1 + 4 / CODE_BLOCK}
 """`optimizer.params.moments_dtype` -> bytes per element of a state tensor in memory."""
-
-_EVERY = frozenset({"lr", "weight_decay"})
-_ADAM = _EVERY | {"betas", "eps", "torch_adam", "adam_w_mode", "moments_dtype"}
-PARAMETERS: dict[str, frozenset[str]] = {
-    "AdamW": _ADAM,
-    "Adam": _ADAM,
-    "Lion": _EVERY | {"betas"},
-    "SGD": _EVERY | {"momentum", "nesterov"},
-}
-"""`optimizer.type` -> the names of `optimizer.params` that it takes."""
-
-_BETAS = (0.9, 0.999)
-_ADAM_DEFAULTS = {"betas": _BETAS, "eps": 1e-8, "torch_adam": True, "adam_w_mode": True}
-DEFAULTS: dict[str, Mapping[str, Any]] = {
-    "AdamW": _ADAM_DEFAULTS,
-    "Adam": _ADAM_DEFAULTS,
-    "Lion": {"betas": _BETAS},  # of DeepSpeed's Lion; the paper's are 0.9 and 0.99
-    "SGD": {"momentum": 0.0, "nesterov": False},
-}
-"""`optimizer.type` -> the defaults of the parameters that not every type has; DeepSpeed's and torch's."""
 
 
 def kind_of(optimizer: Mapping[str, Any]) -> OptimizerKind:
@@ -89,10 +131,86 @@ def kind_of(optimizer: Mapping[str, Any]) -> OptimizerKind:
     Raises:
         KeyError: no such type.
     """
-    params = optimizer.get("params") or {}
-    if optimizer.get("type") == "SGD":
-        return SGD_MOMENTUM if params.get("momentum") else SGD
-    return {"AdamW": ADAMW, "Adam": ADAMW, "Lion": LION}[optimizer.get("type", "AdamW")]
+    kind, params = OPTIMIZERS[optimizer.get("type", "AdamW")], optimizer.get("params") or {}
+    return kind if kind.states_need is None or params.get(kind.states_need) else replace(kind, states=())
+
+
+class OptimizerParams(Section):
+    """Hyperparameters of all optimizers, under DeepSpeed's names; those that the type does not use are refused."""
+
+    lr: PositiveFloat = Field(
+        1e-3, description="Peak learning rate; the scheduler scales it over the steps. A positive number, e.g. 3e-4"
+    )
+    betas: tuple[float, float] | None = Field(
+        None,
+        description="Two numbers in [0, 1), e.g. [0.9, 0.95]. AdamW: decay rates of the first and second moment. Lion:"
+        " weight of the momentum in the update, and its decay rate. Default: [0.9, 0.999], as in DeepSpeed",
+        strict=False,
+    )
+    eps: PositiveFloat | None = Field(
+        None,
+        description="Term added to the denominator of AdamW's update for numerical stability, e.g. 1e-8, the default",
+    )
+    momentum: NonNegativeFloat | None = Field(
+        None, description="Momentum of SGD, a number in [0, 1), e.g. 0.9; default 0: without momentum and its state"
+    )
+    nesterov: bool | None = Field(None, description="true: Nesterov momentum (SGD); default false")
+    weight_decay: NonNegativeFloat = Field(
+        0.0,
+        description="Weight decay, e.g. 0.1; 0 is off. Decoupled, but for SGD, where it is added to the gradient (L2),"
+        " as torch means it. Applied to matrices, not to biases and norms",
+    )
+    torch_adam: bool | None = Field(
+        None,
+        description="DeepSpeed's switch to torch's AdamW, which headrace runs on both engines; leave it true, the"
+        " default",
+    )
+    moments_dtype: Literal["fp32", "bf16", "8bit"] | None = Field(
+        None,
+        description="AdamW's two moments are held in fp32 (the default, 8 bytes per parameter), in bf16 (4) or in 8"
+        " bits (2.03, a scale per 256 elements included), rounded stochastically; updates are computed in fp32. Small"
+        " ones need engine torch on one device. Checkpoints have them in fp32 either way",
+    )
+    adam_w_mode: bool | None = Field(
+        None,
+        description="true, the default: decoupled weight decay (AdamW). Adam with L2 regularisation is not offered:"
+        " leave it",
+    )
+
+
+class OptimizerSection(Section):
+    """The optimizer. DeepSpeed's type `Adam` means AdamW too, unless `adam_w_mode` is false."""
+
+    type: Literal[*OPTIMIZERS] = Field(  # type: ignore[valid-type]
+        "AdamW",
+        description="AdamW (Adam is another name for it, as in DeepSpeed), Lion, or SGD, with or without momentum;"
+        " upper and lower case are not distinguished",
+    )
+    params: OptimizerParams = OptimizerParams()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, raw: Any) -> Any:
+        """Parameters that are not given have the defaults of the type."""
+        params = raw.get("params", {}) if isinstance(raw, Mapping) else None
+        kind = raw.get("type", "AdamW") if isinstance(raw, Mapping) else None
+        if not isinstance(params, Mapping) or not isinstance(kind, str):
+            return raw
+        given = {key: value for key, value in params.items() if value is not None}
+        if given.get("moments_dtype") == "fp32":  # the default: runs with and without it are the same run
+            del given["moments_dtype"]
+        defaults = OPTIMIZERS[kind].defaults if kind in OPTIMIZERS else {}
+        return {**raw, "params": {**defaults, **given}}
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """What it is to all code but its `step`."""
+        return kind_of(self.model_dump())
+
+    @property
+    def moments_bytes(self) -> float:
+        """Bytes per element of a state tensor in memory."""
+        return MOMENTS_BYTES[self.params.moments_dtype]
 
 
 _TENSORS = "its update of an element depends on the whole tensor ({}), and layouts hand an optimizer pieces of tensors"
@@ -100,7 +218,7 @@ _OWN_WIRE = "it compresses and reduces gradients between ranks itself, so that t
 _WIDTHS = "muP's learning rates are those of a parametrization here, not of an optimizer"
 _COMPLETEP = "use AdamW with model.parametrization completep and model.base, which scale it as muP does"
 _LIBRARY = "it is element-wise, but not one of the optimizers of headrace train"
-_OURS = "use AdamW, Lion or SGD"
+_OURS = f"use {LISTED}"
 _OWN_LOOP = f"{_OURS}, or your own loop (docs/how-to/own-loop.md), which takes any element-wise torch optimizer"
 
 REFUSED_TYPES: dict[str, tuple[str, str]] = {

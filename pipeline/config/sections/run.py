@@ -20,7 +20,6 @@ from pipeline.config.sections.deepspeed import (
     Bf16Section,
     DataTypesSection,
     Fp16Section,
-    OptimizerSection,
     PipelineSection,
     SchedulerSection,
     TensorBoardSection,
@@ -31,6 +30,7 @@ from pipeline.config.sections.deepspeed import (
 from pipeline.config.sections.groups import IslandsSection, ReplicasSection
 from pipeline.config.sections.layout import FallbackLayout, ParallelSection
 from pipeline.config.sections.node_checks import NodeChecksSection
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.parametrization import BaseModelSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]

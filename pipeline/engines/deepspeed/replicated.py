@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config.sections.deepspeed import OptimizerSection
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.common import master_weight
 from pipeline.engines.loss_scale import update_factor
 from pipeline.engines.optim.build import build_optimizer

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from pipeline.config.sections.deepspeed import OptimizerSection
-from pipeline.config.sections.optimizers import UpdateScope
-from pipeline.engines.optim.lion import Lion
-from pipeline.engines.optim.small_moments import AdamWSmallMoments
-
-_DTYPES = {"bf16": torch.bfloat16, "8bit": torch.uint8}
-"""`moments_dtype` -> that of the state tensors."""
+from pipeline.config.sections.optimizers import OptimizerSection, UpdateScope
 
 
 def build_optimizer(
@@ -32,17 +27,6 @@ def build_optimizer(
     """
     # every engine hands over pieces of parameters in some of its layouts
     assert section.kind.scope is UpdateScope.ELEMENT, "see docs/decisions/0015-optimizers.md"
-    params, filled = section.params, [group for group in groups if group["params"]]
-    if section.type == "Lion":
-        assert params.betas is not None
-        return Lion(filled, lr=lr, betas=params.betas)
-    if section.type == "SGD":
-        momentum, nesterov = params.momentum or 0.0, bool(params.nesterov)
-        return torch.optim.SGD(filled, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused or None)
-    assert params.betas is not None
-    assert params.eps is not None
-    if params.moments_dtype is not None:
-        return AdamWSmallMoments(
-            filled, lr=lr, betas=params.betas, eps=params.eps, moments_dtype=_DTYPES[params.moments_dtype]
-        )
-    return torch.optim.AdamW(filled, lr=lr, betas=params.betas, eps=params.eps, fused=fused or None)
+    filled = [group for group in groups if group["params"]]
+    built: torch.optim.Optimizer = import_module(section.kind.module).build(filled, section.params, lr=lr, fused=fused)
+    return built

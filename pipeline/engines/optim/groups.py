@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.sections.deepspeed import OptimizerParams
+from pipeline.config.sections.optimizers import OptimizerParams
 
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate divided by the run's; 1 when absent."""

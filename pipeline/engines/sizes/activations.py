@@ -68,9 +68,9 @@ class StepSizes:
 
     @property
     def waiting(self) -> int:
-        """Micro-batches of zero bubble whose I (gradients of inputs) is done and whose W (of weights) is not."""
+        """Micro-batches whose I (gradients of inputs) is done and whose W (of weights) is not: of zero bubble."""
         config = self.run.config
-        if config.engine != "torch" or self.run.topology.pp == 1 or config.parallel.schedule != "zero_bubble":
+        if config.engine != "torch" or self.run.topology.pp == 1 or not config.parallel.schedule_kind.splits_backward:
             return 0
         return min(self.accumulation - 1, self.pp_rank)
 
@@ -80,16 +80,14 @@ class StepSizes:
 
         1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
         2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
-        Narayanan et al. 2021 (arXiv:2104.04473), 2.2. Zero bubble keeps those of a micro-batch until its W, on every
-        rank as many as 1F1B on the first: Qi et al. 2023 (arXiv:2401.10241), 2.3, ZB-H1.
+        Narayanan et al. 2021 (arXiv:2104.04473), 2.2. Other schedules say themselves (`config.sections.layout`).
         """
         topology, accumulation = self.run.topology, self.accumulation
         if topology.pp == 1:
             return 1
-        if self.run.config.parallel.schedule == "gpipe":
-            return accumulation
-        if self.run.config.parallel.schedule == "zero_bubble":
-            return min(accumulation, topology.pp)
+        in_flight = self.run.config.parallel.schedule_kind.in_flight
+        if in_flight is not None:
+            return in_flight(accumulation, topology.pp)
         after, virtual = topology.pp - self.pp_rank - 1, self.rank.stages
         if virtual == 1:
             return min(accumulation, after + 1)

@@ -211,7 +211,7 @@ def _accumulated(step: StepSizes) -> int:
         return 0 if pp > 1 and step.accumulation <= step.kept else rank.parameters
     if step.accumulation > pp:
         return rank.parameters
-    if step.run.config.parallel.schedule == "zero_bubble":
+    if step.run.config.parallel.schedule_kind.splits_backward:
         return 0  # gradients of weights come last
     return sum(rank.layers[len(rank.layers) - rank.stage_layers[-1] :]) + rank.head
 

@@ -20,14 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from headrace.base.errors import HeadraceError
 from pipeline.config.rules.resolve import ResolvedRun
@@ -38,14 +31,6 @@ from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native.forward_backward import zero_sums
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-}
-"""parallel.schedule -> the class that runs it."""
 
 
 class StageModule(nn.Module):
@@ -105,8 +90,9 @@ class PipelineSchedule:
         self._ids = torch.empty(
             run.batch.micro, run.batch.sequence_length // run.topology.cp, dtype=torch.int64, device="meta"
         )
-        self._kind = SCHEDULES[run.config.parallel.schedule]
-        assert self._kind is not ScheduleInterleavedZeroBubble or run.config.zero_optimization.stage < 3, "see above"
+        kind = run.config.parallel.schedule_kind
+        assert not kind.splits_backward or run.config.zero_optimization.stage < 3, "see above"
+        self._kind: Any = getattr(schedules, kind.torch)
         self._micro_batches, self._schedule = 0, cast(Any, None)
         shares = run.batch.shares
         self._prepare(run.batch.accumulation if shares is None else len(shares.sizes[mesh.coordinates["dp"]]))
@@ -116,7 +102,7 @@ class PipelineSchedule:
         if micro_batches == self._micro_batches:
             return
         stages = [self._pipeline_stage(module, self._ids) for module in self._stage_modules]
-        schedule_stages: Any = stages[0] if issubclass(self._kind, PipelineScheduleSingle) else stages
+        schedule_stages: Any = stages[0] if issubclass(self._kind, schedules.PipelineScheduleSingle) else stages
         # the loss is a sum over targets: gradients of micro-batches add up without division
         self._schedule = self._kind(schedule_stages, micro_batches, loss_fn=_output_is_loss, scale_grads=False)
         self._micro_batches = micro_batches

@@ -77,7 +77,7 @@ def training_of(run: ResolvedRun, *, parameters_non_embedding: int) -> Training:
         learning_rate=run.schedule.peak,
         weight_decay=params.weight_decay,
         warmup=run.schedule.warmup * run.batch.tokens,
-        optimizer="AdamW" if run.config.optimizer.type == "Adam" else run.config.optimizer.type,
+        optimizer=run.config.optimizer.kind.name,
     )
 
 

@@ -10,11 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.config.sections.layout import SCHEDULES
 from pipeline.plan.predict.links import LinkTopology
-
-_ZERO_BUBBLE = 1 / 3
-"""Bubble of zero_bubble over that of 1F1B: T_F + T_B - T_W to T_F + T_B + T_W, where the three take equally long
-(Qi et al. 2023, arXiv:2401.10241, section 2.3)."""
 
 
 def collective_seconds(
@@ -78,7 +75,7 @@ def pipeline_step(
     them.
 
     Args:
-        schedule: gpipe, 1f1b, interleaved_1f1b or zero_bubble.
+        schedule: as in `parallel.schedule`.
         stages: ranks of the pipeline.
         micro_batches: of a step.
         forward_s: of a micro-batch on the slowest rank, all its virtual stages.
@@ -87,6 +84,5 @@ def pipeline_step(
         virtual_stages: of a rank.
     """
     computing = micro_batches * (forward_s + backward_s)
-    share = _ZERO_BUBBLE if schedule == "zero_bubble" else 1.0
-    bubble = (stages - 1) * (share * (forward_s + backward_s) / virtual_stages + 2 * transfer_s)
+    bubble = (stages - 1) * (SCHEDULES[schedule].bubble * (forward_s + backward_s) / virtual_stages + 2 * transfer_s)
     return PipelineTime(computing + bubble, bubble)

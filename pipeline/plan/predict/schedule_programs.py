@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.base.log_filters import quiet_deepspeed
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.layout import SCHEDULES
 from pipeline.plan.predict.passes import Instruction, PassKind, Program
 
 _TORCH_KINDS = {
@@ -63,12 +64,10 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
         assert (schedule, virtual_stages) == ("1f1b", 1), "checked with the config"
         lists = [tuple(_deepspeed(rank, ranks, micro_batches)) for rank in range(ranks)]
         return Program(tuple(lists), ranks, waits_for_sends=True)
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle  # noqa: PLC0415  imports torch
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415  imports torch
 
-    from pipeline.engines.torch_native.pipeline import SCHEDULES  # noqa: PLC0415  imports torch
-
-    kind = SCHEDULES[schedule]
-    if issubclass(kind, PipelineScheduleSingle):
+    kind = getattr(schedules, SCHEDULES[schedule].torch)
+    if issubclass(kind, schedules.PipelineScheduleSingle):
         noted = [_run_loop(kind, rank, ranks, micro_batches) for rank in range(ranks)]
         # 1F1B joins each send with the next receive, and waits for both; GPipe waits for sends at the end
         return Program(tuple(noted), ranks, waits_for_sends=schedule == "1f1b")

@@ -14,7 +14,8 @@ from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.config.schedule import schedule_from_section
-from pipeline.config.sections.deepspeed import OptimizerSection, SchedulerSection
+from pipeline.config.sections.deepspeed import SchedulerSection
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.plan.proof.case import Case, CaseResult
 from pipeline.plan.proof.tolerance import Tolerance
 
@@ -51,25 +52,26 @@ class Comparison:
 def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
     """The gradient of the first step by tensor, fp32, before clipping.
 
-    After one step AdamW's first moment is (1 - beta1) times the clipped gradient, Lion's (1 - beta2) times; with that
-    beta 0 it is the gradient. SGD's momentum is the clipped gradient plus the weight decay. The clipping factor follows
-    from the norm. Elements that the state does not contain are NaN.
+    After one step the first state is (1 - beta) times the clipped gradient, of AdamW with its first beta, of Lion with
+    its second; with that beta 0 it is the gradient. SGD's momentum is the clipped gradient plus the weight decay. The
+    clipping factor follows from the norm. Elements that the state does not contain are NaN.
     """
     directory = result.state(1)
     shapes = CheckpointWeights(directory).shapes
     section = parse(OptimizerSection, case.config["optimizer"])
-    first = section.kind.states[0]
+    kind, betas = section.kind, section.params.betas or ()
+    share = 1.0 if kind.state_beta is None else 1 - betas[kind.state_beta]
     clip = case.config.get("gradient_clipping") or math.inf
-    factor = _share_in_state(section) * min(1.0, clip / (result.grad_norms[1] + 1e-6))
-    states = _read(first, shapes, directory)
-    if section.type == "SGD":
+    factor = share * min(1.0, clip / (result.grad_norms[1] + 1e-6))
+    states = _read(kind.states[0], shapes, directory)
+    if kind.l2_decay:
         weights = _read("weight", shapes, directory)
-        states = {name: state - _sgd_decay(case, section, weights[name], state) for name, state in states.items()}
+        states = {name: state - _decay_within(case, section, weights[name], state) for name, state in states.items()}
     return {name: state / factor for name, state in states.items()}
 
 
-def _sgd_decay(case: Case, section: OptimizerSection, weight: Tensor, momentum: Tensor) -> Tensor | float:
-    """The weight decay within SGD's momentum after the first step, from the weight after it: undoes the update."""
+def _decay_within(case: Case, section: OptimizerSection, weight: Tensor, momentum: Tensor) -> Tensor | float:
+    """The L2 weight decay within the momentum after the first step, from the weight after it: undoes the update."""
     if momentum.ndim < 2:
         return 0.0
     params, scheduler = section.params, case.config.get("scheduler")
@@ -77,14 +79,6 @@ def _sgd_decay(case: Case, section: OptimizerSection, weight: Tensor, momentum: 
     lr = schedule_from_section(parsed, lr=params.lr, steps=case.config["run"]["steps"]).lr(1)
     update = momentum * (1 + (params.momentum or 0.0) * bool(params.nesterov))
     return params.weight_decay * (weight + lr * update)
-
-
-def _share_in_state(section: OptimizerSection) -> float:
-    """The factor with which the first gradient enters the first state tensor."""
-    if section.type == "SGD":
-        return 1.0
-    assert section.params.betas is not None
-    return 1 - section.params.betas[1 if section.type == "Lion" else 0]
 
 
 def _read(kind: str, shapes: Mapping[str, torch.Size], directory: Path) -> dict[str, Tensor]:

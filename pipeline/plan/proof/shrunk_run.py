@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.config.sections.deepspeed import OptimizerSection
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import CompileSection, ModelSection
 from pipeline.config.topology import Topology
 from pipeline.models.hf_config import known_keys, optional_keys, resolve_hf_config
@@ -29,10 +29,6 @@ SEQUENCE = 32
 """Tokens per sample."""
 
 VOCABULARY = 256
-LEARNING_RATES = {"AdamW": (1e-3, 3e-3), "Adam": (1e-3, 3e-3), "Lion": (3e-4, 1e-3), "SGD": (3e-2, 1e-1)}
-"""The run's learning rate is kept within these, by `optimizer.type`: the weights of the tiny model change noticeably in
-a few steps, and a curve at a higher rate is chaotic, so that rounding alone tells two layouts apart."""
-
 _LAYOUT_KEYS = frozenset({"parallel", "memory", "aio", "compile", "communication_data_type"})
 """Sections and keys that a plain process does without."""
 
@@ -153,7 +149,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     known = known_keys(model.model_type) | optional_keys(model.model_type)
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)
-    lowest, highest = LEARNING_RATES[config.optimizer.type]
+    lowest, highest = config.optimizer.kind.proof_lr
     params = {**raw["optimizer"]["params"], "lr": min(max(config.optimizer.params.lr, lowest), highest)}
     params |= _visible_gradient(config.optimizer, notes)
     if params.pop("moments_dtype", None) is not None:
@@ -212,10 +208,10 @@ def _compile_notes(section: CompileSection) -> Iterator[str]:
 def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
     """Replaced parameters of SGD, whose momentum has to show the first gradient; the others' states do as they are."""
     replaced: dict[str, Any] = {}
-    if not optimizer.kind.states:
-        replaced["momentum"] = _MOMENTUM
+    if optimizer.kind.states_need and not optimizer.kind.states:
+        replaced[optimizer.kind.states_need] = _MOMENTUM
         notes.append(f"SGD without momentum keeps no state that shows the first gradient: proven with {_MOMENTUM}")
-    if optimizer.type == "SGD" and optimizer.params.weight_decay > _SGD_DECAY:
+    if optimizer.kind.l2_decay and optimizer.params.weight_decay > _SGD_DECAY:
         # at 0.1 and clipped to a fiftieth, rounding of the sum of both was seen to be 2.6e-5 of the gradient
         replaced["weight_decay"] = _SGD_DECAY
         notes.append(f"in SGD's momentum a larger weight decay hides the first gradient: proven with {_SGD_DECAY}")

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from pipeline.config.load import as_sets, changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.sections.layout import SCHEDULES
 from pipeline.engines.parallel.checks import check_layout
 from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.memory_plan import typical_peak
@@ -139,7 +140,7 @@ def _axes(run: ResolvedRun) -> Iterator[dict[str, Any]]:
         yield from ({f"parallel.{axis}": size * each} for each in (2, 4, 8))
         yield from ({f"parallel.{axis}": size // each} for each in (2, 4) if size >= each)
     if run.topology.pp > 1:
-        others = {"1f1b", "interleaved_1f1b", "zero_bubble"} - {run.config.parallel.schedule}
+        others = {name for name, kind in SCHEDULES.items() if kind.searched} - {run.config.parallel.schedule}
         yield from ({"parallel.schedule": each, "parallel.virtual_stages": None} for each in sorted(others))
         yield {"parallel.virtual_stages": run.virtual_stages * 2}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.rules.resolve import FEATURES, LAYOUTS, ResolvedRun
+from pipeline.config.sections.layout import SCHEDULES
 from pipeline.runtime.machines.machine import Machine
 
 _DEEPSPEED_ONLY: dict[str, Any] = {
@@ -24,9 +25,6 @@ _DEEPSPEED_ONLY: dict[str, Any] = {
 
 _OF_RANKS = ("stage_speeds", "stage_memory_gb")
 """Keys of `parallel` with a number for each pipeline rank: other layouts are planned for equal devices."""
-
-SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
-"""GPipe keeps more activations than 1F1B and has the same bubble."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_CP, MOST_PP = 16, 16
@@ -99,7 +97,8 @@ def _options(
     """(schedule, hybrid shard size, device of the optimizer's states) that some row of the table has."""
     known = frozenset().union(*features)
     assert known <= FEATURES.keys()
-    schedules = [name for name in SCHEDULES if name == "1f1b" or (mesh.pp > 1 and name in known)]
+    searched = [name for name, kind in SCHEDULES.items() if kind.searched]
+    schedules = [name for name in searched if name == "1f1b" or (mesh.pp > 1 and name in known)]
     data = run.topology.world_size // (mesh.pp * mesh.tp)
     shards = [None, machine.devices_per_node] if "shard" in known and data > machine.devices_per_node else [None]
     offloads = ["none", "cpu"] if "offload_optimizer" in known and mesh.pp == 1 else ["none"]

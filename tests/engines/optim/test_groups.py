@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headrace.base.section import parse
-from pipeline.config.sections.deepspeed import OptimizerSection
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import (
     DECAYED,

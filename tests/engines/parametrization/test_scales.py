@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.sections.deepspeed import OptimizerParams
+from pipeline.config.sections.optimizers import OptimizerParams
 from pipeline.engines.optim.groups import UpdateScale, parameter_groups, set_learning_rate
 from pipeline.engines.parametrization.kinds import ParameterKind
 from pipeline.engines.parametrization.scaled_init import ScaledInit
