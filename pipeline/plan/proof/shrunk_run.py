@@ -206,15 +206,16 @@ def _compile_notes(section: CompileSection) -> Iterator[str]:
 
 
 def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
-    """Replaced parameters of SGD, whose momentum has to show the first gradient; the others' states do as they are."""
+    """Replaced parameters of an optimizer whose first state would not show the first gradient: of SGD."""
     replaced: dict[str, Any] = {}
-    if optimizer.kind.states_need and not optimizer.kind.states:
-        replaced[optimizer.kind.states_need] = _MOMENTUM
-        notes.append(f"SGD without momentum keeps no state that shows the first gradient: proven with {_MOMENTUM}")
+    given, need = optimizer.type, optimizer.kind.states_need
+    if need and not optimizer.kind.states:
+        replaced[need] = _MOMENTUM
+        notes.append(f"{given} without {need} keeps no state that shows the first gradient: proven with {_MOMENTUM}")
     if optimizer.kind.l2_decay and optimizer.params.weight_decay > _SGD_DECAY:
         # at 0.1 and clipped to a fiftieth, rounding of the sum of both was seen to be 2.6e-5 of the gradient
         replaced["weight_decay"] = _SGD_DECAY
-        notes.append(f"in SGD's momentum a larger weight decay hides the first gradient: proven with {_SGD_DECAY}")
+        notes.append(f"in {given}'s momentum a larger weight decay hides the first gradient: proven with {_SGD_DECAY}")
     return replaced
 
 
