@@ -93,21 +93,6 @@ class ImportanceSection(Section):
     )
 
 
-class MaskSection(Section):
-    """Experimental: weights set to zero. They are stored as dense weights, and nothing gets smaller or faster by it."""
-
-    pattern: Literal["2:4", "unstructured"] = Field(
-        description="2:4 (two zeros in any four neighbouring inputs of an output) or unstructured"
-    )
-    method: Literal["magnitude", "wanda"] = Field(
-        default="wanda",
-        description="Score of a weight: magnitude, or wanda (magnitude times the root mean square of its input)",
-    )
-    sparsity: float = Field(
-        default=0.5, gt=0, lt=1, description="Share of zeros of pattern unstructured, e.g. 0.6; 2:4 has a half"
-    )
-
-
 class PruneConfig(Section):
     """Structured pruning: FFN channels, attention heads, residual channels, experts and layers are cut out."""
 
@@ -117,7 +102,7 @@ class PruneConfig(Section):
     output: str = Field(description="Directory of the pruned model, e.g. out/demo/models/pruned; it must not exist yet")
     target: TargetSection = Field(
         default_factory=TargetSection,
-        description='How small the result has to be, e.g. {"parameters": 1e6}; may be left out with experimental alone',
+        description='How small the result has to be, e.g. {"parameters": 1e6}',
     )
     axes: list[AxisName] | None = Field(
         default=None,
@@ -131,10 +116,6 @@ class PruneConfig(Section):
     importance: ImportanceSection = Field(default_factory=ImportanceSection, description="What is cut first")
     calibration: CalibrationSection = Field(
         default_factory=CalibrationSection, description="Text that the importance is measured on"
-    )
-    experimental: MaskSection | None = Field(
-        default=None,
-        description='Weights that are set to zero in what is left, e.g. {"pattern": "2:4"}; written as dense weights',
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="dtype of the written weights: bfloat16, float16 or float32; null: the model's own"

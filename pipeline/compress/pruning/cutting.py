@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from pipeline.models.folder.model_folder import CONFIG
 
 INDEX = "model.safetensors.index.json"
 _EMBEDDING, _LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
-Change = Callable[[str, Tensor], Tensor]
 
 
 def write_folder(
@@ -44,8 +43,6 @@ def write_folder(
     kept: Kept,
     sums: Mapping[str, Tensor],
     folder: Path,
-    *,
-    change: Change | None = None,
 ) -> None:
     """Writes config.json, safetensors and generation_config.json; no tokenizer.
 
@@ -55,7 +52,6 @@ def write_folder(
         kept: what is kept.
         sums: of the importance, for the scales of the norms.
         folder: to write into.
-        change: what is done to a cut tensor, by its name in the source.
     """
     index, scales = plan.source.path / INDEX, norm_scales(plan, kept, sums)
     files = sorted(file.name for file in plan.source.path.glob("*.safetensors"))
@@ -63,7 +59,7 @@ def write_folder(
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     written: dict[str, str] = {}
     for name in files:
-        if cut := _cut_file(plan, kept, name, scales=scales, change=change):
+        if cut := _cut_file(plan, kept, name, scales=scales):
             save_file(cut, folder / name, metadata={"format": "pt"})
             written |= dict.fromkeys(cut, name)
     if index.is_file():
@@ -75,9 +71,7 @@ def write_folder(
         shutil.copyfile(generation, folder / generation.name)
 
 
-def _cut_file(
-    plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, float], change: Change | None
-) -> dict[str, Tensor]:
+def _cut_file(plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, float]) -> dict[str, Tensor]:
     """What is kept of one file, by its new names."""
     cut, dtype = {}, getattr(torch, plan.dtype)
     with safe_open(plan.source.path / name, framework="pt") as file:
@@ -86,7 +80,6 @@ def _cut_file(
             if (new := renamed(key, tensor, kept)) is None:
                 continue
             made = cut_tensor(file.get_tensor(key), tensor, kept)
-            made = made if change is None else change(key, made)
             made = _scaled(made, scales.get(key), unit_offset=_offset(plan, key))
             cut[new] = (made.to(dtype) if made.is_floating_point() else made).contiguous()
     return cut

@@ -32,7 +32,6 @@ def details(
         "metric": plan.config.importance.metric,
         "depth": plan.config.importance.depth,
         "calibration_tokens": plan.config.calibration.samples * plan.config.data.sequence_length,
-        "experimental": None if plan.config.experimental is None else plan.config.experimental.model_dump(),
     }
     return {
         "parameters": result.parameters,
@@ -52,7 +51,7 @@ def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
         "parameters_after": recorded["parameters"],
     }
     found |= {axis: f"{old:,} -> {new:,}" for axis, (old, new) in pruning["shape"].items() if old != new}
-    found |= {key: pruning[key] for key in ("metric", "depth", "calibration_tokens", "experimental")}
+    found |= {key: pruning[key] for key in ("metric", "depth", "calibration_tokens")}
     found |= changes(recorded)
     return {key: value for key, value in found.items() if value is not None}
 

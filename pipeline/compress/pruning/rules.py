@@ -22,8 +22,6 @@ from pipeline.models.folder.model_folder import ModelFolder
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WIDTHS = (HIDDEN, FFN, EXPERT_FFN)
-_MASKED = 4
-"""Neighbouring inputs that a 2:4 mask looks at."""
 _DEFAULT_AXES = (HIDDEN, FFN, EXPERT_FFN, GROUPS)
 
 
@@ -84,7 +82,6 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
         raise ConfigError("model", config.model, why=why, remedy="prune the floating-point model, then quantize")
     anatomy = anatomy_of(source)
     shape, choices = _target(config, source, anatomy)
-    _check_mask(config, anatomy, shape)
     config = config.model_copy(update={"data": as_trained(config.data, source.path)})
     dataset = open_heldout(config.data, source)
     layout = layout_of(config, source, anatomy.architecture, world_size=world_size)
@@ -120,10 +117,8 @@ def _target(config: PruneConfig, source: ModelFolder, anatomy: Anatomy) -> tuple
         why = "they are sizes that a search may cut, and nothing is searched" + (" for target.shape" if given else "")
         raise ConfigError("axes", config.axes, why=why, remedy="leave it out, or give target.parameters, say")
     if not given:
-        if config.experimental is None:
-            remedy = 'add e.g. "target": {"parameters": 1e6}'
-            raise ConfigError("target", why="it does not say how small the model has to be", remedy=remedy)
-        return dict(anatomy.sizes), None
+        remedy = 'add e.g. "target": {"parameters": 1e6}'
+        raise ConfigError("target", why="it does not say how small the model has to be", remedy=remedy)
     if target.shape is not None:
         return _explicit(config, anatomy), None
     choices = Choices(anatomy.sizes, _allowed(config, anatomy))
@@ -188,7 +183,7 @@ def _explicit(config: PruneConfig, anatomy: Anatomy) -> Shape:
         if size not in allowed:
             raise ConfigError(field, size, why=_why_not(axis, anatomy, config), remedy=_nearest(size, allowed))
     shape = anatomy.completed(given)
-    if shape == anatomy.sizes and config.experimental is None:
+    if shape == anatomy.sizes:
         raise ConfigError("target.shape", given, why="these are the model's own sizes", remedy="make one smaller")
     return shape
 
@@ -244,20 +239,3 @@ def _check_searched(field: str, axis: str, anatomy: Anatomy) -> None:
         raise ConfigError(
             field, axis, why=why, remedy="give target.shape.num_hidden_layers, and search the others after"
         )
-
-
-def _check_mask(config: PruneConfig, anatomy: Anatomy, shape: Shape | None) -> None:
-    mask = config.experimental
-    if mask is not None and mask.pattern == "2:4":
-        sizes = shape or {**anatomy.sizes, HIDDEN: config.multiple_of, FFN: config.multiple_of}
-        for axis in _WIDTHS:
-            if sizes.get(axis, 0) % _MASKED:
-                why = f"2:4 is two zeros in any four inputs, and {axis} {sizes[axis]} is no multiple of {_MASKED}"
-                remedy = f'use a multiple_of that is a multiple of {_MASKED}, or "unstructured"'
-                raise ConfigError("experimental.pattern", mask.pattern, why=why, remedy=remedy)
-    if mask is not None and anatomy.architecture.transposed:
-        why = "the weights of this architecture are stored transposed, and masks are not made for it"
-        raise ConfigError("experimental", mask.pattern, why=why, remedy="leave it out")
-    if mask is not None and mask.pattern == "2:4" and "sparsity" in mask.model_fields_set and mask.sparsity != 0.5:
-        why = "2:4 has two zeros in four"
-        raise ConfigError("experimental.sparsity", mask.sparsity, why=why, remedy='use "unstructured", or leave it out')

@@ -12,7 +12,6 @@ from rich.console import Console
 from headrace.base.directory import Manifest, parent_entry, staged
 from pipeline.compress.pruning.cutting import write_folder
 from pipeline.compress.pruning.gathering import find_importance
-from pipeline.compress.pruning.masks import mask_weights
 from pipeline.compress.pruning.report import details, step_numbers, table, unseen_line
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.selection import select, unseen_experts
@@ -58,7 +57,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
         plan.source.path, plan.config.data, sample, vocabulary=plan.source.vocab_size, console=console
     )
     with scored as original, staged(plan.output) as staging:
-        write_folder(plan, plan.shape, kept, sums, staging, change=mask_weights(plan, kept, sums))
+        write_folder(plan, plan.shape, kept, sums, staging)
         copy_tokenizer(plan.source.path, staging)
         console.print("evaluating the result in a subprocess")
         after = measure(staging, plan.config.data)

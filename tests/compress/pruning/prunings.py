@@ -12,7 +12,6 @@ from headrace.base.section import parse
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.cutting import write_folder
 from pipeline.compress.pruning.gathering import find_importance
-from pipeline.compress.pruning.masks import mask_weights
 from pipeline.compress.pruning.rules import PruningPlan, prepare
 from pipeline.compress.pruning.selection import Kept, select
 from pipeline.models.tokenizer_files import copy_tokenizer
@@ -44,7 +43,7 @@ def pruned(folder: Path, model: Path, tokens: Path, **fields: Any) -> tuple[Prun
     how, sums = plan.config.importance, find_importance(plan, SINGLE_PROCESS).sums
     kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
     plan.output.mkdir()
-    write_folder(plan, plan.shape, kept, sums, plan.output, change=mask_weights(plan, kept, sums))
+    write_folder(plan, plan.shape, kept, sums, plan.output)
     copy_tokenizer(plan.source.path, plan.output)
     return plan, kept
 

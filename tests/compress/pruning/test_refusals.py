@@ -58,16 +58,10 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
         ({"target": {"parameters": 9_000}, "axes": ["num_experts"]}, "no such size that can be cut"),
         ({"target": {"parameters": 9_000}, "axes": []}, "no size may be cut"),
         ({"target": {"shape": {"hidden_size": 16}}, "axes": ["intermediate_size"]}, "nothing is searched for target"),
-        ({"experimental": {"pattern": "2:4"}, "axes": ["intermediate_size"]}, "nothing is searched"),
         ({"target": {"shape": {"hidden_size": 16}}, "calibration": {"iterations": 5}}, "calibration.iterations"),
         ({"target": {"shape": {"hidden_size": 16}}, "calibration": {"samples": 100_000}}, "calibration.samples"),
         ({"target": {"latency": 1.5}}, "target.latency"),
         ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 2}}, "start a multiple of 2"),
-        ({"experimental": {"pattern": "2:4", "sparsity": 0.7}}, "two zeros in four"),
-        (
-            {"target": {"shape": {"intermediate_size": 42}}, "multiple_of": 3, "experimental": {"pattern": "2:4"}},
-            "intermediate_size 42 is no multiple of 4",
-        ),
         ({"target": {"shape": {"hidden_size": 16}}, "consumers": ["llama.cpp"]}, "llama.cpp reads GGUF files"),
         (
             {"target": {"shape": {"hidden_size": 16}}, "calibration": {"samples": 1}},
@@ -154,7 +148,6 @@ def test_fewer_experts_than_a_token_goes_to_are_refused(tokens: Path, tmp_path: 
         ({"target": {"shape": {"num_key_value_heads": 3, "hidden_size": 16}}}, "use hidden_size 24"),
         ({"target": {"shape": {"hidden_size": 20}}}, "in heads of 8, .*\n  try: use 16 or 24"),
         ({"target": {"parameters": 30_000}, "axes": ["num_key_value_heads"]}, "try: use hidden_size"),
-        ({"experimental": {"pattern": "2:4"}}, "stored transposed"),
     ],
 )
 def test_gpt2_whose_heads_follow_from_its_hidden_size_is_refused_what_contradicts_it(
