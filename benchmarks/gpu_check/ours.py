@@ -20,7 +20,7 @@ from pipeline.engines.base import PendingStep
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.counter import CPU
 from pipeline.models.build.initial_values import OwnBuffers

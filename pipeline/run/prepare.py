@@ -22,7 +22,7 @@ from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.engines.common import model_dtype
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models import attention

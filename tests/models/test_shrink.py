@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from pipeline.engines.parallel.architecture_check import RandomValues
+from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import build_meta
 from pipeline.models.resize.shrink import shrink

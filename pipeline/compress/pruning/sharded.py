@@ -22,7 +22,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.decoder_layers import decoder_layers

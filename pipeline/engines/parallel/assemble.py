@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import sequence_chunks
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
-from pipeline.engines.parallel.architecture_check import has_separate_head
+from pipeline.engines.parallel.architecture_trial import has_separate_head
 from pipeline.engines.parallel.compilation import apply_compile
 from pipeline.engines.parallel.context import make_cp_attention
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners

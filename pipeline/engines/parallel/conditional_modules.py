@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.architecture_check import RandomValues
+from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import build_meta
 from pipeline.models.resize.shrink import shrink

@@ -19,7 +19,7 @@ from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.mesh import build_mesh
 from pipeline.engines.torch_native.single import TorchSingle
 from pipeline.models.build.initial_values import Zeros

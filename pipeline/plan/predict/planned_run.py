@@ -14,7 +14,7 @@ from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.dataset import tokenizer_details
 from pipeline.engines.common import model_dtype
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import torchao_note
 from pipeline.models.build.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config

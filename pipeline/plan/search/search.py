@@ -11,7 +11,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from pipeline.config.load import changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.memory_plan import typical_peak
 from pipeline.plan.predict.model_costs import ModelCosts

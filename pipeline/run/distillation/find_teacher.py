@@ -8,7 +8,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.mixture import DataMixture
 from pipeline.engines.common import model_dtype
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.folder.model_folder import ModelFolder

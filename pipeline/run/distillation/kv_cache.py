@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.architecture_check import TOLERANCE, RandomValues
+from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.decoding import decoding_batch
 from pipeline.models.attention import ATTENTION_NAME

@@ -14,7 +14,7 @@ from pipeline.checkpoint.named_state import buffer_state
 from pipeline.config.sections.run import MoeSection
 from pipeline.data.loader import IGNORE
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import ExpertBalancer, make_balancer
 from pipeline.models.routers import find_routers

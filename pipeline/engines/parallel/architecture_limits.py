@@ -9,7 +9,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.activation_checkpointing import check_activation_checkpointing
-from pipeline.engines.parallel.architecture_check import check_architecture
+from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.compilation import check_compile
 from pipeline.engines.parallel.expert_check import check_experts
 from pipeline.engines.parallel.fp8 import check_fp8

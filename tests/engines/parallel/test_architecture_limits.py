@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.meta import build_meta
 from tests.engines.parallel.layouts import T, resolved
