@@ -22,6 +22,7 @@ from benchmarks.gpu_check.process import environment, install_wheels, missing_pa
 from benchmarks.gpu_check.tests import gpu_test_files
 from pipeline.models.build.meta import build_meta
 from pipeline.models.count import measure as count
+from tests import warm_python
 from tests.conftest import ROOT
 from tests.support import output_of
 
@@ -195,7 +196,7 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(tmp_path: Path) -> None:
     page.write_text("# Performance\n")
     chosen = "environment,tests,tiny-torch-compiled,tiny-*-eager,tiny-torch-fp8"
     options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "9"]
-    words = [sys.executable, "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
+    words = [warm_python.python(), "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
     output_of(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False))
     result = json.loads((tmp_path / "result.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
