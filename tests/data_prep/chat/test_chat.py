@@ -117,7 +117,9 @@ LISTING = "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% en
     ],
     ids=["tool", "key of a tool", "tools as a string", "key of a message"],
 )
-def test_a_special_token_in_any_string_is_bad(messages: list[Any], tools: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_special_token_in_any_string_of_a_conversation_is_refused(
+    messages: list[Any], tools: Any, folder: Path, tmp_path: Path
+) -> None:
     encoder = ChatEncoder(with_template(folder, LISTING, tmp_path / "t"), parse_special_tokens=False)
     with pytest.raises(ConversationError, match="special token"):
         encoder.encode(conversation_line(messages, tools), everything=False)
