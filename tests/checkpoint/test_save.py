@@ -208,7 +208,9 @@ def reads_other_shard(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("limited", [None, 0, 2])
-def test_a_rank_that_cannot_write_is_named_and_no_later_one(world: Ranks, tmp_path: Path, limited: int | None) -> None:
+def test_a_rank_that_cannot_write_is_named_and_the_next_checkpoint_is_intact(
+    world: Ranks, tmp_path: Path, limited: int | None
+) -> None:
     results = world.run(save_on_every_rank, str(tmp_path), limited)
     for failure, remaining, read_ok in results:
         assert read_ok

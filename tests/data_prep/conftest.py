@@ -6,8 +6,6 @@ import gzip
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import warm
-
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -35,9 +31,9 @@ def run_command(work: Path, *arguments: str, code: int = 0) -> subprocess.Comple
     return done
 
 
-@pytest.fixture
-def cli(work: Path) -> Cli:
-    return partial(run_command, work)
+def cli(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """`run_command` in the working directory."""
+    return run_command(Path.cwd(), *arguments, code=code)
 
 
 def config_file(work: Path, name: str = "corpus.json", **fields: Any) -> str:
@@ -52,9 +48,9 @@ def config_file(work: Path, name: str = "corpus.json", **fields: Any) -> str:
     return name
 
 
-@pytest.fixture
-def write_config(work: Path) -> Callable[..., str]:
-    return partial(config_file, work)
+def write_config(name: str = "corpus.json", **fields: Any) -> str:
+    """`config_file` in the working directory."""
+    return config_file(Path.cwd(), name, **fields)
 
 
 def sentence(i: int) -> str:
@@ -116,8 +112,3 @@ def finished(work: Path, finished_work: Path) -> Path:
 def tree(root: Path) -> dict[str, bytes]:
     """Every file below `root`, by relative path."""
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
-
-
-@pytest.fixture
-def bytes_of() -> Callable[[Path], dict[str, bytes]]:
-    return tree

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import cli, tree, write_config
 
-Tree = dict[str, bytes]
 STEPS = [
     {"step": "word_blocklist", "words": ["forbidden.txt"]},
     {"step": "pii"},
@@ -32,9 +31,7 @@ def corpus(work: Path, write_config: Callable[..., str]) -> str:
     return write_config(sources=sources, clean=STEPS, task_bytes=2000, list_dropped="texts", heldout_fraction=0.2)
 
 
-def test_dropped_documents_are_counted_and_listed_for_any_number_of_workers(
-    work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_dropped_documents_are_counted_and_listed_for_any_number_of_workers(work: Path) -> None:
     config = corpus(work, write_config)
     cli("--config", config, "--workers", "1")
     details = read_manifest(work / "tokens", kind="tokens").details
@@ -50,10 +47,10 @@ def test_dropped_documents_are_counted_and_listed_for_any_number_of_workers(
     assert sum(split["documents"] for split in details["splits"].values()) == 38
     assert "word_blocklist" in cli("stats", "tokens").stdout
     cli("--config", config, "--workers", "2", "--set", "output=again")
-    assert bytes_of(work / "again") == bytes_of(work / "tokens")
+    assert tree(work / "again") == tree(work / "tokens")
 
 
-def test_a_word_list_that_changes_makes_a_different_job(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_a_word_list_that_changes_makes_a_different_job(work: Path) -> None:
     config = corpus(work, write_config)
     cli("prepare", "--config", config)
     (work / "forbidden.txt").write_text("weir\nmill\n")
@@ -67,14 +64,14 @@ def test_a_word_list_that_changes_makes_a_different_job(work: Path, cli: Any, wr
     assert "forbidden.txt" in cli("--config", config, code=2).stderr
 
 
-def test_the_error_for_an_emptied_split_names_the_steps(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_the_error_for_a_split_that_cleaning_empties_names_the_steps(work: Path) -> None:
     config = corpus(work, write_config)
     (work / "forbidden.txt").write_text("mill\n")
     error = cli("--config", config, code=2).stderr
     assert "80 word_blocklist" in error
 
 
-def test_a_url_stays_with_its_text_beside_other_sources(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_a_url_is_that_of_its_own_text_where_other_sources_of_the_task_have_none(work: Path) -> None:
     """Texts of several sources share a batch; those without further fields stand before and after those with them."""
     for name in ("before", "after"):
         (work / name).mkdir()

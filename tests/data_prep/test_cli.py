@@ -7,15 +7,12 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headrace.base.directory import read_manifest
-
-Write = Callable[..., str]
+from tests.data_prep.conftest import cli, write_config
 
 
 def started(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +21,8 @@ def started(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=True)
 
 
-def test_help_is_printed_in_less_than_a_second(cli: Any) -> None:
+@pytest.mark.usefixtures("work")
+def test_help_is_printed_in_less_than_a_second() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     text = started("--help").stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -36,14 +34,14 @@ def test_help_is_printed_in_less_than_a_second(cli: Any) -> None:
 
 
 @pytest.mark.usefixtures("texts")
-def test_no_process_of_a_run_imports_torch(write_config: Write) -> None:
+def test_no_process_of_a_run_imports_torch() -> None:
     trace = started("--config", write_config(), PYTHONPROFILEIMPORTTIME="1").stderr
     modules = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in trace.splitlines() if line.count("|") == 2}
     assert {"tokenizers", "numpy", "data_prep"} <= modules
     assert not modules & {"torch", "transformers", "datasets", "pipeline"}
 
 
-def test_the_summary_counts_documents_and_skips(texts: Path, write_config: Write, cli: Any, work: Path) -> None:
+def test_the_summary_has_the_counts_of_the_output_and_the_skipped_records(texts: Path, work: Path) -> None:
     (texts / "empty.md").write_text("")
     text = cli("--config", write_config()).stdout
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
@@ -65,7 +63,7 @@ def test_the_inputs_are_recorded_with_their_checksums(finished: Path) -> None:
     assert {line["parts"] for line in lines if line["source"] == "texts"} == {1}
 
 
-def test_a_fingerprint_has_no_path_of_the_corpus(work: Path, texts: Path, write_config: Write, cli: Any) -> None:
+def test_the_path_of_the_corpus_is_not_part_of_the_fingerprint(work: Path, texts: Path) -> None:
     cli("--config", write_config())
     texts.rename(work / "elsewhere")
     cli("--config", write_config(sources=[{"path": "elsewhere", "name": "texts"}], output="again"))
@@ -76,7 +74,7 @@ def test_a_fingerprint_has_no_path_of_the_corpus(work: Path, texts: Path, write_
 
 @pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize("kind", ["sentencepiece-unigram"])
-def test_a_sentencepiece_tokenizer_keeps_its_model_and_adds_its_eos(kind: str, write_config: Write, cli: Any) -> None:
+def test_a_sentencepiece_tokenizer_keeps_its_model_and_appends_its_eos(kind: str) -> None:
     cli("--config", write_config(tokenizer={"train": kind, "vocab_size": 420}))
     entry = read_manifest("tokens", kind="tokens").details["tokenizer"]
     assert (entry["kind"], entry["eos_id"]) == (kind, 1)
@@ -84,14 +82,14 @@ def test_a_sentencepiece_tokenizer_keeps_its_model_and_adds_its_eos(kind: str, w
 
 
 @pytest.mark.usefixtures("texts")
-def test_without_append_eos_no_document_ends_with_it(write_config: Write, cli: Any) -> None:
+def test_without_append_eos_no_document_ends_with_it() -> None:
     from data_prep.formats.tokenfile import TokenFile, shard_prefix  # noqa: PLC0415
 
     cli("--config", write_config(append_eos=False))
     assert 0 not in TokenFile.open(shard_prefix(Path("tokens"), "train", 0)).tokens
 
 
-def test_data_of_a_builder_is_fetched_once_and_read_like_a_dataset(work: Path, write_config: Write, cli: Any) -> None:
+def test_the_data_of_a_builder_is_fetched_once_and_read_like_a_saved_dataset(work: Path) -> None:
     (work / "rows.json").write_text("\n".join(json.dumps({"text": f"row {i}"}) for i in range(60)))
     source = {
         "type": "datasets",
@@ -110,21 +108,21 @@ def test_data_of_a_builder_is_fetched_once_and_read_like_a_dataset(work: Path, w
 
 
 @pytest.mark.usefixtures("texts")
-def test_file_names_that_are_not_valid_utf_8_are_accepted(texts: Path, write_config: Write, cli: Any) -> None:
+def test_file_names_that_are_not_valid_utf_8_are_accepted(texts: Path) -> None:
     Path(os.fsdecode(os.fsencode(texts) + b"/caf\xe9.md")).write_text("le moulin")
     cli("--config", write_config())
     assert "caf\\udce9.md" in Path("tokens/sources.jsonl").read_text()
     assert "exists already" in cli("--config", "corpus.json").stdout
 
 
-def test_commands_run_again_after_the_end_have_nothing_to_do(finished: Path, cli: Any) -> None:
+def test_commands_run_again_after_the_end_have_nothing_to_do(finished: Path) -> None:
     """As when a scheduler runs a finished array task a second time."""
     assert finished
     for command in (["prepare"], ["phase", "map", "--task", "0", "--of", "2"], ["finish"]):
         assert "exists already" in cli(*command, "--config", "corpus.json").stdout
 
 
-def test_a_closed_pipe_ends_without_a_traceback(write_config: Write, work: Path) -> None:
+def test_a_closed_pipe_ends_without_a_traceback(work: Path) -> None:
     process = subprocess.Popen(
         f"{sys.executable} -m data_prep --config {write_config()} | true", shell=True, cwd=work, stderr=subprocess.PIPE
     )

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from data_prep.formats.tokenfile import TokenFile, open_split
 from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import cli, tree, write_config
 
-Tree = dict[str, bytes]
 NOTICE = "This line stands at the end of every page of the mill, without any information."
 
 
@@ -44,9 +44,7 @@ def texts_of(tokens: Path) -> list[str]:
     return [tokenizer.decode(ids.tolist()) for of_file in documents for ids in of_file]
 
 
-def test_the_first_of_duplicates_is_kept_over_all_files_and_splits(
-    work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_the_first_of_duplicates_is_kept_over_all_files_and_splits(work: Path) -> None:
     config = corpus(work, write_config, dedup={"exact": True, "near": {}})
     cli("--config", config, "--workers", "1")
     details = read_manifest(work / "tokens", kind="tokens").details
@@ -61,20 +59,18 @@ def test_the_first_of_duplicates_is_kept_over_all_files_and_splits(
     for number, row in enumerate(sorted(rows, key=lambda row: row["at"])):
         assert row["reason"] == ("exact copy" if number < 10 else "near copy")
     cli("--config", config, "--workers", "2", "--set", "output=again", "--set", "task_bytes=100000")
-    shards = {k: v for k, v in bytes_of(work / "tokens").items() if "shard" in k or "dropped" in k}
-    assert {k: v for k, v in bytes_of(work / "again").items() if k in shards} == shards
+    shards = {k: v for k, v in tree(work / "tokens").items() if "shard" in k or "dropped" in k}
+    assert {k: v for k, v in tree(work / "again").items() if k in shards} == shards
 
 
-def test_exact_deduplication_keeps_near_duplicates(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_exact_deduplication_alone_keeps_near_duplicates(work: Path) -> None:
     cli("--config", corpus(work, write_config, dedup={"exact": True}))
     details = read_manifest(work / "tokens", kind="tokens").details
     assert details["dropped"] == {"dedup: exact copy": 10}
     assert sum(split["documents"] for split in details["splits"].values()) == 70
 
 
-def test_a_repeated_line_is_kept_once(
-    work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_a_repeated_line_is_kept_once(work: Path) -> None:
     config = corpus(work, write_config, dedup={"exact": True, "lines": {"copies": 1}})
     cli("--config", config, "--workers", "1")
     details = read_manifest(work / "tokens", kind="tokens").details
@@ -91,13 +87,11 @@ def test_a_repeated_line_is_kept_once(
     assert sum(NOTICE in text for text in texts) == 1
     assert sorted(text.split("\n")[0] for text in texts if "other" not in text) == sorted(page(i) for i in range(60))
     cli("--config", config, "--workers", "2", "--set", "output=again", "--set", "task_bytes=3000")
-    shards = {k: v for k, v in bytes_of(work / "tokens").items() if "shard" in k}
-    assert {k: v for k, v in bytes_of(work / "again").items() if "shard" in k} == shards
+    shards = {k: v for k, v in tree(work / "tokens").items() if "shard" in k}
+    assert {k: v for k, v in tree(work / "again").items() if "shard" in k} == shards
 
 
-def test_phases_of_deduplication_can_be_run_in_shares(
-    work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_phases_of_deduplication_can_be_run_in_shares(work: Path) -> None:
     config = corpus(work, write_config, dedup={"exact": True, "near": {}, "lines": {}})
     cli("--config", config, "--set", "output=reference")
     cli("prepare", "--config", config)
@@ -105,6 +99,6 @@ def test_phases_of_deduplication_can_be_run_in_shares(
         for share in ("1", "0"):
             cli("phase", phase, "--config", config, "--task", share, "--of", "2")
     cli("finish", "--config", config)
-    assert bytes_of(work / "tokens") == bytes_of(work / "reference")
+    assert tree(work / "tokens") == tree(work / "reference")
     error = cli("phase", "fold", "--config", config, "--set", "output=o", "--task", "0", "--of", "1", code=2).stderr
     assert "no prepared job" in error

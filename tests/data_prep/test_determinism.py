@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,6 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.formats.tokenfile import TokenFile, open_split
+from tests.data_prep.conftest import cli, tree, write_config
 from tests.support import wait_until
 
 Tree = dict[str, bytes]
@@ -28,8 +27,8 @@ COMMAND = [sys.executable, "-m", "data_prep"]
 
 
 @pytest.fixture
-def reference(finished_work: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
-    return bytes_of(finished_work / "tokens")
+def reference(finished_work: Path) -> Tree:
+    return tree(finished_work / "tokens")
 
 
 def start(work: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -64,17 +63,13 @@ def wait_for_exit(session: int, seconds: float) -> None:
     wait_until(lambda: not session_members(session), within_s=seconds, said=lambda: "workers outlive their coordinator")
 
 
-def test_two_workers_write_the_same_bytes_as_one(
-    mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_two_workers_write_the_same_bytes_as_one(mixed_config: str, reference: Tree, work: Path) -> None:
     cli("--config", mixed_config, "--workers", "2")
-    assert bytes_of(work / "tokens") == reference
+    assert tree(work / "tokens") == reference
     assert [path.name for path in work.glob(".*")] == [".headrace-tokenizers"]
 
 
-def test_with_an_id_field_the_shards_do_not_depend_on_the_files_of_the_records(
-    work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_with_an_id_field_the_shards_do_not_depend_on_the_files_of_the_records(work: Path) -> None:
     rows = [{"text": f"Document {i} of the mill", "id": f"urn:{i}" if i % 2 else i} for i in range(200)]
     (work / "one").mkdir()
     (work / "one/all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -88,13 +83,13 @@ def test_with_an_id_field_the_shards_do_not_depend_on_the_files_of_the_records(
     for path, id_field in (("one", "id"), ("two", "id"), ("two", None)):
         source = {"path": path, "name": "rows", "id_field": id_field}
         cli("--config", write_config(sources=[source], output=f"{path}-{id_field}", **given))
-        shards.append({k: v for k, v in bytes_of(work / f"{path}-{id_field}").items() if "shard-" in k})
+        shards.append({k: v for k, v in tree(work / f"{path}-{id_field}").items() if "shard-" in k})
     assert shards[0] == shards[1]
     assert len(shards[0]) >= 8
     assert shards[2] != shards[1]
 
 
-def test_with_repeated_ids_shards_are_even_and_shuffled(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_with_ids_that_are_not_unique_shards_are_even_and_shuffled(work: Path) -> None:
     rows = [{"text": f"{i} is a number of the mill", "id": "en"} for i in range(2000)]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cli("--config", write_config(sources=[{"path": "rows.jsonl", "id_field": "id"}], shard_tokens=2000))
@@ -108,9 +103,7 @@ def test_with_repeated_ids_shards_are_even_and_shuffled(work: Path, cli: Any, wr
     assert [int(number) for number in first] != sorted(int(number) for number in first)
 
 
-def test_shares_of_phases_run_in_any_order_write_the_same_bytes(
-    mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_shares_of_phases_run_in_any_order_write_the_same_bytes(mixed_config: str, reference: Tree, work: Path) -> None:
     cli("prepare", "--config", mixed_config)
     failed = cli("phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
     assert "map tasks have not finished" in failed.stderr
@@ -121,19 +114,17 @@ def test_shares_of_phases_run_in_any_order_write_the_same_bytes(
             assert "reduce tasks have not finished" in cli("finish", "--config", mixed_config, code=2).stderr
     assert not (work / "tokens").exists()
     cli("finish", "--config", mixed_config)
-    assert bytes_of(work / "tokens") == reference
+    assert tree(work / "tokens") == reference
 
 
-def test_a_run_that_is_killed_repeatedly_ends_with_the_same_bytes(
-    mixed_config: str, reference: Tree, work: Path, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_a_run_killed_repeatedly_ends_with_the_same_bytes(mixed_config: str, reference: Tree, work: Path) -> None:
     finished = kills = 0
     while kills < 40:
         process = start(work, "--config", mixed_config, "--workers", "1")
         wait_for_map_tasks(work, process, finished + 9)  # of 45 tasks: at most 5 kills
         if process.poll() is not None:
             break
-        assert not (work / "tokens").exists() or bytes_of(work / "tokens") == reference
+        assert not (work / "tokens").exists() or tree(work / "tokens") == reference
         os.kill(process.pid, signal.SIGKILL)  # the coordinator alone: its workers must exit by themselves
         process.wait()
         wait_for_exit(process.pid, 5)
@@ -141,12 +132,12 @@ def test_a_run_that_is_killed_repeatedly_ends_with_the_same_bytes(
         finished = len(list(work.glob(".tokens.job/map/[0-9]*/done.json")))
     assert process.returncode == 0
     assert kills  # each with some map tasks finished and some not
-    assert bytes_of(work / "tokens") == reference
+    assert tree(work / "tokens") == reference
     assert [path.name for path in work.glob(".*")] == [".headrace-tokenizers"]
 
 
 @pytest.mark.parametrize("delay_s", [0.5, 0.9, 1.3])
-def test_a_kill_at_any_moment_leaves_no_partial_output(mixed_config: str, work: Path, cli: Any, delay_s: float) -> None:
+def test_a_kill_at_any_moment_leaves_no_partial_output(mixed_config: str, work: Path, delay_s: float) -> None:
     process = start(work, "--config", mixed_config, "--workers", "2")
     time.sleep(delay_s)
     os.killpg(process.pid, signal.SIGKILL)
@@ -157,7 +148,7 @@ def test_a_kill_at_any_moment_leaves_no_partial_output(mixed_config: str, work: 
     cli("verify", "tokens")
 
 
-def test_ctrl_c_ends_a_run_soon_and_it_resumes(mixed_config: str, work: Path, cli: Any) -> None:
+def test_ctrl_c_ends_a_run_soon_and_it_resumes(mixed_config: str, work: Path) -> None:
     process = start(work, "--config", mixed_config, "--workers", "2")
     wait_for_map_tasks(work, process, 2)
     began = time.monotonic()
@@ -170,7 +161,7 @@ def test_ctrl_c_ends_a_run_soon_and_it_resumes(mixed_config: str, work: Path, cl
     assert "were finished before" in cli("--config", mixed_config).stderr
 
 
-def test_a_finished_output_is_not_changed_and_a_leftover_job_directory_is_removed(finished: Path, cli: Any) -> None:
+def test_a_finished_output_is_not_changed_and_a_leftover_job_directory_is_removed(finished: Path) -> None:
     """As after a kill between the commit and the removal of the job directory."""
     before = (finished / "tokens" / "manifest.json").stat().st_mtime_ns
     (finished / ".tokens.job").mkdir()
@@ -179,7 +170,7 @@ def test_a_finished_output_is_not_changed_and_a_leftover_job_directory_is_remove
     assert not (finished / ".tokens.job").exists()
 
 
-def test_an_output_of_another_config_or_other_inputs_is_an_error(finished: Path, cli: Any) -> None:
+def test_an_output_of_another_config_or_other_inputs_is_an_error(finished: Path) -> None:
     before = (finished / "tokens" / "manifest.json").read_bytes()
     assert "config.seed" in cli("--config", "corpus.json", "--set", "seed=1", code=2).stderr
     (finished / "texts" / "new.md").write_text("one more")
@@ -187,7 +178,7 @@ def test_an_output_of_another_config_or_other_inputs_is_an_error(finished: Path,
     assert (finished / "tokens" / "manifest.json").read_bytes() == before
 
 
-def test_a_job_resumes_only_with_the_same_config_and_inputs(mixed_config: str, work: Path, cli: Any) -> None:
+def test_an_unfinished_job_resumes_only_with_the_same_config_and_inputs(mixed_config: str, work: Path) -> None:
     cli("prepare", "--config", mixed_config)
     error = cli("--config", mixed_config, "--set", "seed=1", code=2).stderr
     assert "config.seed" in error
@@ -202,7 +193,7 @@ def test_a_job_resumes_only_with_the_same_config_and_inputs(mixed_config: str, w
     assert "since the job was planned" in error
 
 
-def test_a_second_coordinator_is_an_error(mixed_config: str, work: Path, cli: Any) -> None:
+def test_a_second_coordinator_is_an_error(mixed_config: str, work: Path) -> None:
     cli("prepare", "--config", mixed_config)
     with (work / ".tokens.job" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # as a map task holds it
@@ -213,7 +204,7 @@ def test_a_second_coordinator_is_an_error(mixed_config: str, work: Path, cli: An
         assert "another process is working" in error.stderr
 
 
-def test_every_text_is_in_exactly_one_split(mixed_config: str, work: Path, cli: Any) -> None:
+def test_every_text_is_in_exactly_one_split(mixed_config: str, work: Path) -> None:
     (work / "texts" / "copy.md").write_bytes((work / "texts" / "0.md").read_bytes())
     cli("--config", mixed_config)
     tokenizer = Tokenizer.from_file("tokens/tokenizer/tokenizer.json")
@@ -266,13 +257,13 @@ def test_each_shard_has_one_source_and_about_the_configured_size(finished: Path)
         assert max(sizes) < 2 * 5000
 
 
-def test_no_order_depends_on_the_task_size(finished: Path, cli: Any, bytes_of: Callable[[Path], Tree]) -> None:
-    shards = {name: data for name, data in bytes_of(finished / "tokens").items() if "shard" in name}
+def test_the_order_of_documents_is_a_shuffle_that_does_not_depend_on_the_task_size(finished: Path) -> None:
+    shards = {name: data for name, data in tree(finished / "tokens").items() if "shard" in name}
     order = documents_of(finished / "tokens", "train")
     config = json.loads((finished / "corpus.json").read_text())
     (finished / "other.json").write_text(json.dumps(config | {"task_bytes": 100_000, "output": "uncut"}))
     cli("--config", "other.json")
-    uncut = {name: data for name, data in bytes_of(finished / "uncut").items() if "shard" in name}
+    uncut = {name: data for name, data in tree(finished / "uncut").items() if "shard" in name}
     assert uncut == shards
     (finished / "other.json").write_text(json.dumps(config | {"seed": 7, "output": "reseeded"}))
     cli("--config", "other.json", "--set", 'tokenizer={"path": "tokens/tokenizer"}')
@@ -281,7 +272,7 @@ def test_no_order_depends_on_the_task_size(finished: Path, cli: Any, bytes_of: C
     assert sorted(again) == sorted(order + documents_of(finished / "tokens", "heldout"))
 
 
-def test_verify_names_corrupted_and_missing_files(finished: Path, cli: Any) -> None:
+def test_verify_names_corrupted_and_missing_files(finished: Path) -> None:
     assert "checksums" in cli("verify", "tokens").stdout
     shard = finished / "tokens" / "train" / "shard-00001.bin"
     raw = bytearray(shard.read_bytes())

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from data_prep.__main__ import main
 from data_prep.config.corpus import changed_fields, load
 from data_prep.formats.tokenfile import TokenFile, open_split
 from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import cli, write_config
 from tests.support import refusal_of
-
-Write = Callable[..., str]
 
 
 def bad_sources() -> list[tuple[dict[str, Any], str]]:
@@ -70,7 +68,7 @@ def corpora(work: Path) -> Path:
 @pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize(("source", "message"), bad_sources(), ids=lambda value: str(value)[:40])
 def test_a_bad_source_is_an_error_before_any_work(
-    source: dict[str, Any], message: str, corpora: Path, write_config: Write, capsys: Any
+    source: dict[str, Any], message: str, corpora: Path, capsys: Any
 ) -> None:
     """Runs in this process, which is faster than a new one for each source."""
     config = write_config(sources=[source])
@@ -83,7 +81,7 @@ def test_a_bad_source_is_an_error_before_any_work(
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_bad_config_or_output_path_is_an_error(write_config: Write, capsys: Any, work: Path) -> None:
+def test_a_bad_config_or_output_path_is_an_error(capsys: Any, work: Path) -> None:
     config = write_config()
     (work / "tokens").mkdir()
     for arguments, message in (
@@ -105,7 +103,7 @@ def test_a_bad_config_or_output_path_is_an_error(write_config: Write, capsys: An
     assert sorted(path.name for path in work.iterdir()) == ["corpus.json", "texts"]
 
 
-def test_bad_records_of_all_tasks_are_listed_and_limited(work: Path, write_config: Write, cli: Any) -> None:
+def test_bad_records_of_all_tasks_are_listed_and_skipped_up_to_the_limit(work: Path) -> None:
     for i in range(4):
         rows = [json.dumps({"text": f"file {i}, row {j}"}) for j in range(30)]
         rows[20] = rows[20][:-4]  # a truncated line in each of four map tasks
@@ -128,7 +126,7 @@ def test_bad_records_of_all_tasks_are_listed_and_limited(work: Path, write_confi
     assert splits["train"]["documents"] + splits["heldout"]["documents"] == 4 * 29
 
 
-def test_a_task_with_more_bad_records_than_the_limit_stops_the_job(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_task_with_more_bad_records_than_the_limit_stops_the_job(work: Path) -> None:
     (work / "t").mkdir()
     for i in range(80):
         (work / "t" / f"{i:02d}.txt").write_bytes(b"\xff" if i >= 60 else b"fine %d" % i)
@@ -139,7 +137,7 @@ def test_a_task_with_more_bad_records_than_the_limit_stops_the_job(work: Path, w
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_damaged_file_is_read_up_to_the_damage_if_allowed(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_damaged_file_is_read_up_to_the_damage_if_the_config_allows_it(work: Path) -> None:
     (work / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 50)[:-9])
     config = write_config(sources=[{"path": "texts"}, {"path": "cut.jsonl.gz"}], max_bad_files=1)
     cli("--config", config)
@@ -147,7 +145,7 @@ def test_a_damaged_file_is_read_up_to_the_damage_if_allowed(work: Path, write_co
     assert manifest.details["skipped"]["damaged file"] == 1
 
 
-def test_too_many_damaged_files_stop_the_job_and_are_named(work: Path, write_config: Write, cli: Any) -> None:
+def test_more_damaged_files_than_the_limit_stop_the_job_and_are_named(work: Path) -> None:
     for name in ("a", "b", "c"):
         (work / f"{name}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%s"}\n' % name.encode() * 50)[:-9])
     (work / "d.jsonl").write_text('{"text": "d"}\n' * 300)
@@ -158,7 +156,7 @@ def test_too_many_damaged_files_stop_the_job_and_are_named(work: Path, write_con
     assert not (work / "tokens").exists()
 
 
-def test_cleaning_and_line_deduplication_of_conversations_are_errors(work: Path, write_config: Write, cli: Any) -> None:
+def test_cleaning_and_line_deduplication_of_conversations_are_errors(work: Path) -> None:
     (work / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "write to a@b.com"}]}))
     sources = [{"path": "talk.jsonl", "messages_field": "messages"}]
     for fields, which in (({"clean": [{"step": "pii"}]}, "clean"), ({"dedup": {"lines": {}}}, "dedup.lines")):
@@ -167,7 +165,7 @@ def test_cleaning_and_line_deduplication_of_conversations_are_errors(work: Path,
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_full_disk_is_an_error_and_the_run_resumes(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_full_disk_is_an_error_and_the_run_resumes(work: Path) -> None:
     """A limit on the file size simulates a full disk: both are an OSError in the middle of a write."""
     (work / "texts" / "large.txt").write_text("la rivière " * 30_000)
     config = write_config()
@@ -185,7 +183,7 @@ def test_a_full_disk_is_an_error_and_the_run_resumes(work: Path, write_config: W
     assert "training" not in cli("--config", config).stderr  # the tokenizer was finished
 
 
-def test_a_killed_worker_is_named_and_the_run_resumes(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_killed_worker_is_named_and_the_run_resumes(work: Path) -> None:
     (work / "t").mkdir()
     for i in range(12):
         (work / "t" / f"{i}.txt").write_text(f"{i} la rivière " * 20_000)
@@ -213,7 +211,7 @@ def grandchildren(pid: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("texts")
-def test_an_output_that_is_a_file_is_refused(work: Path, write_config: Write, cli: Any) -> None:
+def test_an_output_that_is_a_file_is_refused(work: Path) -> None:
     (work / "taken.txt").write_text("mine")
     error = cli("--config", write_config(), "--set", "output=taken.txt", code=2).stderr
     assert "output = 'taken.txt'" in error
@@ -234,7 +232,7 @@ def test_an_output_that_is_a_file_is_refused(work: Path, write_config: Write, cl
     ],
 )
 def test_an_output_that_could_not_get_its_name_is_refused_first(
-    fields: dict[str, Any], message: str, work: Path, write_config: Write, capsys: Any
+    fields: dict[str, Any], message: str, work: Path, capsys: Any
 ) -> None:
     """And a trained tokenizer without the BOS that documents begin with: nothing is read, trained or written."""
     (work / "link").symlink_to("nowhere/at/all")
@@ -248,7 +246,7 @@ def test_an_output_that_could_not_get_its_name_is_refused_first(
 
 @pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece-bpe"])
-def test_a_trained_tokenizer_has_the_bos_that_documents_begin_with(kind: str, work: Path, write_config: Write) -> None:
+def test_a_trained_tokenizer_has_the_bos_that_documents_begin_with(kind: str, work: Path) -> None:
     """`bos_token` is in the folder that `AutoTokenizer` reads, and every document begins with its id."""
     tokenizer = {"train": kind, "vocab_size": 400, "bos_token": "<s>"}
     assert main(["--config", write_config(tokenizer=tokenizer, prepend_bos=True), "--workers", "1"]) == 0
@@ -264,7 +262,8 @@ def test_a_trained_tokenizer_has_the_bos_that_documents_begin_with(kind: str, wo
     assert (tokens.tokens == bos).sum() == tokens.documents
 
 
-def test_keys_at_their_defaults_do_not_change_the_identity_of_a_job(write_config: Write) -> None:
+@pytest.mark.usefixtures("work")
+def test_keys_at_their_defaults_do_not_change_the_identity_of_a_job() -> None:
     """Jobs and outputs of versions that did not have these keys are still taken as made by the same config."""
     plain = load(write_config()).identity()
     assert "max_record_bytes" not in plain

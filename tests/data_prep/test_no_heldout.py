@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_heldout, open_mixture
+from tests.data_prep.conftest import write_config
 from tests.data_prep.in_process import run_job
 
 
-def test_a_job_without_a_heldout_split(work: Path, texts: Path, write_config: Callable[..., str]) -> None:
+def test_a_job_without_a_heldout_split(work: Path, texts: Path) -> None:
     """It has one split, and training on it needs held-out data of its own."""
     run_job(write_config(heldout_fraction=0, dedup={"exact": True}))
     manifest = read_manifest(work / "tokens", kind="tokens")

@@ -22,17 +22,18 @@ from data_prep.job.progress import Display
 from data_prep.task import Counts
 from data_prep.tokenizer import train
 from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import cli, write_config
 
 COMMAND = [sys.executable, "-m", "data_prep"]
 
 
-def test_plan_prints_the_tasks_and_writes_nothing(mixed_config: str, work: Path, cli: Any) -> None:
+def test_plan_prints_the_tasks_and_writes_nothing(mixed_config: str, work: Path) -> None:
     before = sorted(path.name for path in work.rglob("*"))
     assert "map tasks" in cli("plan", "--config", mixed_config).stdout
     assert sorted(path.name for path in work.rglob("*")) == before
 
 
-def test_status_follows_a_job_from_another_process(mixed_config: str, cli: Any) -> None:
+def test_status_follows_a_job_from_another_process(mixed_config: str) -> None:
     assert "there is no job" in cli("status", "--config", mixed_config, code=2).stderr
     cli("prepare", "--config", mixed_config)
     before = cli("status", "--config", mixed_config).stdout
@@ -46,7 +47,7 @@ def test_status_follows_a_job_from_another_process(mixed_config: str, cli: Any) 
     assert "tokens is finished" in cli("status", "--config", mixed_config).stdout
 
 
-def test_status_names_a_running_process(mixed_config: str, work: Path, cli: Any) -> None:
+def test_status_names_a_running_process(mixed_config: str, work: Path) -> None:
     texts = "".join(json.dumps({"text": f"{i} la rivière " * 400}) + "\n" for i in range(12_000))
     (work / "plain.jsonl").write_text(texts)
     cli("prepare", "--config", mixed_config, "--set", "task_bytes=2000000")
@@ -61,7 +62,7 @@ def test_status_names_a_running_process(mixed_config: str, work: Path, cli: Any)
     assert "MB/s" in printed
 
 
-def test_stats_add_up_to_the_manifest(finished: Path, cli: Any) -> None:
+def test_stats_add_up_to_the_manifest(finished: Path) -> None:
     shown = cli("stats", "tokens").stdout
     for split in ("train", "heldout"):
         _, entry = open_split(finished / "tokens", split=split)
@@ -76,7 +77,7 @@ def test_stats_add_up_to_the_manifest(finished: Path, cli: Any) -> None:
     assert "<svg" in (finished / "stats.html").read_text()
 
 
-def test_plan_estimates_tokens_and_time(work: Path, write_config: Any, cli: Any) -> None:
+def test_plan_estimates_tokens_and_time(work: Path) -> None:
     texts = (f"{i} la rivière turns the wheel of the mill. " * 40 for i in range(2000))
     (work / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     config = write_config(sources=[{"path": "rows.jsonl"}], tokenizer={"train": "bpe", "vocab_size": 400})
@@ -96,7 +97,7 @@ def test_plan_estimates_tokens_and_time(work: Path, write_config: Any, cli: Any)
     assert re.search(r"about \d+ s on \d+ workers", given), given
 
 
-def test_the_estimate_includes_training_time(work: Path, write_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_has_the_time_of_training_on_the_whole_sample(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Extrapolated from trainings on a third and on a twelfth of it; each takes 0.1 s and 0.5 s per MB in this test."""
     rows = (json.dumps({"text": f"{i} la rivière turns the wheel of the mill. " * 40}) + "\n" for i in range(1800))
     (work / "rows.jsonl").write_text("".join(rows))
@@ -152,7 +153,7 @@ def test_the_progress_line_has_the_most_frequent_reasons_for_drops_first(tmp_pat
     assert json.loads(note.read_text())["ended"]
 
 
-def test_the_age_of_a_status_note_is_by_the_clock_of_the_file_system(mixed_config: str, work: Path, cli: Any) -> None:
+def test_the_age_of_a_status_note_is_measured_by_the_clock_of_the_file_system(mixed_config: str, work: Path) -> None:
     cli("prepare", "--config", mixed_config)
     note = work / ".tokens.job/progress/map-00000.json"
     with Display("map", total_bytes=10, note=note) as display:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,11 @@ from data_prep.__main__ import _print_summary, _rounded
 from data_prep.job import progress
 from data_prep.task import Counts
 from headrace.base.directory import read_manifest
-from tests.data_prep.conftest import sentence
+from tests.data_prep.conftest import sentence, write_config
 from tests.data_prep.in_process import run_job
 
 
-def test_every_dropped_kind_is_told_with_its_bytes(
-    work: Path, write_config: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_dropped_kind_is_told_with_its_bytes(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of cleaning and of deduplication; and the vocabulary that these texts cannot fill is a warning."""
     kept, bad, twice = [sentence(i) for i in range(60)], ["weir Łódź"] * 3, sentence(7)
     texts = [*kept, *bad, twice]

@@ -30,7 +30,9 @@ def simulated(engine: str, schedule: str, ranks: int, micro_batches: int, virtua
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
 @pytest.mark.parametrize(("engine", "schedule"), [("torch", "gpipe"), ("torch", "1f1b"), ("deepspeed", "1f1b")])
-def test_the_bubble_of_gpipe_and_1f1b_is_known(engine: str, schedule: str, ranks: int, micro_batches: int) -> None:
+def test_the_bubble_of_gpipe_and_1f1b_is_the_closed_form(
+    engine: str, schedule: str, ranks: int, micro_batches: int
+) -> None:
     found = simulated(engine, schedule, ranks, micro_batches)
     assert found.seconds == pytest.approx(3 * (micro_batches + ranks - 1))
     assert found.bubble == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))

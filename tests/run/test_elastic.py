@@ -212,7 +212,9 @@ def kill_all_of(*agents: subprocess.Popen[bytes]) -> None:
         each.wait()
 
 
-def test_a_run_goes_on_with_an_undivided_batch(tokens: Path, expected: dict[int, float], tmp_path: Path) -> None:
+def test_a_run_that_has_begun_goes_on_with_processes_that_do_not_divide_its_batch(
+    tokens: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
     path = write_config(tmp_path / "c.json", forty_steps(tokens, tmp_path / "run"))
     assert "use 6 or 12" in refusal_of(start("train.py", path, processes=3))
     assert not (tmp_path / "run").exists()

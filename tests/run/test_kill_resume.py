@@ -76,7 +76,9 @@ def copy_of(run: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_damaged_checkpoint_is_named_and_the_last_is_taken(uninterrupted: Path, tokens: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    uninterrupted: Path, tokens: Path, tmp_path: Path
+) -> None:
     run_dir = copy_of(uninterrupted, tmp_path)
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
     flip_a_byte(run_dir / "checkpoints/step-00000020/__0_0.distcp")

@@ -54,7 +54,9 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_measures_at_every_start_and_resumes_otherwise_divided(tokens: Path, tmp_path: Path, engine: str) -> None:
+def test_a_run_measures_at_every_start_and_resumes_in_another_division(
+    tokens: Path, tmp_path: Path, engine: str
+) -> None:
     def config_of(name: str, **parallel: Any) -> dict[str, Any]:
         common = {"engine": engine, "zero_optimization": {"stage": 1 if engine == "deepspeed" else 0}}
         common |= {"scheduler": {"type": "WarmupLR", "params": {}}, "train_micro_batch_size_per_gpu": 2}

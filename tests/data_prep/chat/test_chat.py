@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from data_prep.formats.tokenfile import TokenFile, open_split
 from data_prep.sources.conversation import ConversationError, conversation_line
 from data_prep.tokenizer.train import train
 from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import cli, write_config
 
 WITH_BLOCKS = """\
 {{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}
@@ -117,7 +117,9 @@ LISTING = "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% en
     ],
     ids=["tool", "key of a tool", "tools as a string", "key of a message"],
 )
-def test_a_special_token_in_any_string_is_bad(messages: list[Any], tools: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_special_token_in_any_string_of_a_conversation_is_refused(
+    messages: list[Any], tools: Any, folder: Path, tmp_path: Path
+) -> None:
     encoder = ChatEncoder(with_template(folder, LISTING, tmp_path / "t"), parse_special_tokens=False)
     with pytest.raises(ConversationError, match="special token"):
         encoder.encode(conversation_line(messages, tools), everything=False)
@@ -187,9 +189,7 @@ def test_any_exception_of_a_template_becomes_a_conversation_error(fault: str) ->
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_conversations_that_are_refused_are_listed_by_line(
-    packed: bool, work: Path, folder: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_conversations_that_are_refused_are_listed_by_line(packed: bool, work: Path, folder: Path) -> None:
     rows = [{"messages": [*TALK, {"role": "user", "content": f"{i}"}]} for i in range(60)]
     for i in (6, 7, 40):  # line numbers begin at 1
         rows[i]["messages"][-1]["content"] = "<|im_end|>"
@@ -226,7 +226,7 @@ def test_a_document_ends_with_one_end_of_text_where_the_template_has_written_it(
     assert not encoded.without((), ()).end_learnt
 
 
-def test_every_shard_has_a_loss_mask(work: Path, folder: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_every_shard_has_a_loss_mask(work: Path, folder: Path) -> None:
     talks = [
         [*TALK[:3], {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes {i}"}]
         for i in range(60)

@@ -17,6 +17,7 @@ from data_prep.clean.ngrams import NGrams
 from data_prep.config.cleaning import SECTIONS, CleaningSteps, StepSection, parse_steps
 from headrace.base.errors import ConfigError
 from headrace.base.section import Section, parse
+from tests.data_prep.clean.one_step import PROSE
 
 
 class Config(Section):
@@ -25,11 +26,11 @@ class Config(Section):
     clean: CleaningSteps = Field([], description="the cleaning steps")
 
 
-def test_steps_run_in_order_and_the_first_drop_ends_it(prose: str) -> None:
+def test_steps_run_in_order_and_the_first_drop_ends_it() -> None:
     here = build_chain(parse_steps([{"step": "pii"}, {"step": "c4"}, {"step": "gopher_quality"}]))
     assert here.clean("Mail a@b.org", {}) == Dropped("c4", "too few sentences")
-    assert here.clean(prose + "Mail a@b.org now, please.\nmenu", {}) == Kept(
-        prose + "Mail email@example.com now, please."
+    assert here.clean(PROSE + "Mail a@b.org now, please.\nmenu", {}) == Kept(
+        PROSE + "Mail email@example.com now, please."
     )
     assert here.edits == {"pii": 2, "c4": 1}
 

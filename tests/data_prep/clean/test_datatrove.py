@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import pytest
 from data_prep.clean.chain import Dropped, Kept, build_chain
 from data_prep.config.cleaning import parse_steps
 from headrace.base.errors import ConfigError
-
-Run = Callable[..., str]
+from tests.data_prep.clean.one_step import PROSE, run
 
 needs_datatrove = pytest.mark.skipif(
     find_spec("datatrove") is None or find_spec("spacy") is None,
@@ -104,17 +102,17 @@ def test_with_our_words_most_decisions_are_the_same(step: str, name: str, least:
 
 
 @needs_datatrove
-def test_a_datatrove_filter_can_be_used_by_its_name(prose: str) -> None:
+def test_a_datatrove_filter_can_be_used_by_its_name() -> None:
     pattern = {"regex_exp": "headrace"}
     here = build_chain(parse_steps([{"step": "datatrove", "filter": "RegexFilter", "args": pattern}]))
     assert isinstance(here.clean("no such word", {}), Kept)
-    assert here.clean(prose, {}) == Dropped("datatrove.RegexFilter", "filtered")
+    assert here.clean(PROSE, {}) == Dropped("datatrove.RegexFilter", "filtered")
 
 
 @needs_datatrove
-def test_a_filter_may_change_the_text(prose: str) -> None:
+def test_a_filter_may_change_the_text() -> None:
     here = build_chain(parse_steps([{"step": "datatrove", "filter": "C4QualityFilter"}]))
-    assert here.clean(prose + "menu\n", {}) == Kept(prose.strip())
+    assert here.clean(PROSE + "menu\n", {}) == Kept(PROSE.strip())
     assert here.edits == {"datatrove.C4QualityFilter": 1}
 
 
@@ -129,7 +127,7 @@ def test_a_filter_may_change_the_text(prose: str) -> None:
         ({"filter": "GopherQualityFilter", "args": {"min_words": 3}}, r"clean\.0\.args.*\n.*TypeError.*min_words"),
     ],
 )
-def test_unsupported_filters_are_refused(run: Run, keys: dict[str, Any], message: str) -> None:
+def test_unsupported_filters_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run("datatrove", "text", **keys)
 
@@ -144,7 +142,7 @@ def test_unsupported_filters_are_refused(run: Run, keys: dict[str, Any], message
     ],
 )
 def test_a_missing_library_is_named_when_the_chain_is_built(
-    run: Run, monkeypatch: pytest.MonkeyPatch, step: str, keys: dict[str, Any], module: str
+    monkeypatch: pytest.MonkeyPatch, step: str, keys: dict[str, Any], module: str
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-Run = Callable[..., str]
+from tests.data_prep.clean.one_step import PROSE, run
 
 
 def words(count: int, *, start: int = 0) -> str:
@@ -30,20 +28,20 @@ ALL_OFF = dict.fromkeys(
 
 
 @pytest.mark.parametrize("step", ["gopher_repetition", "gopher_quality"])
-def test_plain_prose_passes(run: Run, prose: str, step: str) -> None:
+def test_plain_prose_passes(step: str) -> None:
     for kind in ("whitespace", "punctuation"):
-        assert run(step, prose, words=kind) == prose
+        assert run(step, PROSE, words=kind) == PROSE
 
 
 @pytest.mark.parametrize(("copies", "kept"), [(3, True), (4, False)])
-def test_three_of_ten_lines_may_repeat(run: Run, copies: int, kept: bool) -> None:
+def test_three_of_ten_lines_may_repeat(copies: int, kept: bool) -> None:
     text = "\n".join(lines(10 - copies) + lines(1) * copies)
     outcome = run("gopher_repetition", text, **ALL_OFF | {"duplicate_lines": 0.3})
     assert outcome == (text if kept else "-- duplicate lines")
 
 
 @pytest.mark.parametrize(("copies", "kept"), [(3, True), (4, False)])
-def test_three_of_ten_paragraphs_may_repeat(run: Run, copies: int, kept: bool) -> None:
+def test_three_of_ten_paragraphs_may_repeat(copies: int, kept: bool) -> None:
     text = "\n\n\n".join(lines(10 - copies) + lines(1) * copies)
     outcome = run("gopher_repetition", text, **ALL_OFF | {"duplicate_paragraphs": 0.3})
     assert outcome == (text if kept else "-- duplicate paragraphs")
@@ -56,7 +54,7 @@ def test_three_of_ten_paragraphs_may_repeat(run: Run, copies: int, kept: bool) -
         ("duplicate_paragraph_characters", "characters in duplicate paragraphs", "\n\n"),
     ],
 )
-def test_a_fifth_of_the_characters_may_be_in_repeated_lines(run: Run, rule: str, reason: str, joint: str) -> None:
+def test_a_fifth_of_the_characters_may_be_in_repeated_lines(rule: str, reason: str, joint: str) -> None:
     repeated, other = words(10), words(70, start=100)
     text = joint.join([repeated, repeated, other])
     fraction = len(repeated) / len(text)
@@ -65,7 +63,7 @@ def test_a_fifth_of_the_characters_may_be_in_repeated_lines(run: Run, rule: str,
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_fraction_of_the_most_frequent_ngram_includes_spaces(run: Run, n: int) -> None:
+def test_the_fraction_of_the_most_frequent_ngram_includes_spaces(n: int) -> None:
     gram = words(n)
     text = " ".join(f"{gram} {words(5, start=100 + 10 * i)}" for i in range(7))
     fraction = 7 * len(gram) / len(text)
@@ -76,7 +74,7 @@ def test_the_fraction_of_the_most_frequent_ngram_includes_spaces(run: Run, n: in
 
 
 @pytest.mark.parametrize("n", range(5, 11))
-def test_the_fraction_of_repeated_ngrams_excludes_spaces_and_the_first_occurrence(run: Run, n: int) -> None:
+def test_the_fraction_of_repeated_ngrams_excludes_spaces_and_the_first_occurrence(n: int) -> None:
     gram = words(n)
     text = " ".join(f"{gram} {words(20, start=100 + 30 * i)}" for i in range(4))
     fraction = 3 * 5 * n / len(text)
@@ -88,68 +86,68 @@ def test_the_fraction_of_repeated_ngrams_excludes_spaces_and_the_first_occurrenc
     )
 
 
-def test_repeated_ngrams_do_not_overlap(run: Run) -> None:
+def test_repeated_ngrams_do_not_overlap() -> None:
     text = " ".join(["abcde"] * 15)  # the first 5-gram, a repeated one from the second word, and one more: 50 of 89
     assert run("gopher_repetition", text, words="whitespace", **ALL_OFF | {"duplicate_5grams": 50 / 89}) == text
     assert "5-grams" in run("gopher_repetition", text, words="whitespace", **ALL_OFF | {"duplicate_5grams": 0.56})
 
 
-def quality(run: Run, text: str, **rule: object) -> str:
+def quality(text: str, **rule: object) -> str:
     sizes = ("min_words", "max_words", "min_word_length", "max_word_length")
     symbols = ("max_hashes", "max_ellipses", "max_bullet_lines", "max_ellipsis_lines")
     off = dict.fromkeys([*sizes, *symbols, "min_letter_words", "min_stop_words"])
     return run("gopher_quality", text, words="whitespace", **off | rule)
 
 
-def test_min_and_max_words_do_not_count_punctuation_and_symbols(run: Run) -> None:
-    assert quality(run, words(50), min_words=50) == words(50)
-    assert quality(run, words(49) + " -- $ ¿ ...", min_words=50) == "-- too few words"
-    assert quality(run, words(51), max_words=50) == "-- too many words"
-    assert quality(run, words(50) + " --", max_words=50) == words(50) + " --"
+def test_min_and_max_words_do_not_count_punctuation_and_symbols() -> None:
+    assert quality(words(50), min_words=50) == words(50)
+    assert quality(words(49) + " -- $ ¿ ...", min_words=50) == "-- too few words"
+    assert quality(words(51), max_words=50) == "-- too many words"
+    assert quality(words(50) + " --", max_words=50) == words(50) + " --"
 
 
-def test_the_mean_word_length_must_be_between_three_and_ten(run: Run) -> None:
-    assert quality(run, "abc abc", min_word_length=3) == "abc abc"
-    assert quality(run, "abc ab", min_word_length=3) == "-- words too short"
-    assert quality(run, "abcdefghij " * 2, max_word_length=10) == "abcdefghij " * 2
-    assert quality(run, "abcdefghij abcdefghijk", max_word_length=10) == "-- words too long"
+def test_the_mean_word_length_must_be_between_three_and_ten() -> None:
+    assert quality("abc abc", min_word_length=3) == "abc abc"
+    assert quality("abc ab", min_word_length=3) == "-- words too short"
+    assert quality("abcdefghij " * 2, max_word_length=10) == "abcdefghij " * 2
+    assert quality("abcdefghij abcdefghijk", max_word_length=10) == "-- words too long"
 
 
-def test_one_hash_or_ellipsis_per_ten_words_is_allowed(run: Run) -> None:
+def test_one_hash_or_ellipsis_per_ten_words_is_allowed() -> None:
     for symbol, rule, reason in (
         ("#", "max_hashes", "hashes"),
         ("...", "max_ellipses", "ellipses"),
         ("…", "max_ellipses", "ellipses"),
     ):
-        assert quality(run, words(10) + symbol, **{rule: 0.1}) == words(10) + symbol
-        assert quality(run, words(9) + symbol, **{rule: 0.1}) == f"-- too many {reason}"
+        assert quality(words(10) + symbol, **{rule: 0.1}) == words(10) + symbol
+        assert quality(words(9) + symbol, **{rule: 0.1}) == f"-- too many {reason}"
 
 
-def test_nine_of_ten_lines_may_start_with_a_bullet(run: Run) -> None:
+def test_nine_of_ten_lines_may_start_with_a_bullet() -> None:
     for bullet in ("-", "•"):
         some = "\n".join([f"  {bullet} {words(3)}"] * 9 + [words(3)])
-        assert quality(run, some, max_bullet_lines=0.9) == some
-        assert quality(run, "\n".join([f"{bullet} {words(3)}"] * 10), max_bullet_lines=0.9) == "-- too many bullets"
+        assert quality(some, max_bullet_lines=0.9) == some
+        assert quality("\n".join([f"{bullet} {words(3)}"] * 10), max_bullet_lines=0.9) == "-- too many bullets"
 
 
-def test_three_of_ten_lines_may_end_in_an_ellipsis(run: Run) -> None:
+def test_three_of_ten_lines_may_end_in_an_ellipsis() -> None:
     for dots in ("...", "… "):
         some = "\n".join([words(3) + dots] * 3 + [words(3)] * 7)
-        assert quality(run, some, max_ellipsis_lines=0.3) == some
+        assert quality(some, max_ellipsis_lines=0.3) == some
         more = "\n".join([words(3) + dots] * 4 + [words(3)] * 6)
-        assert quality(run, more, max_ellipsis_lines=0.3) == "-- too many lines end in an ellipsis"
+        assert quality(more, max_ellipsis_lines=0.3) == "-- too many lines end in an ellipsis"
 
 
-def test_eight_of_ten_words_must_have_a_letter(run: Run) -> None:
-    assert quality(run, words(8) + " 12 34", min_letter_words=0.8) == words(8) + " 12 34"
-    assert quality(run, words(7) + " 12 34 56", min_letter_words=0.8) == "-- too few words with letters"
+def test_eight_of_ten_words_must_have_a_letter() -> None:
+    assert quality(words(8) + " 12 34", min_letter_words=0.8) == words(8) + " 12 34"
+    assert quality(words(7) + " 12 34 56", min_letter_words=0.8) == "-- too few words with letters"
 
 
-def test_two_different_stop_words_are_needed(run: Run) -> None:
-    assert quality(run, "the mill of stone", min_stop_words=2) == "the mill of stone"
-    assert quality(run, "the mill the wheel The", min_stop_words=2) == "-- too few stop words"
-    assert quality(run, "der und das", min_stop_words=2, stop_words=["der", "das"]) == "der und das"
+def test_two_different_stop_words_are_needed() -> None:
+    assert quality("the mill of stone", min_stop_words=2) == "the mill of stone"
+    assert quality("the mill the wheel The", min_stop_words=2) == "-- too few stop words"
+    assert quality("der und das", min_stop_words=2, stop_words=["der", "das"]) == "der und das"
 
 
-def test_a_text_without_words_is_dropped(run: Run) -> None:
+def test_a_text_without_words_is_dropped() -> None:
     assert run("gopher_quality", " \n ") == "-- too few words"

@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from headrace.base.errors import ConfigError
+from tests.data_prep.clean.one_step import PROSE, run
 
-Run = Callable[..., str]
 GERMAN = "Die Mühle steht dort, wo der Fluss die Hügel verlässt, und ein Obergraben führt ihr das Wasser zu. " * 3
 FRENCH = "Le moulin se trouve là où la rivière quitte les collines, et un canal lui amène l'eau. " * 3
 
 
-def test_texts_in_other_languages_are_dropped(run: Run, prose: str) -> None:
-    assert run("language", prose, keep=["en"]) == prose
+def test_texts_in_other_languages_are_dropped() -> None:
+    assert run("language", PROSE, keep=["en"]) == PROSE
     assert run("language", GERMAN, keep=["en"]) == "-- other language"
     assert run("language", FRENCH, keep=["en", "de"]) == "-- other language"
     assert run("language", GERMAN, keep=["en", "de"]) == GERMAN
 
 
-def test_the_kept_languages_must_reach_min_share(run: Run) -> None:
+def test_the_kept_languages_must_reach_min_share() -> None:
     both = FRENCH + GERMAN
     assert run("language", both, keep=["fr"], min_share=0.25) == both
     assert run("language", both, keep=["fr"], min_share=0.75) == "-- other language"
     assert run("language", both, keep=["fr", "de"], min_share=0.9) == both
 
 
-def test_the_language_of_a_long_text_is_that_of_its_middle(run: Run) -> None:
+def test_the_language_of_a_long_text_is_that_of_its_middle() -> None:
     text = GERMAN + FRENCH * 5 + GERMAN
     assert run("language", text, keep=["fr"], characters=1000) == text
 
 
-def test_characters_that_cld2_refuses_are_ignored(run: Run, prose: str) -> None:
-    odd = prose + "\x01\x7f\ud800\ufffe"
+def test_characters_that_cld2_refuses_are_ignored() -> None:
+    odd = PROSE + "\x01\x7f\ud800\ufffe"
     assert run("language", odd, keep=["en"]) == odd
 
 
-def test_a_text_without_words_is_in_no_language(run: Run) -> None:
+def test_a_text_without_words_is_in_no_language() -> None:
     assert run("language", "1 2 3", keep=["en"]) == "-- other language"
 
 
-def test_an_unknown_language_is_refused_with_a_suggestion(run: Run) -> None:
+def test_an_unknown_language_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"clean\.0\.keep.*\n.*no such language"):
         run("language", "", keep=["english"])
 
@@ -62,17 +61,17 @@ def test_an_unknown_language_is_refused_with_a_suggestion(run: Run) -> None:
         ("std::vector<int>::size, 12:30:45, dead::beef, 2001:db8::7", None),
     ],
 )
-def test_addresses_are_masked_and_similar_strings_are_not(run: Run, text: str, masked: str | None) -> None:
+def test_addresses_are_masked_and_similar_strings_are_not(text: str, masked: str | None) -> None:
     assert run("pii", text) == (masked or text)
 
 
-def test_masking_can_be_switched_off_per_kind_of_address(run: Run) -> None:
+def test_masking_can_be_switched_off_per_kind_of_address() -> None:
     text = "a@b.org 8.8.8.8 2606:4700:4700::1111"
     assert run("pii", text, email=None, ip=None, ipv6=None) == text
     assert run("pii", text, email="EMAIL", ip="IP", ipv6="IP") == "EMAIL IP IP"
 
 
-def test_masking_does_not_depend_on_earlier_matches(run: Run) -> None:
+def test_masking_does_not_depend_on_earlier_matches() -> None:
     assert run("pii", "a@b.org c@d.org") == "email@example.com email@example.com"
 
 
@@ -80,7 +79,7 @@ REPEATED_PIECES = ["@", "a.", "1.", "2001:", "x@y.", "@a", ".", "a ", "\n", "x",
 
 
 @pytest.mark.parametrize("piece", REPEATED_PIECES)
-def test_repetitive_texts_take_linear_time(run: Run, piece: str) -> None:
+def test_repetitive_texts_take_linear_time(piece: str) -> None:
     text = piece * (300_000 // len(piece))
     start = time.process_time()
     for step in ("unicode", "gopher_repetition", "gopher_quality", "fineweb_quality", "pii"):

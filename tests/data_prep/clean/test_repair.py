@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ftfy
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 
 from data_prep.clean.chain import Chain, Kept, build_chain
 from data_prep.config.cleaning import parse_steps
-
-Run = Callable[..., str]
+from tests.data_prep.clean.one_step import run
 
 PIECES = [
     *"ab <&\n\r\x00\x1b\x85\x92\xa0\ufeff\u2028漢ﬁＡ“—é",
@@ -75,12 +73,12 @@ def test_the_output_is_that_of_ftfy(keys: dict[str, Any], text: str) -> None:
     assert_same_as_ftfy(keys, text)
 
 
-def test_mojibake_is_repaired_only_in_the_lines_that_contain_it(run: Run) -> None:
+def test_mojibake_is_repaired_only_in_the_lines_that_contain_it() -> None:
     good = "Une journée à la rivière.\n" * 50
     assert run("unicode", good + "La riviÃ¨re dâ€™Ã©tÃ©.\n" + good) == good + "La rivière d’été.\n" + good
 
 
-def test_texts_are_normalized_to_nfc(run: Run) -> None:
+def test_texts_are_normalized_to_nfc() -> None:
     assert run("unicode", "riviere\u0300") == "rivierè"
 
 
@@ -91,5 +89,5 @@ def test_only_texts_that_change_count_as_edits() -> None:
     assert here.edits == {"unicode": 2}
 
 
-def test_a_text_of_control_characters_only_is_dropped(run: Run) -> None:
+def test_a_text_of_control_characters_only_is_dropped() -> None:
     assert run("unicode", "\x00\x01") == "-- nothing left"

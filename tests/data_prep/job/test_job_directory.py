@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import pytest
 from data_prep.formats.tokenfile import TokenFile, shard_prefix, with_suffix
 from data_prep.task import scratch_path
 from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import cli, tree, write_config
 from tests.support import output_of, refusal_of
 
-Write = Callable[..., str]
-Tree = dict[str, bytes]
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 COMMAND = [sys.executable, "-m", "data_prep"]
 
@@ -31,7 +29,7 @@ def rows(path: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("texts")
-def test_no_removed_job_is_resumed(work: Path, write_config: Write, cli: Any, bytes_of: Callable[[Path], Tree]) -> None:
+def test_the_rest_of_a_partly_removed_job_is_not_resumed(work: Path) -> None:
     config = write_config()
     cli("prepare", "--config", config)
     cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
@@ -39,11 +37,11 @@ def test_no_removed_job_is_resumed(work: Path, write_config: Write, cli: Any, by
     other = ("--set", "seed=7", "--set", "tokenizer.vocab_size=500")
     assert "finished before" not in cli("--config", config, *other).stderr
     cli("--config", config, *other, "--set", "output=clean")
-    assert bytes_of(work / "tokens") == bytes_of(work / "clean")
+    assert tree(work / "tokens") == tree(work / "clean")
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_finished_map_task_with_a_missing_run_is_an_error(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_finished_map_task_with_a_missing_run_is_an_error(work: Path) -> None:
     config = write_config()
     cli("prepare", "--config", config)
     cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
@@ -54,7 +52,7 @@ def test_a_finished_map_task_with_a_missing_run_is_an_error(work: Path, write_co
     cli("--config", config)
 
 
-def test_saved_builder_data_is_used_only_for_the_same_arguments(work: Path, write_config: Write, cli: Any) -> None:
+def test_saved_builder_data_is_used_only_for_the_same_arguments(work: Path) -> None:
     rows(work / "a.jsonl", [f"a {i}" for i in range(60)])
     rows(work / "b.jsonl", [f"b {i}" for i in range(60)])
 
@@ -77,7 +75,7 @@ def read_texts(tokens: Path) -> list[str]:
     return [tokenizer.decode(ids.tolist()) for ids in np.split(file.tokens, np.cumsum(file.sequence_lengths)[:-1])]
 
 
-def test_more_runs_than_the_limit_of_open_files_can_be_reduced(work: Path, write_config: Write, cli: Any) -> None:
+def test_more_runs_than_the_limit_of_open_files_can_be_reduced(work: Path) -> None:
     (work / "many").mkdir()
     for i in range(150):
         (work / "many" / f"{i}.txt").write_text(f"{i} turns the wheel")
@@ -97,7 +95,7 @@ def test_more_runs_than_the_limit_of_open_files_can_be_reduced(work: Path, write
     assert sum(split["documents"] for split in splits.values()) == 150
 
 
-def test_an_unfinished_job_of_another_format_is_an_error(work: Path, write_config: Write, cli: Any) -> None:
+def test_an_unfinished_job_of_another_format_is_an_error(work: Path) -> None:
     rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}])
     cli("prepare", "--config", config)
@@ -110,7 +108,7 @@ def test_an_unfinished_job_of_another_format_is_an_error(work: Path, write_confi
         assert "these differ: format" in cli(*command, "--config", config, code=2).stderr
 
 
-def test_the_scratch_files_of_killed_tasks_are_removed(work: Path, write_config: Write, cli: Any) -> None:
+def test_the_scratch_files_of_killed_tasks_are_removed(work: Path) -> None:
     rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}])
     cli("prepare", "--config", config)
@@ -125,7 +123,7 @@ def test_the_scratch_files_of_killed_tasks_are_removed(work: Path, write_config:
     assert not any(path.exists() for path in leftover)
 
 
-def test_shares_of_a_reduce_phase_with_deduplication_start_at_once(work: Path, write_config: Write, cli: Any) -> None:
+def test_shares_of_a_reduce_phase_with_deduplication_can_start_at_the_same_time(work: Path) -> None:
     rows(work / "a.jsonl", [f"{i % 40} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}], dedup={"exact": True}, heldout_fraction=0.3, shard_tokens=50)
     cli("prepare", "--config", config)
@@ -137,7 +135,7 @@ def test_shares_of_a_reduce_phase_with_deduplication_start_at_once(work: Path, w
     cli("finish", "--config", config)
 
 
-def test_word_lists_and_tokenizers_changed_between_phases_are_errors(work: Path, write_config: Write, cli: Any) -> None:
+def test_word_lists_and_tokenizers_that_change_between_phases_are_errors(work: Path) -> None:
     rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(60)])
     (work / "words.txt").write_text("lemming\n")
     clean = [{"step": "word_blocklist", "words": ["words.txt"]}]
@@ -157,7 +155,7 @@ def test_word_lists_and_tokenizers_changed_between_phases_are_errors(work: Path,
     assert not (work / "tokens").exists()
 
 
-def test_a_split_that_deduplication_empties_is_an_error(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_split_that_deduplication_empties_is_an_error(work: Path) -> None:
     page = " ".join(f"word{n}" for n in range(80))
     rows(work / "a.jsonl", [f"{page} and {i}" for i in range(40)])
     config = write_config(sources=[{"path": "a.jsonl"}], dedup={"near": {}}, heldout_fraction=0.4)
@@ -166,7 +164,7 @@ def test_a_split_that_deduplication_empties_is_an_error(work: Path, write_config
     assert not (work / "tokens").exists()
 
 
-def test_the_error_for_an_unreadable_input_file_says_why(work: Path, write_config: Write) -> None:
+def test_the_error_for_an_unreadable_input_file_says_why(work: Path) -> None:
     rows(work / "a.jsonl", ["x"] * 20)
     (work / "a.jsonl").chmod(0)
     said = refusal_of(

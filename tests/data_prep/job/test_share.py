@@ -58,7 +58,9 @@ def test_shares_write_what_one_machine_writes_and_share_0_commits_it(config: Pat
 
 
 @pytest.mark.parametrize("killed", [(0,), (1,), (0, 1, 2)])
-def test_killed_shares_start_again_in_place(config: Path, expected: dict[str, bytes], killed: tuple[int, ...]) -> None:
+def test_killed_shares_are_started_again_with_their_numbers(
+    config: Path, expected: dict[str, bytes], killed: tuple[int, ...]
+) -> None:
     shares = {index: start(config, index) for index in range(SHARES)}
     wait_until(lambda: any((config.parent / ".tokens.job/map").glob("*/done.json")), poll_s=0.005)
     for index in killed:

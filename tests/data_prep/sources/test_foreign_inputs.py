@@ -116,7 +116,9 @@ def test_bad_elements_of_an_array_are_reported_with_their_lines(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_elements_over_a_limit_need_no_memory(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_element_over_the_limit_is_skipped_in_bounded_memory(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(json_array, "_CHUNK_BYTES", chunk)
     sizes: list[int] = []
     original = json_array._Scanner._fill

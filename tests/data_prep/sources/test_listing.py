@@ -20,6 +20,7 @@ from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import TextBatch
 from data_prep.sources.units import units
 from headrace.base.errors import ConfigError, DataError
+from tests.data_prep.conftest import write_config
 
 LINE = '{"text": "x"}\n'
 
@@ -158,7 +159,7 @@ def test_a_storage_error_is_reported_with_the_url_and_a_remedy(
         list(read_unit(unit, wanted_fields(source)))
 
 
-def test_the_error_for_an_empty_corpus_names_the_damaged_files(work: Path, write_config: Any, capsys: Any) -> None:
+def test_the_error_for_a_corpus_without_documents_names_the_damaged_files(work: Path, capsys: Any) -> None:
     (work / "a.jsonl.gz").write_bytes(b"not gzip at all")
     (work / "b.jsonl.zst").write_bytes(b"")
     config = write_config(sources=[{"path": ["a.jsonl.gz", "b.jsonl.zst"], "name": "rows"}], max_bad_files=2)

@@ -17,9 +17,8 @@ import pytest
 
 from data_prep.formats.tokenfile import open_split
 from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import write_config
 from tests.data_prep.sources.fake_hub import serve_hub
-
-Tree = dict[str, bytes]
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def shards_from(
     return shards(work / output)
 
 
-def test_an_s3_bucket_gives_equal_shards(s3: Any, finished: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_a_corpus_in_an_s3_bucket_gives_the_shards_of_local_files(s3: Any, finished: Path, cli: Any) -> None:
     names = ["plain.jsonl", "packed.jsonl.gz", "rows.parquet"]
     for name in names:
         s3.put(str(finished / name), f"corpus/{name}")
@@ -141,9 +140,7 @@ def test_an_s3_bucket_gives_equal_shards(s3: Any, finished: Path, cli: Any, writ
     assert shards(finished / "local") == shards(finished / "again")
 
 
-def test_a_corpus_in_a_google_bucket_gives_the_shards_of_local_files(
-    gs: Any, finished: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_a_corpus_in_a_google_bucket_gives_the_shards_of_local_files(gs: Any, finished: Path, cli: Any) -> None:
     gs.put(str(finished / "texts"), "corpus/texts", recursive=True)
     gs.put(str(finished / "rows.parquet"), "corpus/rows.parquet")
     gs.put(str(finished / "packed.jsonl.gz"), "corpus/packed.jsonl.gz")
@@ -151,7 +148,7 @@ def test_a_corpus_in_a_google_bucket_gives_the_shards_of_local_files(
 
 
 def test_a_corpus_on_the_hub_gives_the_shards_of_local_files(
-    finished: Path, cli: Any, write_config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    finished: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serve_hub(finished) as address:
@@ -169,7 +166,7 @@ def test_a_corpus_on_the_hub_gives_the_shards_of_local_files(
 
 
 @pytest.mark.usefixtures("s3", "work")
-def test_a_missing_remote_input_is_refused_at_once(cli: Any, write_config: Callable[..., str], work: Path) -> None:
+def test_a_missing_remote_input_is_refused_before_any_work(cli: Any, work: Path) -> None:
     config = write_config(sources=[{"path": "s3://corpus/nothing/*.jsonl"}])
     assert "there is no such file" in cli("--config", config, code=2).stderr
     config = write_config(sources=[{"path": "s3://no-such-bucket/x.jsonl"}])
@@ -179,7 +176,7 @@ def test_a_missing_remote_input_is_refused_at_once(cli: Any, write_config: Calla
     assert sorted(path.name for path in work.iterdir()) == ["corpus.json"]
 
 
-def test_an_object_that_is_replaced_meanwhile_is_refused(s3: Any, work: Path, write_config: Callable[..., str]) -> None:
+def test_an_object_that_is_replaced_while_it_is_read_is_refused(s3: Any, work: Path) -> None:
     lines = b"".join(b'{"text": "%d la riviere turns the wheel of the mill"}\n' % i for i in range(300_000))
     s3.pipe("corpus/large.jsonl", lines)
     config = write_config(sources=[{"path": "s3://corpus/large.jsonl"}], tokenizer={"path": str(_tokenizer(work))})

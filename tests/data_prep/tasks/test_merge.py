@@ -17,6 +17,7 @@ from data_prep.job import phases
 from data_prep.job.directory import Job
 from data_prep.tasks import merge, runs_reader
 from data_prep.tasks.sorted_runs import SortedRun, SortedRunPaths
+from tests.data_prep.conftest import cli, tree, write_config
 
 Tree = dict[str, bytes]
 IMPORTS = "import sys; from data_prep.dedup import merge_tasks, table; from data_prep.tasks import runs_reader, merge"
@@ -53,20 +54,16 @@ def run_all(work: Path, config: str, *, shares: int = 1, of_dedup: Sequence[str]
     run_with_small_limits(work, "finish", "--config", config)
 
 
-def shards(tokens: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
-    return {name: content for name, content in bytes_of(tokens).items() if name != "manifest.json"}
+def shards(tokens: Path) -> Tree:
+    return {name: content for name, content in tree(tokens).items() if name != "manifest.json"}
 
 
-def test_merged_runs_give_the_same_shards(
-    mixed_config: str, finished_work: Path, work: Path, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_merged_runs_give_the_same_shards(mixed_config: str, finished_work: Path, work: Path) -> None:
     run_all(work, mixed_config, shares=2)
-    assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
+    assert tree(work / "tokens") == tree(finished_work / "tokens")
 
 
-def test_merged_runs_give_the_same_duplicates_and_loss_masks(
-    work: Path, write_config: Any, cli: Any, bytes_of: Callable[[Path], Tree]
-) -> None:
+def test_merged_runs_give_the_same_duplicates_and_loss_masks(work: Path) -> None:
     talk = [
         {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}. " * (i % 9)}]}
         for i in range(200)
@@ -86,14 +83,14 @@ def test_merged_runs_give_the_same_duplicates_and_loss_masks(
     )
     run_all(work, config, of_dedup=("exact-table", "near-table"))
     cli("--config", config, "--set", "output=plain")
-    made, plain = (shards(work / output, bytes_of) for output in ("tokens", "plain"))
+    made, plain = (shards(work / output) for output in ("tokens", "plain"))
     assert made == plain
     assert any(name.endswith(".mask") for name in made)
     assert made["dropped.jsonl"].count(b"\n") > 50
 
 
 def test_a_reduce_before_the_merge_is_an_error_and_a_killed_merge_is_retried(
-    mixed_config: str, finished_work: Path, work: Path, bytes_of: Callable[[Path], Tree]
+    mixed_config: str, finished_work: Path, work: Path
 ) -> None:
     run_with_small_limits(work, "prepare", "--config", mixed_config)
     run_with_small_limits(work, "phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
@@ -112,10 +109,10 @@ def test_a_reduce_before_the_merge_is_an_error_and_a_killed_merge_is_retried(
     run_with_small_limits(work, "phase", "merge", "--config", mixed_config, "--task", "0", "--of", "1")
     run_with_small_limits(work, "phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1")
     run_with_small_limits(work, "finish", "--config", mixed_config)
-    assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
+    assert tree(work / "tokens") == tree(finished_work / "tokens")
 
 
-def test_merging_reduces_opened_runs(mixed_config: str, work: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_reduces_opened_runs(mixed_config: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("prepare", "--config", mixed_config)
     cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
     monkeypatch.chdir(work)
@@ -148,7 +145,7 @@ def test_merging_reduces_opened_runs(mixed_config: str, work: Path, cli: Any, mo
     assert merged < 0.6 * plain
 
 
-def test_memory_of_a_merge_is_limited(work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_merge_is_limited(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are in the order of the input: those of one task are of one or two of many sources."""
     names = [f"{chr(ord('a') + i)}.jsonl" for i in range(8)]
     for name in names:

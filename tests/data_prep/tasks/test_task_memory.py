@@ -24,7 +24,9 @@ LINES = 200_000
 
 
 @pytest.mark.parametrize("block_lines", [1, 64, 300, 1 << 20])
-def test_no_table_depends_on_the_block_size(block_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_lines_does_not_depend_on_the_block_size(
+    block_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(line_tasks, "_BLOCK_LINES", block_lines)
     rng = np.random.default_rng(1)
     few = rng.integers(0, 1 << 64, 40, np.uint64)  # each is repeated many times

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from data_prep.tokenizer import files
 from data_prep.tokenizer.train import train
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
-
-Tree = dict[str, bytes]
+from tests.data_prep.conftest import cli, tree, write_config
 
 
 def sentence(i: int) -> str:
@@ -90,20 +88,14 @@ def test_the_sample_of_a_part_stays_within_it(corpus: list[dict[str, str]], monk
     assert 1000 < len(begin.encode()) < 4000
 
 
-def test_task_bytes_change_neither_the_tokenizer_nor_the_shards(
-    corpus: list[dict[str, str]],
-    work: Path,
-    cli: Any,
-    write_config: Callable[..., str],
-    bytes_of: Callable[[Path], Tree],
-) -> None:
+def test_task_bytes_change_neither_the_tokenizer_nor_the_shards(corpus: list[dict[str, str]], work: Path) -> None:
     section = {"train": "bpe", "vocab_size": 320, "sample_bytes": 2000}
     config = write_config(sources=corpus, tokenizer=section)
     found = []
     for size in (2000, 9000, 100_000):
         cli("--config", config, "--set", f"output=t{size}", "--set", f"task_bytes={size}")
         fingerprint = read_manifest(work / f"t{size}", kind="tokens").details["tokenizer"]["fingerprint"]
-        found.append((fingerprint, {k: v for k, v in bytes_of(work / f"t{size}").items() if "shard" in k}))
+        found.append((fingerprint, {k: v for k, v in tree(work / f"t{size}").items() if "shard" in k}))
     assert found[0] == found[1] == found[2]
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from data_prep.tokenizer.load import check_usable, describe, load
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
 from tests import warm
+from tests.data_prep.conftest import cli, write_config
 
 KINDS = ("bpe", "sentencepiece-unigram", "sentencepiece-bpe")
 TEXTS = [f"def mill_{i}(wheel, water):\n    return wheel * {i} + water  # la roue n° {i}\n" * 3 for i in range(200)]
@@ -270,7 +270,7 @@ def test_a_path_that_is_not_a_tokenizer_is_refused(work: Path) -> None:
         existing.import_tokenizer("bad.model", work / "empty")
 
 
-def test_another_jobs_tokenizer_gives_equal_shards(finished: Path, write_config: Callable[..., str], cli: Any) -> None:
+def test_a_job_with_the_tokenizer_of_another_job_gives_the_same_shards(finished: Path) -> None:
     config = json.loads((finished / "corpus.json").read_text())
     name = write_config("given.json", **(config | {"output": "again", "tokenizer": {"path": "tokens/tokenizer"}}))
     cli("--config", name)

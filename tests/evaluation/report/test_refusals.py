@@ -101,7 +101,9 @@ def test_a_run_without_a_finished_step_is_refused(checked: Check, tmp_path: Path
 
 
 @pytest.mark.parametrize("line", ["nonsense", '{"step": 41}', '{"kind": "step", "step": "41"}', "[1]"])
-def test_a_damaged_line_is_named(checked: Check, run_dir: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_a_damaged_line_of_a_journal_is_skipped_and_named(
+    checked: Check, run_dir: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
     assert checked()

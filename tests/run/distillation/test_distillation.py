@@ -38,7 +38,9 @@ from tests.support import output_of, refusal_of
         ("gemma2", "forward_kl", False),
     ],
 )
-def test_chunks_have_no_whole_logits(tmp_path: Path, architecture: str, divergence: Kind, separate: bool) -> None:
+def test_a_chunked_distillation_is_the_same_and_the_logits_of_teacher_and_student_never_exist_as_a_whole(
+    tmp_path: Path, architecture: str, divergence: Kind, separate: bool
+) -> None:
     known = {"gemma2": {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 5.0}}
     meta = meta_of("llama", attention="eager", **{**known.get(architecture, {}), "vocab_size": 512})
     section = DistillSection(teacher="it", divergence=divergence, temperature=2.0, alpha=0.4)

@@ -260,7 +260,9 @@ def test_layers_before_the_last_pipeline_stage_are_refused(tokens: Path, teacher
     assert "the last of 2 pipeline stages, which has the student's layers 1 to 1, and layer 0 is" in done.stdout
 
 
-def test_a_resumed_run_goes_on_alike_and_other_matching_is_another(tokens: Path, teacher: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened_and_other_matching_is_another_run(
+    tokens: Path, teacher: Path, tmp_path: Path
+) -> None:
     configs = {name: student(tokens, tmp_path / name, teacher, **BOTH) for name in ("whole", "parts")}
     paths = {}
     for name, config in configs.items():

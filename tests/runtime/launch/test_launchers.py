@@ -187,7 +187,9 @@ def alive(pid: int) -> bool:
         ("slow cause", 1, "ValueError: the real cause"),  # waited for, though the ranks that follow it exit first
     ],
 )
-def test_the_first_failed_ranks_code_and_output_are_kept(tmp_path: Path, fault: str, code: int, words: str) -> None:
+def test_the_exit_code_is_the_first_failed_ranks_and_its_output_is_printed_once(
+    tmp_path: Path, fault: str, code: int, words: str
+) -> None:
     process = supervised(tmp_path, fault)
     output = exited(process, within_s=30)
     assert process.returncode == code, output

@@ -158,7 +158,9 @@ def test_a_holder_that_dies_is_started_again_and_the_islands_go_on(stack: ExitSt
 
 
 @pytest.mark.parametrize("until", [STEPS, TOTAL - STEPS, TOTAL - 1])
-def test_a_checkpoint_at_the_end_of_a_round_goes_on_with_it(stack: ExitStack, tmp_path: Path, until: int) -> None:
+def test_a_checkpoint_at_the_end_of_a_round_goes_on_with_the_round_that_was_dealt_there(
+    stack: ExitStack, tmp_path: Path, until: int
+) -> None:
     """All are killed, the holder too: what the island has trained and what was dealt to it is in the checkpoint."""
     site = Site(stack, count=1)
     first = site.island("a")

@@ -144,7 +144,9 @@ def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens:
 
 
 @pytest.mark.parametrize(("engine", "stage", "shares"), [("deepspeed", 3, "null"), ("torch", 2, '"auto"')])
-def test_islands_of_two_ranks_exchange_so(engine: str, stage: int, shares: str, tokens: Path, tmp_path: Path) -> None:
+def test_islands_of_two_processes_exchange_between_equal_ranks(
+    engine: str, stage: int, shares: str, tokens: Path, tmp_path: Path
+) -> None:
     config = make_config(tokens, tmp_path, steps=10, compress="int8")
     sets = (f"engine={engine}", f"zero_optimization.stage={stage}", f"parallel.shares={shares}")
     run_islands(config, *sets, options=("--nproc", "2"))

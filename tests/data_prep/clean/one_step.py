@@ -1,28 +1,20 @@
-"""Fixtures: a function that runs one cleaning step on one text, and a text that passes all of them."""
+"""A function that runs one cleaning step on one text, and a text that passes all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from data_prep.clean.chain import Kept, build_chain
 from data_prep.config.cleaning import parse_steps
 
 
-def clean(step: str, text: str, *, record: dict[str, Any] | None = None, **keys: Any) -> str:
+def run(step: str, text: str, *, record: dict[str, Any] | None = None, **keys: Any) -> str:
     """The text after the step, or "-- REASON" if the step drops it."""
     outcome = build_chain(parse_steps([{"step": step, **keys}])).clean(text, record or {})
     if isinstance(outcome, Kept):
         return outcome.text
     assert outcome.step == step
     return f"-- {outcome.reason}"
-
-
-@pytest.fixture
-def run() -> Callable[..., str]:
-    return clean
 
 
 PROSE = (
@@ -32,9 +24,4 @@ PROSE = (
     "Nobody remembers who built the first wheel, but its axle was found under the floor some years ago.\n"
     "It had been cut from one oak, and it would still have carried a stone of half a ton.\n"
 )
-
-
-@pytest.fixture
-def prose() -> str:
-    """Ninety words of plain English, which pass every rule."""
-    return PROSE
+"""Ninety words of plain English, which pass every rule."""
