@@ -58,6 +58,7 @@ class Sweep:
         batch: how many cells are run at one time.
         failed: heading of the list of cells that did not pass.
         passed: heading of the list of cells that did, with what was noted of each; None for no list.
+        columns: headings of a table in the place of these lists, whose notes are columns separated by " | ".
     """
 
     name: str
@@ -68,6 +69,7 @@ class Sweep:
     batch: int = 1
     failed: str = "Failed cells"
     passed: str | None = None
+    columns: Sequence[str] = ()
 
     @property
     def cells(self) -> list[str]:
@@ -136,10 +138,17 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
         passed, digest = sum(result.passed for result in run), digest_of(cells)
         lines.append(f"| {group} | {len(cells)} | {len(run)} | {passed} | {len(run) - passed} | `{digest}` |")
     if sweep.passed and good:
-        lines += ["", f"## {sweep.passed}", "", *(f"- `{each.cell}`: {each.note}" for each in good)]
+        lines += ["", f"## {sweep.passed}", "", *_listed(sweep, good)]
     failed = [results[cell] for cell in sweep.cells if cell in results and not results[cell].passed]
-    lines += ["", f"## {sweep.failed}", "", *(f"- `{each.cell}`: {each.note}" for each in failed)] if failed else []
+    lines += ["", f"## {sweep.failed}", "", *_listed(sweep, failed)] if failed else []
     return "\n".join([*lines, ""])
+
+
+def _listed(sweep: Sweep, results: Sequence[CellResult]) -> list[str]:
+    if not sweep.columns:
+        return [f"- `{each.cell}`: {each.note}" for each in results]
+    head = [f"| {' | '.join(sweep.columns)} |", "|---" * len(sweep.columns) + "|"]
+    return [*head, *(f"| {each.cell} | {each.note} |" for each in results)]
 
 
 def digest_of(cells: Sequence[str]) -> str:
