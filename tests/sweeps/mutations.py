@@ -81,7 +81,8 @@ def run_mutation(name: str) -> tuple[bool, str]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="headrace-mutations-") as folder:
         clone = Path(folder, "headrace")
-        subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
+        quiet = ("-c", "advice.detachedHead=false")
+        subprocess.run(["git", *quiet, "clone", "--quiet", "--shared", ROOT, clone], check=True)
         for library in (ROOT / "data_prep" / "sources").glob("_jsonl*.so"):
             shutil.copy(library, clone / library.relative_to(ROOT))
         mutation.apply(clone)

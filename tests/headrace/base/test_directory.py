@@ -74,6 +74,18 @@ def test_a_committed_directory_is_described_by_its_manifest(tmp_path: Path) -> N
     assert not staging_path(tmp_path / "out").exists()
 
 
+def test_everything_is_flushed_before_a_directory_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, flushed = tmp_path / "tokens", list[tuple[str, bool]]()
+    monkeypatch.setattr("headrace.base.directory.sync", lambda path: flushed.append((path.name, final.exists())))
+    build(final)
+    *parts, last = flushed
+    names = ["a.txt", "b.bin", "manifest.json", "sub", staging_path(final).name]
+    assert sorted(parts) == sorted((name, False) for name in names)
+    assert last == (tmp_path.name, True)
+
+
 def test_equal_bytes_have_equal_fingerprints_and_other_bytes_have_not(tmp_path: Path) -> None:
     for name, text in (("one", "x"), ("two", "x"), ("three", "y")):
         build(tmp_path / name, text)
