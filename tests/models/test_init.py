@@ -58,7 +58,7 @@ def test_a_parameter_initialized_alone_has_the_same_value_as_in_the_full_model(f
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_values_depend_on_the_seed_and_not_on_the_number_of_layers(family: str) -> None:
+def test_values_depend_on_the_seed_and_the_name_and_not_on_the_number_of_layers(family: str) -> None:
     two, four = (dict(real(family, num_hidden_layers=n).named_parameters()) for n in (2, 4))
     other = dict(real(family, seed=2).named_parameters())
     for name, value in two.items():
@@ -67,6 +67,8 @@ def test_values_depend_on_the_seed_and_not_on_the_number_of_layers(family: str) 
             assert torch.equal(value, four[name]), name
         if value.ndim >= 2:
             assert not torch.equal(value, other[name]), name
+            same = [each for each in two if each != name and torch.equal(two[each], value)]
+            assert same == [], f"{name} has the values of {same}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -47,8 +47,10 @@ def run_cells(sweep: Sweep, cells: list[str]) -> None:
             sweep.record([result_of(cell, found[cell], seconds=each) for cell in batch])
             progress.update(task, advance=len(batch))
             for cell in batch:
-                if not found[cell][0]:
-                    progress.console.print(f"FAILED {cell}: {found[cell][1]}", markup=False, soft_wrap=True)
+                passed, note = found[cell]
+                if not (passed and progress.console.is_terminal):  # a log has no bar
+                    outcome = "passed" if passed else "FAILED"
+                    progress.console.print(f"{outcome} {cell}: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

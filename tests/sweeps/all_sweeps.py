@@ -21,6 +21,8 @@ from tests.runtime.faults.campaign.driver import Campaign, violations_of
 from tests.runtime.faults.campaign.injections import FAULTS
 from tests.runtime.faults.campaign.layouts import LAYOUTS
 from tests.sweeps.families import families as every_family
+from tests.sweeps.mutations import mutations as every_mutation
+from tests.sweeps.mutations import run_mutation
 from tests.sweeps.run_families import run_family
 from tests.sweeps.sweep import STATE, Sweep
 from tests.virtual_cluster import strikes, struck_chain
@@ -215,6 +217,24 @@ def islands() -> Sweep:
     )
 
 
+def mutations() -> Sweep:
+    """Small faults in the product code, each of which a test should find."""
+    return Sweep(
+        name="mutations",
+        title="small faults in the code, and the tests that find them",
+        what="A cell is a fault that a person might make, put into a copy of the code: a swapped sign, a missing"
+        " all-reduce, a factor left out. Narrow files of tests are run on it, then all that mirror the room of the"
+        " fault. A cell passes if a test fails, which passes again without the fault. Besides the first test that"
+        " fails, the table says whether `make test` runs it or only `.ci/run` (the integration tests), and how many"
+        " seconds it took to find.",
+        groups={group: [each.name for each in found] for group, found in every_mutation().items()},
+        run=lambda cells: {cell: run_mutation(cell) for cell in cells},
+        failed="Not found",
+        passed="Found",
+        columns=("fault", "where", "by", "first test that fails", "s"),
+    )
+
+
 _LETTERS = ("a to d", "e to g", "h to m", "n to z")
 
 SWEEPS: dict[str, Callable[[], Sweep]] = {
@@ -225,4 +245,5 @@ SWEEPS: dict[str, Callable[[], Sweep]] = {
     "compress": compress,
     "cluster": cluster,
     "islands": islands,
+    "mutations": mutations,
 }

@@ -59,6 +59,7 @@ class Sweep:
         batch: how many cells are run at one time.
         failed: heading of the list of cells that did not pass.
         passed: heading of the list of cells that did, with what was noted of each; None for no list.
+        columns: headings of a table in the place of these lists, whose notes are columns separated by " | ".
     """
 
     name: str
@@ -69,6 +70,7 @@ class Sweep:
     batch: int = 1
     failed: str = "Failed cells"
     passed: str | None = None
+    columns: Sequence[str] = ()
 
     @property
     def cells(self) -> list[str]:
@@ -137,10 +139,9 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
         passed, digest = sum(result.passed for result in run), digest_of(cells)
         lines.append(f"| {group} | {len(cells)} | {len(run)} | {passed} | {len(run) - passed} | `{digest}` |")
     if sweep.passed and good:
-        lines += ["", f"## {sweep.passed}", "", *(wrapped(f"- `{each.cell}`: {each.note}") for each in good)]
+        lines += ["", f"## {sweep.passed}", "", *_listed(sweep, good)]
     failed = [results[cell] for cell in sweep.cells if cell in results and not results[cell].passed]
-    if failed:
-        lines += ["", f"## {sweep.failed}", "", *(wrapped(f"- `{each.cell}`: {each.note}") for each in failed)]
+    lines += ["", f"## {sweep.failed}", "", *_listed(sweep, failed)] if failed else []
     return "\n".join([*lines, ""])
 
 
@@ -148,6 +149,13 @@ def wrapped(text: str) -> str:
     """A paragraph or list item in lines of 120 characters."""
     indent = "  " if text.startswith("- ") else ""
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _listed(sweep: Sweep, results: Sequence[CellResult]) -> list[str]:
+    if not sweep.columns:
+        return [wrapped(f"- `{each.cell}`: {each.note}") for each in results]
+    head = [f"| {' | '.join(sweep.columns)} |", "|---" * len(sweep.columns) + "|"]
+    return [*head, *(f"| {each.cell} | {each.note} |" for each in results)]
 
 
 def digest_of(cells: Sequence[str]) -> str:

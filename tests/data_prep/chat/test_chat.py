@@ -261,6 +261,7 @@ def test_every_shard_has_a_loss_mask(work: Path, folder: Path) -> None:
                 assert mask.all()
             else:
                 assert all(0 < document.sum() < len(document) for document in per_document)
+                assert all(document[0] == 0 for document in per_document)  # not the assistant's
                 assert all(document[-1] == 0 for document in per_document)  # EOS is added after the template's output
     assert "checksums" in cli("verify", "tokens").stdout
     assert (work / "tokens" / "tokenizer" / "chat_template.jinja").read_text() == WITH_BLOCKS

@@ -1,4 +1,4 @@
-"""What a planned job relies on is on the disk before job.json says that it is planned."""
+"""What a planned job relies on is on the disk before job.json says that it is planned; so is the result of a task."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from data_prep.task import atomic_directory
 from headrace.base.directory import sync, write_json
 from tests.data_prep.in_process import run_job
 
@@ -36,3 +37,13 @@ def test_the_plan_and_its_folders_are_flushed_before_job_json(tmp_path: Path, mo
     before = order[: order.index("write job.json")]
     assert before[:3] == ["flush .plan.json.partial", "flush out", "flush .tokens.job"]
     assert order[len(before) + 1] == "flush .tokens.job"
+
+
+def test_the_files_of_a_task_are_flushed_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, flushed = tmp_path / "map-00000", list[tuple[str, bool]]()
+    monkeypatch.setattr("data_prep.task.sync", lambda path: flushed.append((path.name, final.exists())))
+    with atomic_directory(final) as scratch:
+        (scratch / "done.json").write_text("{}")
+    assert flushed == [("done.json", False), (scratch.name, False), (tmp_path.name, True)]

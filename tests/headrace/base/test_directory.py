@@ -72,6 +72,18 @@ def test_a_committed_directory_is_described_by_its_manifest(tmp_path: Path) -> N
     assert not staging_path(tmp_path / "out").exists()
 
 
+def test_everything_is_flushed_before_a_directory_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, flushed = tmp_path / "tokens", list[tuple[str, bool]]()
+    monkeypatch.setattr("headrace.base.directory.sync", lambda path: flushed.append((path.name, final.exists())))
+    build(final)
+    *parts, last = flushed
+    names = ["a.txt", "b.bin", "manifest.json", "sub", staging_path(final).name]
+    assert sorted(parts) == sorted((name, False) for name in names)
+    assert last == (tmp_path.name, True)
+
+
 def test_equal_bytes_have_equal_fingerprints_and_other_bytes_have_not(tmp_path: Path) -> None:
     for name, text in (("one", "x"), ("two", "x"), ("three", "y")):
         build(tmp_path / name, text)
@@ -99,9 +111,10 @@ def test_truncation_and_loss_are_found_by_size_and_a_flipped_byte_by_checksum(tm
     path.write_bytes(b"\0" * 50 + b"\1" + b"\0" * 49)
     check_sizes(tmp_path / "out", manifest)
     assert dict(verify(tmp_path / "out", manifest)) == {"a.txt": True, "sub/b.bin": False}
-    path.write_bytes(b"\0" * 99)
-    with pytest.raises(DataError, match=r"b\.bin has 99 bytes, the manifest says 100"):
-        check_sizes(tmp_path / "out", manifest)
+    for size in (99, 101):
+        path.write_bytes(b"\0" * size)
+        with pytest.raises(DataError, match=rf"b\.bin has {size} bytes, the manifest says 100"):
+            check_sizes(tmp_path / "out", manifest)
     path.unlink()
     with pytest.raises(DataError, match=r"b\.bin is missing"):
         check_sizes(tmp_path / "out", manifest)
