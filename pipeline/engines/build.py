@@ -41,7 +41,7 @@ def build_engine(
         if run.alone:
             from pipeline.engines.torch_native.single import TorchSingle  # noqa: PLC0415
 
-            return TorchSingle(run, model, values, objective, device=device)
+            return TorchSingle(run, model, values, objective, device=device, mesh=None)
         from pipeline.engines.torch_native.parallel import TorchParallel  # noqa: PLC0415
 
         assert mesh is not None

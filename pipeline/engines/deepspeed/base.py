@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -15,123 +14,79 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shard_table import State
-from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import StepBatch
-from pipeline.engines.base import (
-    NO_LIMITS,
-    EvaluationSums,
-    FinishedStep,
-    HostValues,
-    Objective,
-    Replica,
-    StepOutcome,
-    TrainsStepByStep,
-    UpdateLimits,
-)
+from pipeline.engines.base import NO_LIMITS, FinishedStep, HostValues, Replica, StepOutcome, UpdateLimits
 from pipeline.engines.common import with_expert_load
+from pipeline.engines.deepspeed.groups import ModelParallelUnit
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
+from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
-from pipeline.engines.deepspeed.state import LocalState, collect_local_state, replicas, restore_local_state
-from pipeline.engines.loss_scale import LossScaler
+from pipeline.engines.deepspeed.state import collect_local_state, replicas, reset_optimizer_state, restore_local_state
+from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.groups import set_learning_rate
 from pipeline.engines.parallel.assemble import LocalModel
-from pipeline.engines.parallel.decoder import Decoder
-from pipeline.engines.parallel.expert_balance import make_balancer
-from pipeline.engines.parallel.mesh import Mesh
+from pipeline.models.build.initial_values import ParameterValues
 from pipeline.runtime.launch.errors_on_all_ranks import raise_on_all_ranks
 from pipeline.runtime.launch.host_copy import to_device
 
 
-class DeepSpeedBase(TrainsStepByStep):
-    """State and helpers of a DeepSpeed engine. The process group must be initialized.
-
-    Args:
-        run: the resolved config.
-        model: the full model, on meta.
-        objective: the loss.
-        device: of this rank.
-        mesh: this rank's coordinates and process groups; None for one process.
-    """
+class DeepSpeedBase(EngineBase):
+    """State and helpers of a DeepSpeed engine. The process group must be initialized."""
 
     _engine: Any
     _local_model: LocalModel
-    _tied_group: dist.ProcessGroup | None
-    """First and last pipeline rank, which both hold a tied embedding; see `tied_weights_group`."""
-    _loss: float
-    _host_sums: list[float]
-    _limits: UpdateLimits
-    _outcome: StepOutcome | None
+    _loss = math.nan
+    _host_sums: Sequence[float] = ()
+    _limits = NO_LIMITS
+    _outcome: StepOutcome | None = StepOutcome.APPLIED
     """Of the current step; None until it is decided."""
 
-    def __init__(
-        self, run: ResolvedRun, model: nn.Module, objective: Objective, *, device: torch.device, mesh: Mesh | None
-    ) -> None:
+    def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:  # noqa: ARG002
         set_up_deepspeed()  # zero.Init would not take over the process group
         deepspeed.utils.groups.mpu = None  # a global, which may hold the groups of an engine built earlier
-        self.rank, self.deferred = dist.get_rank(), False  # ZeRO's optimizers read the norm on the host
-        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._objective, self._device = objective, device
-        self._kind, self._scaler = run.config.optimizer.kind, LossScaler(run.config.fp16)
-        self._mesh, self._tied_group = mesh, None
-        self._balancer = make_balancer(run.config.moe, model, device=device)
-        self._loss, self._limits, self._outcome = math.nan, NO_LIMITS, StepOutcome.APPLIED
-        self._host_sums = []
-        coordinates = run.topology.coordinates(self.rank)
-        # every tp rank of the last stage has the same loss; one of them counts
-        self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == run.topology.pp - 1
+        self.deferred = False  # ZeRO's optimizers read the norm on the host
+
+    def _initialize(
+        self,
+        run: ResolvedRun,
+        module: nn.Module,
+        *,
+        config: dict[str, Any],
+        model_group: dist.ProcessGroup | None,
+        unit: ModelParallelUnit | None = None,
+    ) -> None:
+        """Sets `_engine` for a module around `_local_model`; see `make_optimizer`."""
+        optimizer = make_optimizer(
+            run,
+            self._local_model,
+            self._update_scales,
+            model_group=model_group,
+            counts_unsharded=self._mesh is None or self._mesh.coordinates["tp"] == 0,
+            update_allowed=self._update_allowed,
+        )
+        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=unit)
+        reset_optimizer_state(self._engine.optimizer)
+        self.decoders = [self._local_model.decoder]
 
     def state(self) -> State:
-        """See `Engine.state`."""
-        state = self._state_or_raise_on_all()
+        """See `Engine.state`. Raises on all ranks if one rank's disk fails, because writing is collective."""
+        state: NamedState = {}
+        failed: str | None = None
+        try:
+            state, _ = self._state()
+        except (OSError, RuntimeError, AssertionError) as error:
+            failed = str(error) or repr(error)
+        raise_on_all_ranks(failed, "the optimizer state could not be read")
         if not self._local_model.decoder.layout.first:  # of tied weights, the first stage writes its copy
             for name in self._local_model.tied:
                 for key in named_state.parameter_keys(name, self._kind):
                     del state[key]
         return state
 
-    def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
-        """See `Engine.load`."""
-        with self.edit_state() as state:
-            named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
-
-    @contextmanager
-    def edit_state(self) -> Iterator[State]:
-        """See `Engine.edit_state`."""
-        local_state = self._local_state()
-        yield local_state.named
-        self._scaler.load_state_dict(local_state.named)
-        if self._balancer is not None:
-            self._balancer.load_state_dict(local_state.named)
-        restore_local_state(self._engine.optimizer, local_state, self._kind)
-
-    def _state_or_raise_on_all(self) -> dict[str, NamedShard | Tensor]:
-        """The named state; raises on all ranks if one rank's disk fails, because writing is collective."""
-        state: dict[str, NamedShard | Tensor] = {}
-        failed: str | None = None
-        try:
-            state = self._named_state()
-        except (OSError, RuntimeError, AssertionError) as error:
-            failed = str(error) or repr(error)
-        raise_on_all_ranks(failed, "the optimizer state could not be read")
-        return state
-
-    def _named_state(self) -> dict[str, NamedShard | Tensor]:
-        return self._local_state().named
-
-    def _local_state(self) -> LocalState:
+    def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
         local_state = collect_local_state(self._engine.optimizer, self._local_model, self._kind)
-        local_state.named.update(self._scaler.state_dict())
-        if self._balancer is not None:
-            local_state.named.update(self._balancer.state_dict())
-        local_state.named.update(named_state.buffer_state(self._local_model.decoder.causal))
-        return local_state
-
-    @property
-    def decoders(self) -> list[Decoder]:
-        """See `Engine.decoders`."""
-        return [self._local_model.decoder]
+        return local_state.named, partial(restore_local_state, self._engine.optimizer, local_state, self._kind)
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`."""
@@ -192,12 +147,3 @@ class DeepSpeedBase(TrainsStepByStep):
         means, self._host_sums = [each / step.targets for each in values[: len(own)]], values[len(own) :]
         self._loss = means[0]
         return means
-
-    def _evaluation_sums(self, nats: Tensor, targets: int) -> EvaluationSums:
-        both = self._all_reduce_sums(torch.stack([nats.double(), torch.tensor(targets, device=nats.device).double()]))
-        return EvaluationSums(float(both[0]), int(both[1]))
-
-    def _all_reduce_sums(self, sums: Tensor) -> Tensor:
-        own = sums if self._reports_loss else torch.zeros_like(sums)
-        dist.all_reduce(own)
-        return own

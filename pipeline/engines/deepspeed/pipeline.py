@@ -14,7 +14,6 @@ from io import StringIO
 from itertools import islice
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import Topology
-from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
+from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
-    EvaluationSums,
     FinishedStep,
     HostValues,
     Objective,
@@ -35,19 +33,14 @@ from pipeline.engines.base import (
     UpdateLimits,
     no_host_values,
 )
-from pipeline.engines.common import update_scales
 from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.local_model import build_local_model
-from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
-from pipeline.engines.deepspeed.state import reset_optimizer_state
-from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import LocalModel
 from pipeline.engines.parallel.decoder import Decoder
-from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.partition import pipeline_stages
-from pipeline.engines.parallel.stages import is_tied
 from pipeline.models.build.initial_values import ParameterValues
 
 _EVALUATION_MICRO_BATCHES = 32
@@ -55,54 +48,23 @@ _EVALUATION_MICRO_BATCHES = 32
 
 
 class DeepSpeedPipeline(DeepSpeedBase):
-    """One model, split into pipeline stages. The process group must be initialized.
+    """One model, split into pipeline stages, with ZeRO 0 or 1."""
 
-    Args:
-        run: the resolved config, with pp above 1 and ZeRO 0 or 1.
-        model: on meta, as `build_meta` made it.
-        values: initial values of its parameters.
-        objective: the loss.
-        device: of this rank.
-        mesh: this rank's coordinates and process groups.
-    """
+    _mesh: Mesh
 
-    def __init__(
-        self,
-        run: ResolvedRun,
-        model: nn.Module,
-        values: ParameterValues,
-        objective: Objective,
-        *,
-        device: torch.device,
-        mesh: Mesh,
-    ) -> None:
-        super().__init__(run, model, objective, device=device, mesh=mesh)
-        scales = update_scales(model, run.config.model)
-        coordinates = mesh.coordinates
-        stage = pipeline_stages(run, model)[coordinates["pp"]]
+    def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:
+        super()._build(run, model, values)
+        index = self._mesh.coordinates["pp"]
+        stage = pipeline_stages(run, model)[index]
         self._local_model = build_local_model(
-            run, model, values, self._mesh, device=device, balancer=self._balancer, stage=stage
+            run, model, values, self._mesh, device=self._device, balancer=self._balancer, stage=stage
         )
-        self._stage_module = _StageModule(self._local_model.decoder, device)
-        self._tied_group = tied_weights_group(run.topology) if is_tied(model) else None
+        self._stage_module = _StageModule(self._local_model.decoder, self._device)
         module = _PipelineModule(
-            run.topology,
-            self._stage_module,
-            self._local_model,
-            index=coordinates["pp"],
-            tied_group=self._tied_group,
+            run.topology, self._stage_module, self._local_model, index=index, tied_group=self._tied_group
         )
-        optimizer = make_optimizer(
-            run,
-            self._local_model,
-            scales,
-            model_group=module.mpu().get_model_parallel_group(),
-            counts_unsharded=coordinates["tp"] == 0,
-            update_allowed=self._update_allowed,
-        )
-        self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(run))
+        self._initialize(run, module, config=deepspeed_config(run), model_group=module.mpu().get_model_parallel_group())
         module.optimizer = self._engine.optimizer
-        reset_optimizer_state(self._engine.optimizer)
 
     def begin_step(
         self,
@@ -127,20 +89,16 @@ class DeepSpeedPipeline(DeepSpeedBase):
         engine._exec_optimizer_step()
         return self._result(step, means)
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """See `Engine.evaluate`."""
-        nats, targets, rest = torch.zeros((), device=self._device), 0, iter(batches)
+    def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
+        rest = iter(batches)
         self._engine.reset_activation_shape()  # these batches may have another shape than those trained on
         while part := [micro.to(self._device) for micro in islice(rest, _EVALUATION_MICRO_BATCHES)]:
-            self._stage_module.begin(part, CrossEntropy(), 1.0)
+            self._stage_module.begin(part, objective, 1.0)
             self._engine.eval_batch(
                 _pairs(part), compute_loss=False, reduce_output=None, bcast_loss=False, num_micro_batches=len(part)
             )
-            nats += self._stage_module.sums[0]
-            targets += sum(int((micro.labels != IGNORE).sum()) for micro in part)
+            yield self._stage_module.sums[0], part
         self._engine.reset_activation_shape()
-        return self._evaluation_sums(nats, targets)
 
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
         """Not with pipeline parallelism: what would need it is refused before an engine is built."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,18 +53,14 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns the closure's value, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        assert closure is None
         for group in self.param_groups:
             present = [p for p in group["params"] if p.grad is not None]
             for batch in _batches([(p, p.grad, self._momentum(p)) for p in present]):
                 keys = {"lr": float(group["lr"]), "betas": group["betas"], "weight_decay": group["weight_decay"]}
                 _update(*batch, **keys, grad_scale=self.grad_scale, found_inf=self.found_inf)
-        return loss
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

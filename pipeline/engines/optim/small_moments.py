@@ -11,7 +11,7 @@ and a resumed run repeats them. They depend on the index, so a parameter has to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,17 +61,13 @@ class AdamWSmallMoments(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns the closure's value, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel():
                     self._update(parameter, group)
-        return loss
 
     def empty_moment(self, parameter: Tensor, name: str) -> dict[str, Tensor]:
         """The states of a moment that is zero everywhere, by their names."""

@@ -39,20 +39,10 @@ class UlyssesAttention:
     2023, DeepSpeed Ulysses (arXiv:2309.14509).
     """
 
+    make_mask = staticmethod(make_mask)
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-
-    def make_mask(
-        self,
-        documents: Tensor | None,
-        window: int | None,
-        *,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> AttentionMask:
-        """See `ContextParallelAttention.make_mask`."""
-        return make_mask(documents, window, length=length, dtype=dtype, device=device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
         """See `ContextParallelAttention.attend`."""

@@ -74,30 +74,12 @@ def attention_backward(
     if mask.blocks is not None:
         flex = partial(flex_forward, scale=scale, mask=mask)
         return merged_backward(grad, query, key, value, out, log_sum, forward=flex)
-    heads, (key, value) = key.shape[1], _repeated(query, key, value)
-    parts = _backward(grad, query, key, value, out, log_sum, scale=scale, mask=mask)
-    return parts[0], _sum_repeated_heads(parts[1], heads), _sum_repeated_heads(parts[2], heads)
-
-
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    *,
-    scale: float,
-    mask: AttentionMask,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """With equally many heads, by the kernel that fits."""
-    causal = mask.causal_only
+    heads, causal, (key, value) = key.shape[1], mask.causal_only, _repeated(query, key, value)
     if query.device.type == "cpu":
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, log_sum, 0.0, causal, attn_mask=mask.additive, scale=scale
         )
-        return _three(parts)
-    if _fits_flash(query):
+    elif _fits_flash(query):
         # further outputs of the forward operator: no boundaries of packed sequences, and a random generator state,
         # which is unused without dropout
         packed = (None, None, query.shape[2], key.shape[2])
@@ -105,8 +87,9 @@ def _backward(
         parts = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, log_sum, *packed, 0.0, causal, seed, offset, scale=scale
         )
-        return _three(parts)
-    return math_backward(grad, query, key, value, out, log_sum, scale=scale, causal=causal)
+    else:
+        parts = math_backward(grad, query, key, value, out, log_sum, scale=scale, causal=causal)
+    return parts[0], _sum_repeated_heads(parts[1], heads), _sum_repeated_heads(parts[2], heads)
 
 
 def flex_forward(
@@ -158,11 +141,6 @@ def _sum_repeated_heads(gradient: Tensor, heads: int) -> Tensor:
     """[B, H, T', d] -> [B, K, T', d], fp32: sums over the copies of a head; `heads` is K."""
     batch, all_heads, length, size = gradient.shape
     return gradient.float().reshape(batch, heads, all_heads // heads, length, size).sum(2)
-
-
-def _three(parts: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = parts
-    return query, key, value
 
 
 def _fits_flash(query: Tensor) -> bool:

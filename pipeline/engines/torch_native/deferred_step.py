@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.data.loader import StepBatch
 from pipeline.engines.base import PendingStep, StepOutcome, StepResult, UpdateLimits
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.optim.groups import set_learning_rate
@@ -63,22 +64,21 @@ def decide(
 
 
 class DeferredStep:
-    """A step that was begun; its numbers are on their way to the host.
+    """A step that was begun; its numbers are on their way to the host. Collective with a mixture of experts.
 
     Args:
-        step: its number.
-        numbers: fp64 on the device: means of the loss and its parts, gradient norm, sums of the host values, and what
-            the balancer returned.
+        step: its batch.
+        numbers: fp64 on the device: means of the loss and its parts, gradient norm, sums of the host values.
         decision: of the device.
         names: of the loss's parts.
         limits: of the step.
         scaler: is told the outcome.
-        balancer: of a mixture of experts.
+        balancer: of a mixture of experts; its step ends.
     """
 
     def __init__(
         self,
-        step: int,
+        step: StepBatch,
         numbers: Sequence[Tensor],
         decision: UpdateDecision,
         *,
@@ -88,8 +88,10 @@ class DeferredStep:
         balancer: ExpertBalancer | None,
     ) -> None:
         self.vetoed = decision.vetoed
-        self._step, self._names, self._limits = step, names, limits
+        self._step, self._names, self._limits = step.step, names, limits
         self._scaler, self._balancer = scaler, balancer
+        if balancer is not None:
+            numbers = [*numbers, balancer.end_step(targets=step.targets, vetoed=decision.vetoed)]
         self._sizes = [each.numel() for each in numbers]
         self._copy = HostCopy(torch.cat([each.reshape(-1) for each in numbers]))
         self._result: StepResult | None = None

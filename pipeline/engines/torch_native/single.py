@@ -8,43 +8,25 @@ some of the parameters at a time, so that its fp32 copies stay small. Numbers re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import (
-    NO_LIMITS,
-    EvaluationSums,
-    HostValues,
-    Objective,
-    PendingStep,
-    Replica,
-    TrainsStepByStep,
-    UpdateLimits,
-    no_host_values,
-)
-from pipeline.engines.common import samples_text, update_scales
-from pipeline.engines.loss_scale import LossScaler
-from pipeline.engines.objective import CrossEntropy
+from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.engines.base import NO_LIMITS, HostValues, Objective, PendingStep, UpdateLimits, no_host_values
+from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import parameter_groups
 from pipeline.engines.optim.small_moments import AdamWSmallMoments
 from pipeline.engines.optim.split_master import joined, split
 from pipeline.engines.optim.state import ensure_all_states, set_step_counter, step_counter
 from pipeline.engines.parallel.assemble import assemble
-from pipeline.engines.parallel.decoder import Decoder
-from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
 from pipeline.engines.torch_native.exchange import ExchangedGradients
 from pipeline.models.build.counter import CPU
@@ -115,48 +97,27 @@ class _Master:
         return taken
 
 
-class TorchSingle(TrainsStepByStep, ExchangedGradients):
-    """One process, one device, no sharding. See the module.
+class TorchSingle(EngineBase, ExchangedGradients):
+    """One process, one device, no sharding. See the module."""
 
-    Args:
-        run: the resolved config.
-        model: on meta, as `build_meta` made it.
-        values: initial values of its parameters.
-        objective: the loss.
-        device: where model and optimizer are placed.
-    """
-
-    def __init__(
-        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
-    ) -> None:
-        section = run.config.optimizer
-        self._kind, self.rank = section.kind, 0
-        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._objective, self._device = objective, device
-        self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
-        self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(run.config)
-        self._balancer = make_balancer(run.config.moe, model, device=device)
-        scales = update_scales(model, run.config.model)
+    def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:
+        section, self._clip = run.config.optimizer, run.config.gradient_clipping
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
+        self.decoders = [self._decoder]
         recorded = _Residuals(values)
-        materialize(self._decoder.causal, recorded, device=device, names=None)
-        self._decoder.train()
+        materialize(self._decoder.causal, recorded, device=self._device, names=None)
         weights = self._decoder.parameters_by_name()
         self._masters = {name: _master(weight, recorded.residuals.pop(name, None)) for name, weight in weights.items()}
         if run.batch.accumulation > 1 or run.replicated:
             for master in self._masters.values():
                 if master.weight.dtype != torch.float32:
                     master.weight.register_post_accumulate_grad_hook(master.add_gradient)
-        self._updates = [
-            _Update(
-                {name: self._masters[name] for name in names},
-                build_optimizer(
-                    parameter_groups({name: self._masters[name].parameter for name in names}, scales, section.params),
-                    section,
-                ),
-            )
-            for names in _by_size(self._masters)
-        ]
+        self._updates: list[_Update] = []
+        for names in _by_size(self._masters):
+            masters = {name: self._masters[name] for name in names}
+            updated = {name: master.parameter for name, master in masters.items()}
+            groups = parameter_groups(updated, self._update_scales, section.params)
+            self._updates.append(_Update(masters, build_optimizer(groups, section)))
         for update in self._updates:
             with update.master_values():
                 ensure_all_states(update.optimizer, self._kind)
@@ -180,10 +141,14 @@ class TorchSingle(TrainsStepByStep, ExchangedGradients):
         decision = decide(means[0], norm, limits=limits, clip=self._clip, scale=scale, after=after)
         for update in self._updates:
             update.run(decision, lr=lr)
-        load = [] if self._balancer is None else [self._balancer.end_step(targets=step.targets, vetoed=decision.vetoed)]
-        numbers, names = [means, norm, to_device(host_values(), self._device), *load], self._objective.parts
         return DeferredStep(
-            step.step, numbers, decision, names=names, limits=limits, scaler=self._scaler, balancer=self._balancer
+            step,
+            [means, norm, to_device(host_values(), self._device)],
+            decision,
+            names=self._objective.parts,
+            limits=limits,
+            scaler=self._scaler,
+            balancer=self._balancer,
         )
 
     def _train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Tensor:
@@ -199,54 +164,32 @@ class TorchSingle(TrainsStepByStep, ExchangedGradients):
     def _fp32_gradients(self) -> list[Tensor]:
         return [master.fp32_gradient() for master in self._masters.values() if master.weight.requires_grad]
 
-    @property
-    def decoders(self) -> list[Decoder]:
-        """See `Engine.decoders`."""
-        return [self._decoder]
+    def _score(self, batch: MicroBatch, objective: Objective) -> Tensor:
+        total: Tensor = self._decoder(batch.input_ids, batch, objective)[0]
+        return total.double()
 
-    def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`: one process has none."""
-        return iter(())
+    def _master_values(self) -> dict[str, Tensor]:
+        """The fp32 master weights. Split ones are joined on the CPU: 4 more bytes each might not fit on the device."""
+        return {
+            name: master.values() if master.residual is None else master.values().cpu()
+            for name, master in self._masters.items()
+        }
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """See `Engine.evaluate`."""
-        self._decoder.eval()
-        nats, targets, objective = torch.zeros((), dtype=torch.float64, device=self._device), 0, CrossEntropy()
-        for micro in batches:
-            batch = micro.to(self._device)
-            nats += self._decoder(batch.input_ids, batch, objective)[0]
-            targets += int((micro.labels != IGNORE).sum())
-        self._decoder.train()
-        return EvaluationSums(float(nats), targets)
-
-    @torch.no_grad()
-    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
-        """See `Engine.forward_passes`."""
-        self._decoder.eval()
-        for micro in batches:
-            batch = micro.to(self._device)
-            self._decoder(batch.input_ids, batch, objective)
-        self._decoder.train()
-
-    def state(self) -> State:
-        """See `Engine.state`."""
-        return self._named_state(self._master_values())
-
-    def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
-        """See `Engine.load`."""
-        with self.edit_state() as state:
-            named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
-
-    @contextmanager
-    def edit_state(self) -> Iterator[State]:
-        """See `Engine.edit_state`."""
+    def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
         masters = self._master_values()
-        state = self._named_state(masters)
-        yield state
-        self._scaler.load_state_dict(state)
-        if self._balancer is not None:
-            self._balancer.load_state_dict(state)
+        named: NamedState = {}
+        state: dict[str, Tensor] = {}
+        for update in self._updates:
+            for name, master in update.masters.items():
+                state, shape = update.optimizer.state[master.parameter], tuple(master.weight.shape)
+                tensors = (masters[name], *(update.moment(master, each) for each in self._kind.states))
+                for key, tensor in zip(named_state.parameter_keys(name, self._kind), tensors, strict=True):
+                    named[key] = NamedShard(shape, start=0, values=tensor.view(-1))
+        if self._kind.counts_steps:
+            named[named_state.OPTIMIZER_STEP] = step_counter(state)
+        return named, partial(self._restore, named, masters)
+
+    def _restore(self, state: NamedState, masters: dict[str, Tensor]) -> None:
         counter = state.get(named_state.OPTIMIZER_STEP)
         for update in self._updates:
             for name, master in update.masters.items():
@@ -256,32 +199,6 @@ class TorchSingle(TrainsStepByStep, ExchangedGradients):
                 for key, each in zip(named_state.parameter_keys(name, self._kind)[1:], self._kind.states, strict=True):
                     if isinstance(update.optimizer, AdamWSmallMoments):
                         update.optimizer.set_moment(master.parameter, each, _whole(state[key]))
-
-    def _master_values(self) -> dict[str, Tensor]:
-        """The fp32 master weights. Split ones are joined on the CPU: 4 more bytes each might not fit on the device."""
-        return {
-            name: master.values() if master.residual is None else master.values().cpu()
-            for name, master in self._masters.items()
-        }
-
-    def _named_state(self, masters: dict[str, Tensor]) -> dict[str, NamedShard | Tensor]:
-        named: dict[str, NamedShard | Tensor] = {}
-        state: dict[str, Tensor] = {}
-        for update in self._updates:
-            for name, master in update.masters.items():
-                state, shape = update.optimizer.state[master.parameter], tuple(master.weight.shape)
-                tensors = (masters[name], *(update.moment(master, each) for each in self._kind.states))
-                for key, tensor in zip(named_state.parameter_keys(name, self._kind), tensors, strict=True):
-                    named[key] = NamedShard(shape, start=0, values=tensor.view(-1))
-        counter = {named_state.OPTIMIZER_STEP: step_counter(state)} if self._kind.counts_steps else {}
-        experts = self._balancer.state_dict() if self._balancer else {}
-        return {
-            **named,
-            **experts,
-            **named_state.buffer_state(self._decoder.causal),
-            **self._scaler.state_dict(),
-            **counter,
-        }
 
     def _gradient_norm(self) -> Tensor:
         """2-norm of the gradient, fp64 scalar on the device; each tensor's in fp32 whatever its dtype."""

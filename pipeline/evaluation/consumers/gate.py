@@ -148,13 +148,8 @@ def run_pruned_gate(
 
     Args:
         original: Hugging Face folder of the model that was pruned.
-        result: the pruned folder.
-        scheme: dtype of its weights, whose bound holds between consumers.
-        sample: what is scored.
-        vocabulary: V of both.
-        consumers: which are run.
-        say: takes lines for people.
-        reference: reads the original's scores of the sample, where it has been scored already.
+        scheme: dtype of the result's weights, whose bound holds between consumers.
+        result, sample, vocabulary, consumers, say, reference: see `run_gate`.
 
     Returns:
         For the manifest: consumer -> its figures beside the original's, with `mean_kl_to_transformers` on the same

@@ -1,0 +1,149 @@
+"""What the engines have in common; the reference engine, against which they are checked, has none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.format.shard_table import State
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.memory.shard_files import ShardFiles
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.engines.base import EvaluationSums, Objective, Replica, TrainsStepByStep
+from pipeline.engines.common import samples_text, update_scales
+from pipeline.engines.loss_scale import LossScaler
+from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.expert_balance import make_balancer
+from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
+from pipeline.engines.parallel.stages import is_tied
+from pipeline.models.build.initial_values import ParameterValues
+
+NamedState = dict[str, NamedShard | Tensor]
+
+
+class EngineBase(TrainsStepByStep):
+    """An `Engine` but for `begin_step`. A subclass has `_build`, `_local_state`, and `_score` or `_scores`.
+
+    Args:
+        run: the resolved config.
+        model: on meta, as `build_meta` made it.
+        values: initial values of its parameters.
+        objective: the loss.
+        device: of this rank.
+        mesh: this rank's coordinates and process groups; None for one process.
+
+    Attributes:
+        decoders: see `Engine.decoders`.
+    """
+
+    decoders: list[Decoder]
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        model: nn.Module,
+        values: ParameterValues,
+        objective: Objective,
+        *,
+        device: torch.device,
+        mesh: Mesh | None,
+    ) -> None:
+        config, topology = run.config, run.topology
+        self.rank = 0 if mesh is None else mesh.rank
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._objective, self._device, self._mesh = objective, device, mesh
+        self._kind, self._scaler = config.optimizer.kind, LossScaler(config.fp16)
+        self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(config)
+        self._balancer = make_balancer(config.moe, model, device=device)
+        self._update_scales = update_scales(model, config.model)
+        self._tied_group = tied_weights_group(topology) if topology.pp > 1 and is_tied(model) else None
+        coordinates = topology.coordinates(self.rank)
+        # every tp rank of the last stage has the same loss; one of them counts
+        self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == topology.pp - 1
+        self._build(run, model, values)
+        self._set_training(True)
+
+    def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:
+        """Builds `decoders` and the optimizer."""
+        raise NotImplementedError
+
+    def replicas(self) -> Iterator[Replica]:
+        """See `Engine.replicas`: one process has none."""
+        return iter(())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
+        """See `Engine.evaluate`."""
+        nats, targets = torch.zeros((), device=self._device), 0
+        for score, scored in self._scores(batches, CrossEntropy()):
+            nats = nats + score
+            targets += sum(int((micro.labels != IGNORE).sum()) for micro in scored)
+        sums = torch.stack([nats.double(), torch.tensor(targets, device=self._device).double()])
+        if self._mesh is not None:
+            if not self._reports_loss:
+                sums.zero_()
+            dist.all_reduce(sums)
+        total, count = sums.tolist()
+        return EvaluationSums(total, int(count))
+
+    @torch.no_grad()
+    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
+        """See `Engine.forward_passes`."""
+        for _ in self._scores(batches, objective):
+            pass
+
+    def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
+        """Sums of the objective in evaluation mode, with the micro-batches that each is of."""
+        self._set_training(False)
+        for micro in batches:
+            yield self._score(micro.to(self._device), objective), [micro]
+        self._set_training(True)
+
+    def _score(self, batch: MicroBatch, objective: Objective) -> Tensor:
+        """The objective summed over a batch: scalar, in the dtype in which an evaluation adds up."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """See `Engine.state`."""
+        return self._state()[0]
+
+    def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
+        """See `Engine.load`."""
+        with self.edit_state() as state:
+            named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
+
+    @contextmanager
+    def edit_state(self) -> Iterator[State]:
+        """See `Engine.edit_state`."""
+        state, restore = self._state()
+        yield state
+        self._scaler.load_state_dict(state)
+        if self._balancer is not None:
+            self._balancer.load_state_dict(state)
+        restore()
+
+    def _state(self) -> tuple[NamedState, Callable[[], None]]:
+        """The named state, and what is called after it was changed."""
+        state, restore = self._local_state()
+        if self._balancer is not None:
+            state.update(self._balancer.state_dict())
+        for decoder in self.decoders:
+            state.update(named_state.buffer_state(decoder.causal))
+        state.update(self._scaler.state_dict())
+        return state, restore
+
+    def _set_training(self, mode: bool) -> None:
+        for decoder in self.decoders:
+            decoder.train(mode)
+
+    def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
+        """As `_state`, of weights and optimizer states."""
+        raise NotImplementedError
