@@ -89,9 +89,14 @@ def check_layout(config: Config, topology: Topology) -> None:
     _check_hybrid_shard(config, topology)
     _check_offload(config)
     _check_moments(config, topology)
-    check_distillation(config)
-    check_features(config)
-    check_on_policy(config, topology)
+    check_distillation(config.distill, config.data)
+    check_features(
+        config.distill,
+        attn_implementation=config.model.attn_implementation,
+        engine=config.engine,
+        compiled=bool(config.compile.enabled),
+    )
+    check_on_policy(config.distill, topology, sequence_length=config.data.sequence_length, fp8=config.fp8)
 
 
 def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:

@@ -79,7 +79,10 @@ class LargeRun:
     @property
     def training(self) -> Training:
         """Its hyperparameters, for the published laws."""
-        return training_of(self.run, parameters_non_embedding=self.counts.body)
+        run, body = self.run, self.counts.body
+        return training_of(
+            run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=body
+        )
 
 
 def read_large_run(raw: Mapping[str, Any]) -> LargeRun:

@@ -188,7 +188,7 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         rates = {"aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
         yield Entry("experts", f"balance {moe.balance}{loss}{bias}", {"balance": moe.balance, **rates})
     if run.config.fp8.enabled:
-        layers = fp8_layers(run, prepared.model)
+        layers = fp8_layers(run.config.fp8, prepared.model, tp=run.topology.tp)
         counts = {"converted": len(layers.converted), "excluded": list(layers.excluded)}
         yield Entry("fp8", f"{run.config.fp8.recipe}: {layers.text}", {**run.config.fp8.model_dump(), **counts})
     yield from (*_rounding(run), *_parametrization(prepared))
@@ -224,7 +224,8 @@ def _straggler_entry(prepared: PreparedRun) -> Entry:
     from pipeline.runtime.metrics.stragglers import report_interval, report_seconds  # noqa: PLC0415  imports torch
 
     run, layers = prepared.run, int(prepared.hf_config.get("num_hidden_layers") or 0)
-    every, seconds = report_interval(run, layers=layers), report_seconds(run, layers=layers)
+    seconds = report_seconds(run.topology, run.batch, layers=layers)
+    every = report_interval(run.config.stragglers, seconds=seconds)
     cost = f"about {seconds:.1f} s of profiling each" if every else f"would take about {seconds:.1f} s each"
     text = f"a report every {every:,} steps, {cost}" if every else f"no reports: {cost}"
     return Entry("stragglers", text, {"every": every, "seconds_per_report": seconds})

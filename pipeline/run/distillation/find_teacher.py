@@ -6,6 +6,7 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.checks import check_layout
@@ -30,11 +31,19 @@ def find_teacher(
     Raises:
         ConfigError, DataError: see `open_teacher` and `open_logits`.
     """
-    section = run.config.distill
-    assert section is not None
-    if section.logits is None:
+    config, extent = run.config, Extent(run.steps, run.batch.samples)
+    assert config.distill is not None
+    if config.distill.logits is None:
         return open_teacher(run, vocab_size=vocab_size), None
-    return None, open_logits(run, mixture, vocab_size=vocab_size)
+    logits = open_logits(
+        config.distill,
+        mixture,
+        data=config.data,
+        anomalies=config.anomalies,
+        extent=extent,
+        vocab_size=vocab_size,
+    )
+    return None, logits
 
 
 def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
