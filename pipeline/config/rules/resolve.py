@@ -299,7 +299,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
     ]
     refuse_all(found_by(checks))
     [(topology, batch)] = mesh
-    check_schedule(config, topology, batch)
+    check_schedule(config.parallel, topology, batch, memory=config.memory)
     check_fp8_tokens(config.fp8, topology, batch)
     check_quantization_aware(config.quantization_aware, topology, fp8=config.fp8)
     check_gradient_dtype(config, topology, batch)
@@ -320,7 +320,7 @@ def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, 
     check_stage_devices(config.parallel, topology, islands=config.islands, distill=config.distill)
     if config.parallel.shares is not None:
         return topology, shared_batch(config, topology)
-    least, multiple = micro_batch_constraints(config, topology)
+    least, multiple = micro_batch_constraints(config.parallel, topology)
     sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple}
     return topology, resolve_batch(config, elastic=elastic, **sizes)
 

@@ -10,6 +10,8 @@ from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.checks import check_layout
+from pipeline.engines.parallel.compilation import compiles
+from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.folder.model_folder import ModelFolder
@@ -92,6 +94,13 @@ def check_student(run: ResolvedRun, student: nn.Module, teacher: TeacherModel | 
     section = run.config.distill
     assert section is not None
     if teacher is not None:
-        check_feature_models(run, student=student, teacher=teacher.model)
+        check_feature_models(
+            section,
+            run.topology,
+            student=student,
+            teacher=teacher.model,
+            last_stage=pipeline_stages(run, student)[-1].layers,
+            compiled=compiles(run.config.compile),
+        )
     if section.on_policy is not None and section.on_policy.kv_cache:
         check_kv_cache(student, mask_documents=run.config.data.mask_documents)
