@@ -355,8 +355,10 @@ class Session:
         first = progress.step + 1
         steps = group.batches() if group else batches.training(first_step=first, skips=stepper.skips)
         balancer = make_balancer(run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack)
-        shared: dict[str, Any] = {"run": run, "watchdog": self.watchdog, "sinks": sinks, "display": display}
+        shared: dict[str, Any] = {"watchdog": self.watchdog, "sinks": sinks, "display": display}
         saves = CheckpointSaves(
+            every=run.config.run.checkpoint_every,
+            last=run.steps,
             engine=engine,
             stepper=stepper,
             writer=self._checkpoint_writer(),
@@ -367,11 +369,21 @@ class Session:
             **shared,
         )
         asked: dict[str, Any] = {"signals": self.signals, "agreement": self.agreement}
+        evaluation = HeldOutEvaluation(
+            every=run.config.evaluation.every,
+            last=run.steps,
+            engine=engine,
+            batches=batches,
+            saves=saves,
+            **asked,
+            **shared,
+        )
         return Trainer(
+            run=run,
             stepper=stepper,
             steps=steps,
             saves=saves,
-            evaluation=HeldOutEvaluation(engine=engine, batches=batches, saves=saves, **asked, **shared),
+            evaluation=evaluation,
             instruments=make_instruments(
                 prepared, engine, self.agreement.device, rank=self.launch.rank, say=display.say, stack=stack
             ),
