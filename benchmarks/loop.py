@@ -297,10 +297,12 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
     )
     shown = TrainingDisplay(first=0, total=run.steps, shown=False)
-    shared: dict[str, Any] = {"run": run, "watchdog": Watchdog(), "sinks": sinks, "display": shown}
+    shared: dict[str, Any] = {"watchdog": Watchdog(), "sinks": sinks, "display": shown}
     asked: dict[str, Any] = {"signals": StopSignals(announce=False), "agreement": Agreement(device)}
     progress = Progress(0)
     saves = CheckpointSaves(
+        every=run.config.run.checkpoint_every,
+        last=run.steps,
         engine=engine,
         stepper=stepper,
         writer=CheckpointWriter(prepared.store),
@@ -309,11 +311,21 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         progress=progress,
         **shared,
     )
+    evaluation = HeldOutEvaluation(
+        every=run.config.evaluation.every,
+        last=run.steps,
+        engine=engine,
+        batches=RankBatches(prepared, 0),
+        saves=saves,
+        **asked,
+        **shared,
+    )
     Trainer(
+        run=run,
         stepper=stepper,
         steps=rounds.steps(iter(loader(prepared))),
         saves=saves,
-        evaluation=HeldOutEvaluation(engine=engine, batches=RankBatches(prepared, 0), saves=saves, **asked, **shared),
+        evaluation=evaluation,
         instruments=instruments(prepared, device),
         progress=progress,
         **asked,

@@ -18,7 +18,6 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.deepspeed import SchedulerParams, SchedulerSection
-from pipeline.config.sections.run import Config
 
 _USES = {
     "WarmupLR": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},
@@ -63,16 +62,7 @@ class Schedule:
         return fields if self.kind in ("WarmupDecayLR", "WarmupCosineLR", "WSD") else {**fields, "total": None}
 
 
-def make_schedule(config: Config, *, steps: int) -> Schedule:
-    """The learning-rate schedule of a config; constant when it has no scheduler.
-
-    Raises:
-        ConfigError: a parameter that the chosen type does not use, or a warmup and decay longer than the run.
-    """
-    return schedule_from_section(config.scheduler, lr=config.optimizer.params.lr, steps=steps)
-
-
-def schedule_from_section(section: SchedulerSection | None, *, lr: float, steps: int | None) -> Schedule:
+def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | None) -> Schedule:
     """The learning-rate schedule of a `scheduler` section; constant without one.
 
     Args:
@@ -81,7 +71,8 @@ def schedule_from_section(section: SchedulerSection | None, *, lr: float, steps:
         steps: length of the run; None where it is unknown, so that the section has to give it.
 
     Raises:
-        ConfigError: as `make_schedule`, and a length that is not given.
+        ConfigError: a parameter that the chosen type does not use, a warmup and decay longer than the run, or a
+            length that is not given.
     """
     if section is None:
         return Schedule("constant", lr)

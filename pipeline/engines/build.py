@@ -32,7 +32,7 @@ def build_engine(
         device: of this rank.
         mesh: this rank's coordinates and process groups, if they exist already.
     """
-    mesh = mesh or build_mesh(run, device.type)
+    mesh = mesh or build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)
     if run.plain:
         from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schedule import schedule_from_section
+from pipeline.config.schedule import make_schedule
 from pipeline.config.topology import Topology
 from pipeline.engines.build import pick_device
 from pipeline.engines.common import update_scales
@@ -71,7 +71,7 @@ def prepare(
             why = "a torch scheduler is passed, too"
             raise ConfigError("scheduler.type", checked.scheduler.type, why=why, remedy="use one of the two")
         refuse_second_schedule(checked.scheduler.type, optimizer)
-        schedule = schedule_from_section(checked.scheduler, lr=float(optimizer.param_groups[0]["lr"]), steps=None)
+        schedule = make_schedule(checked.scheduler, lr=float(optimizer.param_groups[0]["lr"]), steps=None)
     _quiet_libraries(launch)
     notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)

@@ -16,7 +16,8 @@ from headrace.base.errors import ConfigError
 from headrace.base.quick_imports import quick_imports
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
-from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.data import DataSection
 from pipeline.plan.fake_gpu.requirements import check_exact
 from pipeline.run.before.summary import Entry, as_json, prepared_entries, resolved_entries
 from pipeline.runtime.launch import detect
@@ -76,14 +77,17 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
         ConfigError, DataError: the config cannot run.
     """
     config = loaded.config
-    processes, begun = arguments.processes or detect().world_size, has_begun(config)
+    processes = arguments.processes or detect().world_size
+    begun = has_begun(config.run.dir, train_batch_size=config.train_batch_size)
     resolved = resolve(config, world_size=processes, begun=begun)
     if arguments.exact:
-        _check_exact(resolved, rules_only=arguments.rules_only)
+        if arguments.rules_only:
+            raise ConfigError("--exact", True, why="--rules-only looks at no model", remedy="give one of the two")
+        check_exact(config.engine, distils=config.distill is not None)
     entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
     entries += resolved_entries(resolved)
     if not arguments.rules_only:
-        _check_data(resolved)
+        _check_data(config.data, seed=config.run.seed, steps=resolved.steps, samples=resolved.batch.samples)
         with quick_imports():
             from pipeline.run.before.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
             from pipeline.run.before.generation_cost import generation_entries  # noqa: PLC0415
@@ -104,19 +108,12 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     return entries
 
 
-def _check_data(run: ResolvedRun) -> None:
+def _check_data(data: DataSection, *, seed: int, steps: int, samples: int) -> None:
     """Refuses missing or unfit data as `prepare` does, but before torch is imported, which takes seconds."""
     from pipeline.data.mixing_weights import Extent  # noqa: PLC0415
     from pipeline.data.mixture import open_mixture  # noqa: PLC0415  imports numpy
 
-    extent, seed = Extent(run.steps, run.batch.samples), run.config.run.seed
-    open_mixture(run.config.data, seed=seed, extent=extent, stat_files=False)
-
-
-def _check_exact(run: ResolvedRun, *, rules_only: bool) -> None:
-    if rules_only:
-        raise ConfigError("--exact", True, why="--rules-only looks at no model", remedy="give one of the two")
-    check_exact(run)
+    open_mixture(data, seed=seed, extent=Extent(steps, samples), stat_files=False)
 
 
 def _exact_entries(
@@ -132,7 +129,7 @@ def _exact_entries(
     steps: list[Executed] = []
 
     def executed(ranks: Sequence[int]) -> Executed:
-        steps.append(execute(prepared.run, source, ranks=ranks))
+        steps.append(execute(source, ranks=ranks, pp=prepared.run.topology.pp, engine=prepared.run.config.engine))
         return steps[-1]
 
     yield from memory_entries(prepared.run, prepared.model, memory=memory, execute=executed)

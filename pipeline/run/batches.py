@@ -65,7 +65,7 @@ class RankBatches:
         """
         run = self.prepared.run
         shapes_change = run.topology.pp == 1 and not compiles(run.config.compile)
-        least, multiple = micro_batch_constraints(run.config, run.topology)
+        least, multiple = micro_batch_constraints(run.config.parallel, run.topology)
         batch = part_of_batch(
             run.batch, ranges, shapes_change=shapes_change, min_micro_batches=least, multiple_of=multiple
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.checkpoint_timer import CheckpointTimer
@@ -27,7 +27,8 @@ class CheckpointSaves:
     """Saves what an engine, a stepper and a group hold.
 
     Attributes:
-        run: the resolved config.
+        every: `run.checkpoint_every`.
+        last: the run's last step.
         engine: hands out its state.
         stepper: what it knows of loss spikes belongs to a checkpoint.
         writer: writes the files.
@@ -41,7 +42,8 @@ class CheckpointSaves:
         blocked: the time in which training waited for checkpoints.
     """
 
-    run: ResolvedRun
+    every: int | Literal["auto"] | None
+    last: int
     engine: Engine
     stepper: GuardedStepper
     writer: CheckpointWriter
@@ -66,8 +68,7 @@ class CheckpointSaves:
 
     def due(self, step: int) -> bool:
         """Whether the config wants a checkpoint after a step, whatever the time."""
-        every = self.run.config.run.checkpoint_every
-        return every != "auto" and bool(every and step % every == 0)
+        return self.every != "auto" and bool(self.every and step % self.every == 0)
 
     def save(self, step: int) -> None:
         """Starts writing a checkpoint once the previous one is written. Collective.
@@ -104,11 +105,11 @@ class CheckpointSaves:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self.group is not None and step < self.run.steps:
+        if self.group is not None and step < self.last:
             self.group.leave()
         with self.blocked.running():
             self._write_last(step)
-        if step == self.run.steps:
+        if step == self.last:
             self.writer.stop_copy()
         else:
             self.writer.wait_for_copy()

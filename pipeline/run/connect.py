@@ -25,15 +25,16 @@ from pipeline.runtime.launch import Launch, Rendezvous, process_group
 
 def check_node(prepared: PreparedRun) -> None:
     """Refuses what this node cannot do, before anything is touched."""
-    if prepared.run.config.engine == "deepspeed":
-        check_machine(prepared.run.config)
-    check_stage_space(prepared)
-    if prepared.run.config.islands or prepared.run.config.replicas:
+    config = prepared.run.config
+    if config.engine == "deepspeed":
+        check_machine(config.zero_optimization, config.fp16)
+    check_stage_space(config.data, prepared.mixture)
+    if config.islands or config.replicas:
         from pipeline.run.groups.islands.build import check_island  # noqa: PLC0415
 
-        check_island(prepared.run.config.islands)
-        check_island(prepared.run.config.replicas, field="replicas")
-    memory_folder(prepared.run.config.run)
+        check_island(config.islands)
+        check_island(config.replicas, field="replicas")
+    memory_folder(config.run)
 
 
 def check_device(run: ResolvedRun, device: torch.device) -> None:
@@ -64,6 +65,6 @@ def connect(
 
 
 def _make_mesh(run: ResolvedRun, device: torch.device) -> Mesh:
-    mesh = build_mesh(run, device.type)
+    mesh = build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)
     assert mesh is not None  # only the reference has none
     return mesh

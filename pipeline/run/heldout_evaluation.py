@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.base import Engine, EvaluationSums
@@ -26,7 +25,8 @@ class HeldOutEvaluation:
     """Scores the held-out splits.
 
     Attributes:
-        run: the resolved config.
+        every: `evaluation.every`.
+        last: the run's last step.
         engine: computes the losses.
         batches: the splits, and this rank's batches of them.
         saves: a checkpoint under way is committed meanwhile.
@@ -37,7 +37,8 @@ class HeldOutEvaluation:
         display: messages.
     """
 
-    run: ResolvedRun
+    every: int | None
+    last: int
     engine: Engine
     batches: HeldOutBatches
     saves: CheckpointSaves
@@ -49,8 +50,7 @@ class HeldOutEvaluation:
 
     def due(self, step: int) -> bool:
         """Whether there is an evaluation after a step."""
-        every = self.run.config.evaluation.every
-        return step == self.run.steps or bool(every and step % every == 0)
+        return step == self.last or bool(self.every and step % self.every == 0)
 
     def evaluate(self, step: int) -> Stop:
         """Held-out loss, perplexity and bits per byte over all sources, each token counting once. Collective.

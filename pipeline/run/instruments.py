@@ -18,7 +18,7 @@ from pipeline.runtime.metrics.memory import PeakMemory
 from pipeline.runtime.metrics.mfu import peak_flops
 from pipeline.runtime.metrics.profiling import StepProfiler
 from pipeline.runtime.metrics.step_clock import StepClock
-from pipeline.runtime.metrics.stragglers import Stragglers, peers_of, report_interval
+from pipeline.runtime.metrics.stragglers import Stragglers, peers_of, report_interval, report_seconds
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,10 @@ def make_instruments(
     """
     run, gpu = prepared.run, device.type == "cuda"
     config = run.config
+    layers = int(prepared.hf_config.get("num_hidden_layers") or 0)
     stragglers = Stragglers(
         threshold=config.stragglers.threshold,
-        every=report_interval(run, layers=int(prepared.hf_config.get("num_hidden_layers") or 0)),
+        every=report_interval(config.stragglers, seconds=report_seconds(run.topology, run.batch, layers=layers)),
         peers=peers_of(run.topology),
         rank=rank,
         gpu=torch.cuda.is_available(),

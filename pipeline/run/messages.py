@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.engines.base import Engine
@@ -45,11 +46,11 @@ def loaded_line(read: Mapping[str, int]) -> str:
     return f"read {memory:,.1f} MB of the checkpoint from memory{more}, {files:,.1f} MB from the run's directory"
 
 
-def closing_line(prepared: PreparedRun, stop: Stop, *, step: int) -> str:
+def closing_line(stop: Stop, *, step: int, steps: int, run_dir: Path) -> str:
     """Whether the run has finished, or which signal stopped it and what to do."""
     if stop:
         return f"stopped by {stop} after step {step}: start it again to go on"
-    return f"finished: {prepared.run.steps} steps, in {prepared.run_dir}"
+    return f"finished: {steps} steps, in {run_dir}"
 
 
 def quiet_libraries(launch: Launch) -> None:

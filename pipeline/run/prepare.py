@@ -17,7 +17,9 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import curve_fields
 from pipeline.config.rules.fallback_layouts import naming_fallback
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.compression import DistillSection
+from pipeline.config.sections.deepspeed import ZeroSection
+from pipeline.config.sections.run import ModelSection
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
@@ -100,7 +102,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     heldout = open_heldout(config.data, mixture, stat_files=first)
     tokenizer = tokenizer_details(mixture.sources[0].manifest)
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
-    for field, folder in named_folders(config).items():
+    for field, folder in named_folders(config.model, config.distill).items():
         check_tokenizer(field, folder, tokenizer)
     teacher, logits = None, None
     if config.distill is not None:
@@ -112,19 +114,23 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     check_fallbacks(run, model)
     if config.distill is not None:
         check_student(run, model, teacher)
-    check_disks(config)
-    check_tensorboard(config)
-    values = first_values(config, model)
+    check_disks(config.zero_optimization)
+    check_tensorboard(config.tensorboard)
+    values = first_values(config.model, model, seed=config.run.seed)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     section = config.run
     store = CheckpointStore(Path(section.dir), keep=section.keep_checkpoints, keep_every=section.keep_every)
     plain = described(hf_config)
-    parents = {**mixture.parents, **folder_parents(config), **(logits.parents if logits is not None else {})}
+    parents = {
+        **mixture.parents,
+        **folder_parents(config.model, config.distill),
+        **(logits.parents if logits is not None else {}),
+    }
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
     if logits is not None:  # a directory with the same records and more of them is as good
         prints["distill.logits.fingerprint"] = logits.format.content
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
-    check_run_dir(run, store, curve)
+    check_run_dir(config.run, store, curve, steps=run.steps)
     return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents, teacher, logits)
 
 
@@ -145,11 +151,10 @@ def attention_of(run: ResolvedRun) -> str:
     return attention.ATTENTION_NAME if given == "sdpa" and not run.plain else given
 
 
-def first_values(config: Config, model: nn.Module) -> ParameterValues:
+def first_values(section: ModelSection, model: nn.Module, *, seed: int) -> ParameterValues:
     """Initialized by name, or read from the folder that `model.path` names."""
-    section = config.model
     if section.path is None or section.fresh:
-        found, seed = find_parametrization(section, model), config.run.seed
+        found = find_parametrization(section, model)
         initial = InitByName(model, seed=seed) if found is None else ScaledInit(model, found, seed=seed)
         initial.check()
         return initial
@@ -157,11 +162,10 @@ def first_values(config: Config, model: nn.Module) -> ParameterValues:
     return FromSafetensors(section.path, model=model, rename=rename, partial=partial)
 
 
-def named_folders(config: Config) -> dict[str, str]:
+def named_folders(model: ModelSection, distill: DistillSection | None) -> dict[str, str]:
     """Config field -> path of every Hugging Face folder the config names."""
-    distill = config.distill
     teacher = distill.teacher if distill is not None and distill.logits is None else None
-    named = {"model.path": config.model.path, "distill.teacher": teacher}
+    named = {"model.path": model.path, "distill.teacher": teacher}
     return {field: path for field, path in named.items() if path is not None}
 
 
@@ -186,20 +190,20 @@ def described(config: PretrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in idle}
 
 
-def folder_parents(config: Config) -> dict[str, Any]:
+def folder_parents(model: ModelSection, distill: DistillSection | None) -> dict[str, Any]:
     """Path and fingerprint of every Hugging Face folder the config names."""
-    named = named_folders(config).items()
+    named = named_folders(model, distill).items()
     return {field: {"path": path, "fingerprint": ModelFolder.open(path).fingerprint()} for field, path in named}
 
 
-def check_disks(config: Config) -> None:
+def check_disks(zero: ZeroSection) -> None:
     """Refuses to offload to a directory that this machine does not have.
 
     Raises:
         ConfigError: `nvme_path` is no directory, or cannot be written.
     """
     for name in ("offload_optimizer", "offload_param"):
-        section = getattr(config.zero_optimization, name)
+        section = getattr(zero, name)
         path = section.nvme_path
         if section.device == "nvme" and not (Path(path).is_dir() and os.access(path, os.W_OK)):
             field = f"zero_optimization.{name}.nvme_path"

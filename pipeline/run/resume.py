@@ -19,9 +19,9 @@ from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import is_allowed, written_keys
 from pipeline.config.rules.renamed_keys import upgrade_keys
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
+from pipeline.config.sections.run import RunSection
 from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.launch.missing_ranks import deadline
@@ -33,7 +33,7 @@ _OF_A_RUN = (".lock", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints"
 """What a directory of a run has before its first manifest: each of them, or some."""
 
 
-def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:
+def check_run_dir(section: RunSection, store: CheckpointStore, curve: dict[str, Any], *, steps: int) -> None:
     """Refuses to resume another run, to start over silently, and to train into what is no run.
 
     Raises:
@@ -41,25 +41,23 @@ def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any
         ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
             directory belongs to something else, or cannot be written.
     """
-    config = run.config
-    _check_is_run(Path(config.run.dir))
+    run_dir = Path(section.dir)
+    _check_is_run(run_dir)
     checkpoints = store.checkpoints()
     if not checkpoints:
-        _refuse_lost_checkpoints(Path(config.run.dir))
-        _check_writable(Path(config.run.dir))
+        _refuse_lost_checkpoints(run_dir)
+        _check_writable(run_dir)
         return
     newest = checkpoints[0]
-    if config.run.resume == "never":
+    if section.resume == "never":
         why = f"it holds {newest.path.name}, and run.resume is never"
-        raise ConfigError(
-            "run.dir", config.run.dir, why=why, remedy="choose another run.dir, or set run.resume to auto"
-        )
-    if newest.step > run.steps:
+        raise ConfigError("run.dir", section.dir, why=why, remedy="choose another run.dir, or set run.resume to auto")
+    if newest.step > steps:
         why = f"{newest.path} is of step {newest.step} already"
-        raise ConfigError("run.steps", run.steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
+        raise ConfigError("run.steps", steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
     readable = next((c for c in checkpoints if _manifest_or_none(c) is not None), None)
     if readable is not None:
-        refuse_other_curve(readable, curve, allowed=config.run.allow_change)
+        refuse_other_curve(readable, curve, allowed=section.allow_change)
 
 
 def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed: Sequence[str]) -> None:

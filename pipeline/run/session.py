@@ -127,7 +127,13 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
             else:
                 # Stage: the data is copied to this node's disk where the config says so.
                 clean_up = stack.enter_context(
-                    staged_data(prepared, say=session.say, progress=watchdog.report_progress)
+                    staged_data(
+                        run.config.data,
+                        prepared.mixture,
+                        prepared.heldout,
+                        say=session.say,
+                        progress=watchdog.report_progress,
+                    )
                 )
                 # Decide: resume from the newest whole checkpoint, or begin at step 1.
                 checkpoint = session.newest_checkpoint()
@@ -223,9 +229,9 @@ class Session:
         config = self.prepared.run.config
         sinks: list[WandbSink | TensorBoardSink] = []
         if self._first and config.wandb.enabled:
-            sinks.append(WandbSink(config, self.prepared.run_dir))
+            sinks.append(WandbSink(config.wandb, self.prepared.run_dir, config=config.model_dump(mode="json")))
         if self._first and config.tensorboard.enabled:
-            sinks.append(TensorBoardSink(config))
+            sinks.append(TensorBoardSink(config.tensorboard, run_dir=config.run.dir))
         for sink in sinks:
             stack.callback(sink.close)
         return [*sinks]
@@ -326,7 +332,9 @@ class Session:
                 device_name=engine.device_name,
             )
             self.attempt.record("measured", step=trainer.progress.step, **found)
-            display.say(closing_line(prepared, stop, step=trainer.progress.step))
+            display.say(
+                closing_line(stop, step=trainer.progress.step, steps=prepared.run.steps, run_dir=prepared.run_dir)
+            )
             if (goodput := self.attempt.account()) is not None:
                 display.say(goodput)
             return stop
@@ -347,8 +355,10 @@ class Session:
         first = progress.step + 1
         steps = group.batches() if group else batches.training(first_step=first, skips=stepper.skips)
         balancer = make_balancer(run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack)
-        shared: dict[str, Any] = {"run": run, "watchdog": self.watchdog, "sinks": sinks, "display": display}
+        shared: dict[str, Any] = {"watchdog": self.watchdog, "sinks": sinks, "display": display}
         saves = CheckpointSaves(
+            every=run.config.run.checkpoint_every,
+            last=run.steps,
             engine=engine,
             stepper=stepper,
             writer=self._checkpoint_writer(),
@@ -359,11 +369,21 @@ class Session:
             **shared,
         )
         asked: dict[str, Any] = {"signals": self.signals, "agreement": self.agreement}
+        evaluation = HeldOutEvaluation(
+            every=run.config.evaluation.every,
+            last=run.steps,
+            engine=engine,
+            batches=batches,
+            saves=saves,
+            **asked,
+            **shared,
+        )
         return Trainer(
+            run=run,
             stepper=stepper,
             steps=steps,
             saves=saves,
-            evaluation=HeldOutEvaluation(engine=engine, batches=batches, saves=saves, **asked, **shared),
+            evaluation=evaluation,
             instruments=make_instruments(
                 prepared, engine, self.agreement.device, rank=self.launch.rank, say=display.say, stack=stack
             ),

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headrace.base.directory import Manifest
+from pipeline.config.sections.data import DataSection
+from pipeline.data.dataset import TokenDataset
+from pipeline.data.mixture import DataMixture
 from pipeline.data.staging import StagedCopy, check_space, copy_path, in_use, remove_copy, stage
-from pipeline.run.prepare import PreparedRun
 
 
-def check_stage_space(prepared: PreparedRun) -> None:
+def check_stage_space(data: DataSection, mixture: DataMixture) -> None:
     """Refuses a run whose data does not fit on this node's disk, before a process group is made.
 
     Raises:
         DataError: see `check_space`.
     """
-    to = prepared.run.config.data.stage_to
-    if to is not None:
-        for path, manifest in _directories(prepared).items():
-            check_space(Path(to), path, manifest)
+    if data.stage_to is not None:
+        for path, manifest in _directories(mixture).items():
+            check_space(Path(data.stage_to), path, manifest)
 
 
 @contextmanager
 def staged_data(
-    prepared: PreparedRun, *, say: Callable[[str], None], progress: Callable[[], None]
+    data: DataSection,
+    mixture: DataMixture,
+    heldout: Sequence[TokenDataset],
+    *,
+    say: Callable[[str], None],
+    progress: Callable[[], None],
 ) -> Iterator[Callable[[bool], None]]:
     """Copies the run's tokens directories to this node's disk, or waits for it, and has the datasets read from there.
 
     Args:
-        prepared: the run.
+        data: the config's section.
+        mixture, heldout: the run's datasets.
         say: takes a line for people about each directory.
         progress: is called meanwhile.
 
@@ -40,17 +47,16 @@ def staged_data(
     Raises:
         DataError: see `stage`.
     """
-    data = prepared.run.config.data
     copies: list[StagedCopy] = []
     with ExitStack() as stack:
         if data.stage_to is not None:
-            for path, manifest in _directories(prepared).items():
+            for path, manifest in _directories(mixture).items():
                 to = Path(data.stage_to)
                 stack.enter_context(in_use(copy_path(to, path, manifest)))
                 copy = stage(to, path, manifest, progress=progress)
                 say(str(copy))
                 copies.append(copy)
-                for dataset in (*prepared.mixture.sources, *prepared.heldout):
+                for dataset in (*mixture.sources, *heldout):
                     if dataset.path == path:
                         dataset.read_from(copy.path)
 
@@ -62,6 +68,6 @@ def staged_data(
         yield clean_up
 
 
-def _directories(prepared: PreparedRun) -> dict[Path, Manifest]:
+def _directories(mixture: DataMixture) -> dict[Path, Manifest]:
     """The tokens directories of the mixture, each once; a Megatron-LM dataset is no directory and stays where it is."""
-    return {each.path: each.manifest for each in prepared.mixture.sources if each.path.is_dir()}
+    return {each.path: each.manifest for each in mixture.sources if each.path.is_dir()}

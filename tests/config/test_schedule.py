@@ -21,7 +21,8 @@ MINIMAL = {
 
 
 def schedule(kind: str, **params: Any) -> Schedule:
-    return make_schedule(parse(Config, {**MINIMAL, "scheduler": {"type": kind, "params": params}}), steps=40)
+    config = parse(Config, {**MINIMAL, "scheduler": {"type": kind, "params": params}})
+    return make_schedule(config.scheduler, lr=config.optimizer.params.lr, steps=40)
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -58,7 +59,7 @@ def test_wsd_warms_up_stays_constant_and_decays_to_min_ratio() -> None:
 
 
 def test_without_a_scheduler_the_rate_is_constant() -> None:
-    constant = make_schedule(parse(Config, MINIMAL), steps=40)
+    constant = make_schedule(None, lr=parse(Config, MINIMAL).optimizer.params.lr, steps=40)
     assert {constant.lr(step) for step in (1, 17, 40)} == {0.02}
 
 

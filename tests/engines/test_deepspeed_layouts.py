@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.base.section import parse
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.deepspeed import Fp16Section, ZeroSection
 from pipeline.engines.deepspeed.machine import check_machine
 from tests.engines.comparison import (
     EXPERTS,
@@ -116,8 +115,7 @@ def test_fp16_with_zero_is_refused_on_a_machine_without_fp16() -> None:
 
     if get_accelerator().is_fp16_supported():
         pytest.skip("this processor runs fp16")
-    config = {"model": {"config": {"model_type": "llama"}}, "fp16": {"enabled": True}, "run": {"dir": "none"}}
-    config["data"] = {"sources": [{"path": "none"}], "sequence_length": 8}
-    check_machine(parse(Config, {**config, "zero_optimization": {"stage": 0}}))
+    fp16 = Fp16Section(enabled=True)
+    check_machine(ZeroSection(stage=0), fp16)
     with pytest.raises(ConfigError, match=r"fp16\.enabled"):
-        check_machine(parse(Config, {**config, "zero_optimization": {"stage": 1}}))
+        check_machine(ZeroSection(stage=1), fp16)

@@ -101,7 +101,9 @@ def test_fsdp2_on_one_device_follows_the_plain_engine(
     keys = {"bf16": {"enabled": dtype == "bf16"}, "compile": {"enabled": compiled}}
     run = resolved({"engine": "torch", "zero_optimization": {"stage": 3}, **keys}, processes=1)
     sharded = Sharded(**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)})
-    monkeypatch.setattr(build, "build_mesh", lambda run, kind: Mesh(run.topology, device_type=kind))
+    monkeypatch.setattr(
+        build, "build_mesh", lambda topology, *, device_type, **_size: Mesh(topology, device_type=device_type)
+    )
     engine = make_engine(sharded, device=DEVICE)
     assert type(engine).__name__ == "TorchParallel"
     assert_follows(train(sharded, engine, first=1, last=LAST), expected, tolerance)

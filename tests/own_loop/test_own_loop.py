@@ -14,7 +14,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from headrace.base.directory import read_manifest
-from pipeline.config.schedule import schedule_from_section
+from pipeline.config.schedule import make_schedule
 from pipeline.config.sections.deepspeed import SchedulerParams, SchedulerSection
 from tests import warm
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
@@ -83,7 +83,7 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
 def plain(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, *, clip: float = 0.0) -> Any:
     """The plain loop of torch; `kind` is warmup, steps or none. Returns losses, norms and the model's buffers."""
     section = SchedulerSection(type="WarmupLR", params=SchedulerParams(**WARMUP["params"]))
-    schedule = schedule_from_section(section, lr=ADAMW["params"]["lr"], steps=None)  # type: ignore[index]
+    schedule = make_schedule(section, lr=ADAMW["params"]["lr"], steps=None)  # type: ignore[index]
     steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1) if kind == "steps" else None
     inputs, targets = data()
     losses, norms = [], []

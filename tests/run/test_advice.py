@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import Config, StragglersSection
 from pipeline.run.before.advice import advice
 from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.stragglers import report_interval, report_seconds
@@ -80,9 +80,9 @@ def test_a_sequence_much_longer_than_the_documents_is_a_warning(short: Path, tmp
 
 def test_no_straggler_reports_by_default_where_one_takes_seconds(tokens: Path, tmp_path: Path) -> None:
     run = resolved(tokens, tmp_path)
-    assert report_interval(run, layers=2) == 100
-    assert report_seconds(run, layers=400) > 2
-    assert report_interval(run, layers=400) is None
-    asked = resolved(tokens, tmp_path, stragglers={"every": 7})
-    assert report_interval(asked, layers=400) == 7
-    assert report_interval(resolved(tokens, tmp_path, stragglers={"every": None}), layers=2) is None
+    few, many = (report_seconds(run.topology, run.batch, layers=layers) for layers in (2, 400))
+    assert many > 2
+    assert report_interval(run.config.stragglers, seconds=few) == 100
+    assert report_interval(run.config.stragglers, seconds=many) is None
+    assert report_interval(StragglersSection(every=7), seconds=many) == 7
+    assert report_interval(StragglersSection(every=None), seconds=few) is None

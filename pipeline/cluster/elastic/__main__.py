@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.tick = agent.tick
     if args.stopped:
         agent.stop()
-    with kept_while_here(config):
+    with kept_while_here(None if config is None else config.run):
         outcome = agent.run().outcome
     assert outcome is not None
     return outcome

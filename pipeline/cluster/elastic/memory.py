@@ -7,19 +7,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import RunSection
 
 
 @contextmanager
-def kept_while_here(config: Config | None) -> Iterator[None]:
+def kept_while_here(section: RunSection | None) -> Iterator[None]:
     """Keeps the copies for the starts of this job; removes them when the agent leaves it. No torch.
 
     An agent that is killed leaves them: the next one on this node, or the next start of the run, uses or removes them.
 
     Args:
-        config: of the ranks; None where it is refused.
+        section: `run` of the ranks' config; None where that is refused.
     """
-    memory = _folder(config)
+    memory = _folder(section)
     with ExitStack() as stack:
         if memory is not None:
             stack.callback(remove, memory)
@@ -28,8 +28,8 @@ def kept_while_here(config: Config | None) -> Iterator[None]:
         yield
 
 
-def _folder(config: Config | None) -> MemoryFolder | None:
+def _folder(section: RunSection | None) -> MemoryFolder | None:
     """The run's folder; None where the config names none, or is refused."""
-    if config is None or config.run.in_memory_checkpoints is None:
+    if section is None or section.in_memory_checkpoints is None:
         return None
-    return MemoryFolder.of(config.run.in_memory_checkpoints, Path(config.run.dir))
+    return MemoryFolder.of(section.in_memory_checkpoints, Path(section.dir))

@@ -8,6 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.compression import DistillSection
+from pipeline.config.sections.data import DataSection
+from pipeline.config.sections.groups import IslandsSection
+from pipeline.config.sections.run import AnomaliesSection, ModelSection, MoeSection
 
 _LENGTH = ("run.steps", "run.tokens")
 _WRITTEN: dict[str, tuple[str, ...]] = {
@@ -42,19 +46,22 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
     by fingerprint. A feature that is off is None, so that checkpoints from before the feature existed can be resumed.
     The keys are stored in checkpoints and keep their names.
     """
-    config = run.config.model_dump(mode="json")
+    sections, config = run.config, run.config.model_dump(mode="json")
     return {
-        "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")} | _parametrization(run),
+        "model": {
+            **{key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
+            **_parametrization(sections.model),
+        },
         "data": {
-            **_mixture(run),
+            **_mixture(sections.data, samples=run.steps * run.batch.samples),
             "packing": None if config["data"]["packing"] == "contiguous" else config["data"]["packing"],
             "fim": config["data"]["fim"],
             "sequence_length": config["data"]["sequence_length"],
             "mask_documents": config["data"]["mask_documents"] or None,
         },
-        "distill": _distillation(run),
+        "distill": _distillation(sections.distill, sequence_length=sections.data.sequence_length),
         "loss.z_loss": config["loss"]["z_loss"] or None,
-        "moe": _balance(run),
+        "moe": _balance(sections.moe),
         "train_batch_size": run.batch.samples,
         "optimizer": config["optimizer"],
         "scheduler": run.schedule.describe(),
@@ -70,21 +77,19 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         "run.seed": config["run"]["seed"],
         # which steps count as spikes, where spikes do not update the weights. The response to non-finite steps is not
         # among these: a run that stopped at one may be resumed with another response
-        "anomalies": _spikes(run),
+        "anomalies": _spikes(sections.anomalies),
         # not how many islands there are, nor how they find each other
-        "islands": _islands(run),
+        "islands": _islands(sections.islands),
     }
 
 
-def _parametrization(run: ResolvedRun) -> dict[str, Any]:
-    model = run.config.model
+def _parametrization(model: ModelSection) -> dict[str, Any]:
     base = model.base.model_dump(exclude_none=True) if model.base is not None else None
     return {"parametrization": None if model.parametrization == "standard" else model.parametrization, "base": base}
 
 
-def _distillation(run: ResolvedRun) -> dict[str, Any] | None:
+def _distillation(section: DistillSection | None, *, sequence_length: int) -> dict[str, Any] | None:
     """What of a distillation is no folder: those are compared by fingerprint."""
-    section = run.config.distill
     if section is None:
         return None
     fields: dict[str, Any] = {"temperature": section.temperature, "alpha": section.alpha}
@@ -98,15 +103,14 @@ def _distillation(run: ResolvedRun) -> dict[str, Any] | None:
             fields[name] = matching.model_dump(mode="json")
     if section.on_policy is not None:
         # not how many are continued at a time, nor whether keys and values are kept
-        length = section.on_policy.length(run.config.data.sequence_length)
+        length = section.on_policy.length(sequence_length)
         kept = section.on_policy.model_dump(include={"fraction", "prompt_tokens", "temperature"})
         fields["on_policy"] = {**kept, "new_tokens": length}
     return fields
 
 
-def _mixture(run: ResolvedRun) -> dict[str, Any]:
+def _mixture(data: DataSection, *, samples: int) -> dict[str, Any]:
     """What determines the order in which sources are sampled. Names and limits on repetition do not."""
-    data = run.config.data
     labels = [source.source for source in data.sources]
     budgets = [{"epochs": source.epochs, "tokens": source.tokens} for source in data.sources]
     budgeted = any(value is not None for budget in budgets for value in budget.values())
@@ -116,20 +120,18 @@ def _mixture(run: ResolvedRun) -> dict[str, Any]:
         "weights": [source.weight or (None if source.epochs or source.tokens else 1.0) for source in data.sources],
         "sources": labels if any(labels) else None,
         # the mixing weight that a budget amounts to depends on the length of the run
-        "budgets": {"sources": budgets, "samples": run.steps * run.batch.samples} if budgeted else None,
+        "budgets": {"sources": budgets, "samples": samples} if budgeted else None,
         "schedule": stages or None,
     }
 
 
-def _balance(run: ResolvedRun) -> dict[str, Any] | None:
-    moe = run.config.moe
+def _balance(moe: MoeSection) -> dict[str, Any] | None:
     if moe.balance == "none":
         return None
     return {"balance": moe.balance, "aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
 
 
-def _islands(run: ResolvedRun) -> dict[str, Any] | None:
-    section = run.config.islands
+def _islands(section: IslandsSection | None) -> dict[str, Any] | None:
     if section is None or section.name is None:
         return None
     # not in checkpoints that are older than them
@@ -139,8 +141,7 @@ def _islands(run: ResolvedRun) -> dict[str, Any] | None:
     return section.model_dump(include={"steps", "compress"}) | {"outer": outer} | newer
 
 
-def _spikes(run: ResolvedRun) -> dict[str, Any] | None:
-    section = run.config.anomalies
+def _spikes(section: AnomaliesSection) -> dict[str, Any] | None:
     return None if section.spikes == "ignore" else section.model_dump(include={"spikes", "window", "deviations"})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.compression import AttentionsSection, DistillSection, HiddenStatesSection, LayerMap
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.data import DataSection
 from pipeline.config.topology import Topology
 
 HIDDEN, ATTENTIONS = "distill.hidden_states", "distill.attentions"
@@ -27,32 +27,32 @@ def features_of(section: DistillSection) -> dict[str, HiddenStatesSection | Atte
     return {field: value for field, value in both.items() if value is not None}
 
 
-def check_features(config: Config) -> None:
+def check_features(distill: DistillSection | None, *, attn_implementation: str, engine: str, compiled: bool) -> None:
     """Refuses matchings that no model makes possible: without a teacher in memory, or of other attention.
 
     Raises:
         ConfigError: names the field, and what works.
     """
-    if config.distill is None:
+    if distill is None:
         return
-    for field in features_of(config.distill):
-        if config.distill.logits is not None:
+    for field in features_of(distill):
+        if distill.logits is not None:
             why = "cached logits hold what the teacher says, not what it computes on the way"
             raise ConfigError(field, why=why, remedy="use distill.teacher without distill.logits, or remove it")
-    if config.distill.attentions is None:
+    if distill.attentions is None:
         return
-    relations = config.distill.attentions.relations
+    relations = distill.attentions.relations
     if len({*relations}) < len(relations):
         why = "one of them is named twice, and would count as two"
         raise ConfigError(f"{ATTENTIONS}.relations", list(relations), why=why, remedy="name each once")
     own = "queries, keys and values are recorded by headrace's own attention"
-    if config.model.attn_implementation != "sdpa":
-        why = f"{own}, and model.attn_implementation is {config.model.attn_implementation}"
+    if attn_implementation != "sdpa":
+        why = f"{own}, and model.attn_implementation is {attn_implementation}"
         raise ConfigError(ATTENTIONS, why=why, remedy="set model.attn_implementation to sdpa")
-    if config.engine == "reference":
+    if engine == "reference":
         why = f"{own}, and engine reference runs Hugging Face's"
         raise ConfigError(ATTENTIONS, why=why, remedy="use engine torch or deepspeed")
-    if config.compile.enabled:
+    if compiled:
         why = f"{own} within a layer, and a compiled layer is one graph that hands nothing out"
         raise ConfigError(ATTENTIONS, why=why, remedy="set compile.enabled to false")
 
@@ -163,19 +163,18 @@ def _shown(both: Mapping[str, Mapping[str, int]]) -> str:
     return "; ".join(f"{name}: {made['query']}, {made['key']}, {made['value']}" for name, made in both.items())
 
 
-def check_distillation(config: Config) -> None:
+def check_distillation(section: DistillSection | None, data: DataSection) -> None:
     """Refuses a distillation without a teacher, and cached logits of samples that no two runs would agree on.
 
     Raises:
         ConfigError: names the field.
     """
-    section = config.distill
     if section is None:
         return
     if section.teacher is None and section.logits is None:
         why = "there is neither a teacher nor its cached logits"
         raise ConfigError("distill.teacher", why=why, remedy='e.g. "teacher": "out/models/teacher"')
-    if section.logits is not None and config.data.fim is not None:
+    if section.logits is not None and data.fim is not None:
         why = "fill-in-the-middle rearranges a sample differently in every run, and cached logits are of one order"
         raise ConfigError("distill.logits", section.logits, why=why, remedy="use distill.teacher, or remove data.fim")
     if section.logits is not None and section.on_policy is not None:

@@ -6,7 +6,7 @@ import ipaddress
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.groups import QuorumSection
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import AnomaliesSection, Config
 
 REPLICAS = "replicas"
 
@@ -35,7 +35,8 @@ def check_islands(config: Config) -> None:
         why = "there is no momentum that could follow"
         raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or a momentum such as 0.7")
     refuse_rollback(
-        config, why="an island that loads an older checkpoint has left the round that it shares with the others"
+        config.anomalies,
+        why="an island that loads an older checkpoint has left the round that it shares with the others",
     )
     if config.distill is not None:
         why = "a teacher's cached logits and on-policy samples are read in a run's own order"
@@ -63,14 +64,14 @@ def check_addresses(section: QuorumSection, *, field: str, groups: str) -> None:
         raise ConfigError(f"{field}.lighthouse", section.lighthouse, why="it is HOST:PORT", remedy=remedy)
 
 
-def refuse_rollback(config: Config, *, why: str) -> None:
+def refuse_rollback(anomalies: AnomaliesSection, *, why: str) -> None:
     """Refuses a policy that loads an older checkpoint.
 
     Raises:
         ConfigError: says why.
     """
     for field in ("non_finite", "spikes"):
-        value = getattr(config.anomalies, field)
+        value = getattr(anomalies, field)
         if value == "rollback":
             raise ConfigError(f"anomalies.{field}", value, why=why, remedy="use skip")
 
@@ -93,7 +94,7 @@ def check_replicas_section(config: Config) -> None:
     if section is None:
         return
     check_addresses(section, field=REPLICAS, groups="replicas")
-    refuse_rollback(config, why="a replica that loads an older checkpoint is at another step than the others")
+    refuse_rollback(config.anomalies, why="a replica that loads an older checkpoint is at another step than the others")
     if config.islands is not None:
         why = "a group of processes is an island, with a curve of its own, or a replica, with the curve of all"
         raise ConfigError(REPLICAS, why=why, remedy="remove one of the sections islands and replicas")

@@ -11,8 +11,10 @@ from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.distillation import check_distillation, check_features
 from pipeline.config.rules.on_policy import check_on_policy
-from pipeline.config.sections.optimizers import ADAMW
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.deepspeed import ZeroSection
+from pipeline.config.sections.layout import ParallelSection
+from pipeline.config.sections.optimizers import ADAMW, OptimizerSection
+from pipeline.config.sections.run import Config, MemorySection
 from pipeline.config.topology import Topology
 
 
@@ -86,12 +88,17 @@ def check_layout(config: Config, topology: Topology) -> None:
     if config.model.config is not None:
         check_heads(config.model.config, topology, cp_method=config.parallel.cp_method)
     _check_attention(config, topology)
-    _check_hybrid_shard(config, topology)
-    _check_offload(config)
+    _check_hybrid_shard(config.parallel, topology)
+    _check_offload(config.zero_optimization, config.optimizer)
     _check_moments(config, topology)
-    check_distillation(config)
-    check_features(config)
-    check_on_policy(config, topology)
+    check_distillation(config.distill, config.data)
+    check_features(
+        config.distill,
+        attn_implementation=config.model.attn_implementation,
+        engine=config.engine,
+        compiled=bool(config.compile.enabled),
+    )
+    check_on_policy(config.distill, topology, sequence_length=config.data.sequence_length, fp8=config.fp8)
 
 
 def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:
@@ -155,8 +162,8 @@ def _check_attention(config: Config, topology: Topology) -> None:
         raise ConfigError("model.attn_implementation", given, why=why, remedy="use sdpa, or bf16.enabled true")
 
 
-def _check_hybrid_shard(config: Config, topology: Topology) -> None:
-    shard, data = config.parallel.hybrid_shard_size, topology.dp * topology.cp
+def _check_hybrid_shard(parallel: ParallelSection, topology: Topology) -> None:
+    shard, data = parallel.hybrid_shard_size, topology.dp * topology.cp
     if shard is not None and data % shard:
         fits = [n for n in range(1, data + 1) if data % n == 0]
         near = min(fits, key=lambda n: abs(n - shard))
@@ -165,25 +172,25 @@ def _check_hybrid_shard(config: Config, topology: Topology) -> None:
         raise ConfigError("parallel.hybrid_shard_size", shard, why=why, remedy=remedy)
 
 
-def _check_offload(config: Config) -> None:
+def _check_offload(zero: ZeroSection, optimizer: OptimizerSection) -> None:
     for name in ("offload_optimizer", "offload_param"):
-        section = getattr(config.zero_optimization, name)
+        section = getattr(zero, name)
         if section.device == "nvme" and section.nvme_path is None:
             field = f"zero_optimization.{name}.nvme_path"
             raise ConfigError(
                 field, why="it is required with device nvme", remedy="name a directory on a local NVMe disk"
             )
-    optimizer, stage = config.zero_optimization.offload_optimizer, config.zero_optimization.stage
-    if optimizer.device == "nvme" and stage != 3:
+    offload, stage = zero.offload_optimizer, zero.stage
+    if offload.device == "nvme" and stage != 3:
         why = f"DeepSpeed's ZeRO stage {stage} offloads the optimizer to host memory only"
         raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy="use cpu, or stage 3")
-    if optimizer.device == "nvme" and config.optimizer.kind != ADAMW:
-        why = f"DeepSpeed's swapping to NVMe was tried with the states of AdamW alone, not {config.optimizer.kind}"
+    if offload.device == "nvme" and optimizer.kind != ADAMW:
+        why = f"DeepSpeed's swapping to NVMe was tried with the states of AdamW alone, not {optimizer.kind}"
         remedy = "use cpu, or optimizer.type AdamW"
         raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy=remedy)
-    if optimizer.device != "none" and optimizer.ratio not in (None, 1.0):
+    if offload.device != "none" and offload.ratio not in (None, 1.0):
         why = "an update split between CPU and GPU needs DeepSpeed's own Adam, and headrace runs torch's"
-        raise ConfigError("zero_optimization.offload_optimizer.ratio", optimizer.ratio, why=why, remedy="remove it")
+        raise ConfigError("zero_optimization.offload_optimizer.ratio", offload.ratio, why=why, remedy="remove it")
 
 
 def _check_moments(config: Config, topology: Topology) -> None:
@@ -194,20 +201,20 @@ def _check_moments(config: Config, topology: Topology) -> None:
         raise ConfigError("optimizer.params.moments_dtype", given, why=why, remedy=remedy)
 
 
-def micro_batch_constraints(config: Config, topology: Topology) -> tuple[int, int]:
+def micro_batch_constraints(parallel: ParallelSection, topology: Topology) -> tuple[int, int]:
     """The smallest number of micro-batches that the pipeline schedule needs, and what it has to be a multiple of."""
-    if topology.pp == 1 or config.parallel.schedule_kind.any_number:
+    if topology.pp == 1 or parallel.schedule_kind.any_number:
         return 1, 1
-    return topology.pp, topology.pp if config.parallel.schedule_kind.virtual_stages else 1
+    return topology.pp, topology.pp if parallel.schedule_kind.virtual_stages else 1
 
 
-def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> None:
+def check_schedule(parallel: ParallelSection, topology: Topology, batch: BatchSizes, *, memory: MemorySection) -> None:
     """Checks the number of micro-batches and of virtual stages against the pipeline schedule.
 
     Raises:
         ConfigError: names the nearest batch sizes that work.
     """
-    parallel, pp = config.parallel, topology.pp
+    pp = topology.pp
     chunks = parallel.virtual_stages
     if chunks is not None and chunks > 1 and pp == 1:
         why = "there is no pipeline: parallel.pp is 1"
@@ -215,12 +222,12 @@ def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> Non
     if pp == 1:
         return
     name, several = parallel.schedule, parallel.schedule_kind.virtual_stages
-    min_micro_batches, multiple_of = micro_batch_constraints(config, topology)
+    min_micro_batches, multiple_of = micro_batch_constraints(parallel, topology)
     if chunks is not None and several != (chunks > 1):
         why = f"{name} runs {'several virtual stages' if several else 'one virtual stage'} per rank"
         remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
         raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy=remedy)
-    if parallel.schedule_kind.splits_backward and config.memory.activation_checkpointing == "selective":
+    if parallel.schedule_kind.splits_backward and memory.activation_checkpointing == "selective":
         why = f"{name} splits the backward pass in two, and torch's selective checkpointing recomputes only once"
         remedy = "use full, or schedule interleaved_1f1b"
         raise ConfigError("memory.activation_checkpointing", "selective", why=why, remedy=remedy)

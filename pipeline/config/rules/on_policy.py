@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.compression import DistillSection, OnPolicySection
+from pipeline.config.sections.run import Fp8Section
 from pipeline.config.topology import Topology
 
 
-def check_on_policy(config: Config, topology: Topology) -> None:
+def check_on_policy(
+    distill: DistillSection | None, topology: Topology, *, sequence_length: int, fp8: Fp8Section
+) -> None:
     """Refuses samples that do not fit into a window, and layouts in which the student cannot generate.
 
     Raises:
         ConfigError: names the field and what works.
     """
-    if config.distill is None or config.distill.on_policy is None:
+    if distill is None or distill.on_policy is None:
         return
-    _check_lengths(config)
-    _check_engine(config, topology)
+    _check_lengths(distill.on_policy, sequence_length)
+    _check_engine(topology, fp8)
     for name in ("hidden_states", "attentions"):
-        if getattr(config.distill, name) is not None:
+        if getattr(distill, name) is not None:
             why = f"what is matched is that of the data, and with {_KEY} some samples have another text"
             raise ConfigError(f"distill.{name}", why=why, remedy=f"remove it, or {_KEY}")
 
 
-def _check_lengths(config: Config) -> None:
-    assert config.distill is not None
-    section, length = config.distill.on_policy, config.data.sequence_length
-    assert section is not None
+def _check_lengths(section: OnPolicySection, length: int) -> None:
     if section.prompt_tokens > length:
         why = f"a sample has {length} tokens (data.sequence_length), and one at least is the student's"
         remedy = f"use at most {length}, or a longer data.sequence_length"
@@ -38,7 +38,7 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError("distill.on_policy.new_tokens", section.new_tokens, why=why, remedy=remedy)
 
 
-def _check_engine(config: Config, topology: Topology) -> None:
+def _check_engine(topology: Topology, fp8: Fp8Section) -> None:
     others = f"use data or tensor parallelism, ZeRO, FSDP (parallel.{{axis}} 1), or remove {_KEY}"
     for axis, size, why in (
         ("pp", topology.pp, "a new token would wait for all stages of the pipeline, one after another"),
@@ -46,7 +46,7 @@ def _check_engine(config: Config, topology: Topology) -> None:
     ):
         if size > 1:
             raise ConfigError(f"parallel.{axis}", size, why=f"{why}: {_KEY} has none", remedy=others.format(axis=axis))
-    if config.fp8.enabled:
+    if fp8.enabled:
         why = "fp8 rounds with scales over the tokens of a pass: the student would sample from another distribution"
         raise ConfigError("fp8.enabled", True, why=why, remedy=f"use bf16 alone, or remove {_KEY}")
 

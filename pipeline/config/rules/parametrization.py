@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.config.sections.run import ModelSection
 
 
-def check_parametrization(config: Config) -> None:
+def check_parametrization(model: ModelSection, optimizer: OptimizerSection) -> None:
     """Checks `model.parametrization` and `model.base`.
 
     Raises:
         ConfigError: one without the other, an optimizer with other scaling rules, or layers that were removed.
     """
-    model, optimizer = config.model, config.optimizer.type
     if model.parametrization == "standard":
         if model.base is not None:
             why = "model.parametrization is standard, which has no base model"
@@ -22,9 +22,10 @@ def check_parametrization(config: Config) -> None:
         why = "completep scales from a base model, whose sizes are not given"
         remedy = 'give those at which the learning rate was tuned, e.g. {"hidden_size": 256, "num_hidden_layers": 4}'
         raise ConfigError("model.base", why=why, remedy=remedy)
-    if not config.optimizer.kind.sign_like:
-        why = f"CompleteP's rules are those of Adam: {optimizer}'s update grows with the gradient"
-        raise ConfigError("optimizer.type", optimizer, why=why, remedy="use AdamW, or the standard parametrization")
+    if not optimizer.kind.sign_like:
+        why = f"CompleteP's rules are those of Adam: {optimizer.type}'s update grows with the gradient"
+        remedy = "use AdamW, or the standard parametrization"
+        raise ConfigError("optimizer.type", optimizer.type, why=why, remedy=remedy)
     if model.keep_layers is not None:
         why = "weights that are loaded were trained at the depth before layers were removed"
         remedy = "remove it, or use the standard parametrization"

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
-from pipeline.config.sections.run import Config, Fp8Section
+from pipeline.config.sections.compression import QuantizationAwareSection
+from pipeline.config.sections.deepspeed import Bf16Section, DataTypesSection, Fp16Section
+from pipeline.config.sections.run import Fp8Section
 from pipeline.config.topology import Topology
 
 _QUANTIZATION_AWARE = "quantization_aware"
 
 
-def check_precision(config: Config) -> None:
+def check_precision(bf16: Bf16Section, fp16: Fp16Section, data_types: DataTypesSection) -> None:
     """Checks that one precision is selected, and that the dtype of gradient accumulation fits it.
 
     Raises:
         ConfigError: bf16 and fp16 together; gradients accumulated in bf16 in a run that is not bf16.
     """
-    if config.bf16.enabled and config.fp16.enabled:
+    if bf16.enabled and fp16.enabled:
         why = "bf16.enabled is true, too, and weights have one dtype"
         raise ConfigError("fp16.enabled", True, why=why, remedy="keep bf16 (it needs no loss scaling), or only fp16")
-    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
-        why = f"gradients of an {'fp16' if config.fp16.enabled else 'fp32'} run are accumulated in fp32"
+    if data_types.grad_accum_dtype == "bf16" and not bf16.enabled:
+        why = f"gradients of an {'fp16' if fp16.enabled else 'fp32'} run are accumulated in fp32"
         raise ConfigError("data_types.grad_accum_dtype", "bf16", why=why, remedy="remove it, or enable bf16")
 
 
@@ -29,16 +31,15 @@ def block_of(section: Fp8Section) -> int:
     return 32 if section.recipe == "mxfp8" else 16
 
 
-def check_fp8_precision(config: Config) -> None:
+def check_fp8_precision(section: Fp8Section, *, bf16: Bf16Section, engine: str, stage: int) -> None:
     """Checks that fp8 has bf16 beside it, and that weights can be gathered in fp8 where that is wanted.
 
     Raises:
         ConfigError: what fp8 does not combine with.
     """
-    section = config.fp8
     if not section.enabled:
         return
-    if not config.bf16.enabled:
+    if not bf16.enabled:
         why = "weights, gradients and all that is not a matrix product need a 16-bit type beside it, and bf16 is off"
         raise ConfigError("fp8.enabled", True, why=why, remedy='add "bf16": {"enabled": true}')
     if not section.fsdp_all_gather:
@@ -47,18 +48,17 @@ def check_fp8_precision(config: Config) -> None:
     if section.recipe != "tensorwise":
         why = f"a shard of a weight has no scale of its own with recipe {section.recipe}"
         raise ConfigError(field, True, why=why, remedy=f"{remedy}, or use fp8.recipe tensorwise")
-    if config.engine != "torch" or config.zero_optimization.stage not in (2, 3):
-        why = f"engine {config.engine} at ZeRO stage {config.zero_optimization.stage} does not gather weights by FSDP2"
+    if engine != "torch" or stage not in (2, 3):
+        why = f"engine {engine} at ZeRO stage {stage} does not gather weights by FSDP2"
         raise ConfigError(field, True, why=why, remedy=f"{remedy}, or use engine torch with ZeRO stage 2 or 3")
 
 
-def check_fp8_tokens(config: Config, topology: Topology, batch: BatchSizes) -> None:
+def check_fp8_tokens(section: Fp8Section, topology: Topology, batch: BatchSizes) -> None:
     """Checks the tokens of a micro-batch, over which the product of a weight's gradient sums.
 
     Raises:
         ConfigError: they are not a multiple of what fp8 kernels take.
     """
-    section = config.fp8
     # its weight gradients are computed in bf16
     if not section.enabled or section.recipe == "rowwise_with_gw_hp":
         return
@@ -73,16 +73,15 @@ def check_fp8_tokens(config: Config, topology: Topology, batch: BatchSizes) -> N
     raise ConfigError("data.sequence_length", length, why=why, remedy=remedy)
 
 
-def check_quantization_aware(config: Config, topology: Topology) -> None:
+def check_quantization_aware(section: QuantizationAwareSection | None, topology: Topology, *, fp8: Fp8Section) -> None:
     """Checks what quantization-aware training combines with.
 
     Raises:
         ConfigError: fp8 products, tensor parallelism, or a group size where the scheme has none.
     """
-    section = config.quantization_aware
     if section is None:
         return
-    if config.fp8.enabled:
+    if fp8.enabled:
         why = "both round the operands of the same products"
         raise ConfigError(_QUANTIZATION_AWARE, section.scheme, why=why, remedy="set fp8.enabled to false")
     if topology.tp > 1:

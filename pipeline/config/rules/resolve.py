@@ -29,8 +29,9 @@ from pipeline.config.rules.shares import shared_batch
 from pipeline.config.rules.stage_devices import StageDevices, check_stage_devices, given_devices
 from pipeline.config.rules.training import check_checkpoints, check_model, check_moe, check_optimizer
 from pipeline.config.schedule import Schedule, make_schedule
+from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.layout import SCHEDULES
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import Config, ProfileSection, RunSection
 from pipeline.config.topology import Topology
 
 
@@ -180,6 +181,12 @@ class ResolvedRun:
         return self.config.replicas is not None and self.config.replicas.name is not None
 
     @property
+    def shard_size(self) -> int | None:
+        """Data ranks over which engine torch shards parameters; None for all of them."""
+        unsharded = self.config.engine == "torch" and self.config.zero_optimization.stage == 0
+        return 1 if unsharded else self.config.parallel.hybrid_shard_size
+
+    @property
     def zigzag(self) -> bool:
         """Whether context-parallel ranks hold two chunks of a sequence each; see `topology.sequence_chunks`."""
         return self.topology.cp > 1 and self.config.parallel.cp_method == "ring"
@@ -194,7 +201,7 @@ class ResolvedRun:
     @property
     def stage_devices(self) -> StageDevices:
         """Speeds and memory of the pipeline ranks: measured, or as given."""
-        return self.measured_devices or given_devices(self.config, self.topology)
+        return self.measured_devices or given_devices(self.config.parallel, self.topology)
 
     @property
     def held_bytes_per_parameter(self) -> float | None:
@@ -275,14 +282,16 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
     mesh: list[tuple[Topology, BatchSizes]] = []
     checks: list[Callable[[], object]] = [
         lambda: check_data(config.data),
-        lambda: check_model(config),
-        lambda: check_parametrization(config),
-        lambda: check_moe(config),
+        lambda: check_model(config.model, sequence_length=config.data.sequence_length),
+        lambda: check_parametrization(config.model, config.optimizer),
+        lambda: check_moe(config.moe),
         lambda: check_optimizer(config.optimizer),
-        lambda: check_precision(config),
-        lambda: check_fp8_precision(config),
+        lambda: check_precision(config.bf16, config.fp16, config.data_types),
+        lambda: check_fp8_precision(
+            config.fp8, bf16=config.bf16, engine=config.engine, stage=config.zero_optimization.stage
+        ),
         lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
-        lambda: check_length(config),
+        lambda: check_length(config.run),
         lambda: check_checkpoints(config.run),
         lambda: check_islands(config),
         lambda: check_replicas_section(config),
@@ -290,16 +299,17 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
     ]
     refuse_all(found_by(checks))
     [(topology, batch)] = mesh
-    check_schedule(config, topology, batch)
-    check_fp8_tokens(config, topology, batch)
-    check_quantization_aware(config, topology)
+    check_schedule(config.parallel, topology, batch, memory=config.memory)
+    check_fp8_tokens(config.fp8, topology, batch)
+    check_quantization_aware(config.quantization_aware, topology, fp8=config.fp8)
     check_gradient_dtype(config, topology, batch)
     check_secondary_shards(config, topology)
-    steps = steps_of(config, batch)
-    _check_curriculum(config, steps)
-    _check_profile(config, steps, topology)
+    steps = steps_of(config.run, batch)
+    _check_curriculum(config.data, steps)
+    _check_profile(config.profile, steps, topology)
     spare = world_size - topology.world_size
-    return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps), spare)
+    schedule = make_schedule(config.scheduler, lr=config.optimizer.params.lr, steps=steps)
+    return ResolvedRun(config, topology, batch, steps, schedule, spare)
 
 
 def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, BatchSizes]:
@@ -307,10 +317,10 @@ def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, 
     topology = topology_of(config, world_size=world_size, elastic=elastic)
     refuse_unsupported(config, topology)
     check_layout(config, topology)
-    check_stage_devices(config, topology)
+    check_stage_devices(config.parallel, topology, islands=config.islands, distill=config.distill)
     if config.parallel.shares is not None:
         return topology, shared_batch(config, topology)
-    least, multiple = micro_batch_constraints(config, topology)
+    least, multiple = micro_batch_constraints(config.parallel, topology)
     sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple}
     return topology, resolve_batch(config, elastic=elastic, **sizes)
 
@@ -375,16 +385,16 @@ def _nearest(engine: str, stage: int, selected: Collection[str]) -> str:
     return "use " + ", or ".join(way[-1] for way in sorted(ways.values()) if way[0] == fewest)
 
 
-def _check_curriculum(config: Config, steps: int) -> None:
-    for number, stage in enumerate(config.data.curriculum or ()):
+def _check_curriculum(data: DataSection, steps: int) -> None:
+    for number, stage in enumerate(data.curriculum or ()):
         if stage.after_step >= steps:
             why = f"the run has {steps:,} steps, so that the stage would never begin"
             remedy = f"use a number below {steps}, run.steps {stage.after_step + 1} or more, or leave the stage out"
             raise ConfigError(f"data.curriculum.{number}.after_step", stage.after_step, why=why, remedy=remedy)
 
 
-def _check_profile(config: Config, steps: int, topology: Topology) -> None:
-    if (profile := config.profile) is None:
+def _check_profile(profile: ProfileSection | None, steps: int, topology: Topology) -> None:
+    if profile is None:
         return
     first, last = profile.steps
     if first > last:
@@ -401,21 +411,19 @@ def _check_profile(config: Config, steps: int, topology: Topology) -> None:
         raise ConfigError("profile.ranks", list(profile.ranks), why=why, remedy=remedy)
 
 
-def check_length(config: Config) -> None:
+def check_length(run: RunSection) -> None:
     """Refuses a run whose length is given twice or not at all.
 
     Raises:
         ConfigError: see above.
     """
-    run = config.run
     if (run.steps is None) == (run.tokens is None):
         why = "neither is given" if run.steps is None else "both are given"
         raise ConfigError("run.steps / run.tokens", why=why, remedy="give exactly one of the two")
 
 
-def steps_of(config: Config, batch: BatchSizes) -> int:
+def steps_of(run: RunSection, batch: BatchSizes) -> int:
     """Optimizer steps of a run, given as such or as tokens."""
-    run = config.run
     if run.steps is not None:
         return run.steps
     assert run.tokens is not None

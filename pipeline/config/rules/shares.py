@@ -53,7 +53,7 @@ def shared_batch(config: Config, topology: Topology) -> BatchSizes:
 def _rule(config: Config, topology: Topology, *, samples: int, micro: int) -> ShareRule:
     """Stage 2 of engine torch reduces gradients after every micro-batch, but with a pipeline once per step."""
     lockstep = config.zero_optimization.stage >= 2 and topology.pp == 1
-    least, multiple = micro_batch_constraints(config, topology)
+    least, multiple = micro_batch_constraints(config.parallel, topology)
     whole = topology.pp > 1 or (config.compile.enabled is True and not lockstep)
     unit = multiple if whole else 0
     return ShareRule(samples, topology.dp, micro, lockstep=lockstep, unit=unit, least=-(-least // max(1, unit)))

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.base.errors import ConfigError
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.compression import DistillSection
+from pipeline.config.sections.groups import IslandsSection
+from pipeline.config.sections.layout import ParallelSection
 from pipeline.config.topology import Topology
 
 SPEEDS, MEMORY = "parallel.stage_speeds", "parallel.stage_memory_gb"
@@ -27,21 +29,23 @@ class StageDevices:
     memory: tuple[float, ...] | None = None
 
 
-def given_devices(config: Config, topology: Topology) -> StageDevices:
+def given_devices(parallel: ParallelSection, topology: Topology) -> StageDevices:
     """What the config says; equal speeds where they are measured or absent."""
-    speeds, memory = config.parallel.stage_speeds, config.parallel.stage_memory_gb
+    speeds, memory = parallel.stage_speeds, parallel.stage_memory_gb
     if speeds is None or speeds == "measured":
         speeds = (1.0,) * topology.pp
     return StageDevices(speeds, None if memory is None else tuple(each * GB for each in memory))
 
 
-def check_stage_devices(config: Config, topology: Topology) -> None:
+def check_stage_devices(
+    parallel: ParallelSection, topology: Topology, *, islands: IslandsSection | None, distill: DistillSection | None
+) -> None:
     """Refuses speeds and memory of stages where there are none, and lists that do not fit the pipeline.
 
     Raises:
         ConfigError: names the field, and what works.
     """
-    given = {SPEEDS: config.parallel.stage_speeds, MEMORY: config.parallel.stage_memory_gb}
+    given = {SPEEDS: parallel.stage_speeds, MEMORY: parallel.stage_memory_gb}
     for field, value in given.items():
         if value is None:
             continue
@@ -51,7 +55,7 @@ def check_stage_devices(config: Config, topology: Topology) -> None:
         if not isinstance(value, str):
             _check_list(field, value, topology)
     if given[SPEEDS] == "measured":
-        _check_measured(config)
+        _check_measured(islands, distill)
 
 
 def _check_list(field: str, values: Sequence[float], topology: Topology) -> None:
@@ -64,12 +68,11 @@ def _check_list(field: str, values: Sequence[float], topology: Topology) -> None
         raise ConfigError(field, list(values), why=why, remedy="use numbers above 0")
 
 
-def _check_measured(config: Config) -> None:
-    if config.islands is not None:
+def _check_measured(islands: IslandsSection | None, distill: DistillSection | None) -> None:
+    if islands is not None:
         why = "islands exchange weights rank by rank, and each would measure its own division of the layers"
         remedy = "give the same list of speeds on every island, or remove it"
         raise ConfigError(SPEEDS, "measured", why=why, remedy=remedy)
-    distill = config.distill
     if distill is not None and (distill.hidden_states is not None or distill.attentions is not None):
         why = "features of layers are matched on the last stage, and which layers it has is known after measuring only"
         raise ConfigError(SPEEDS, "measured", why=why, remedy="give a list of speeds, or remove it")

@@ -6,16 +6,15 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.optimizers import OptimizerSection
-from pipeline.config.sections.run import Config, RunSection
+from pipeline.config.sections.run import ModelSection, MoeSection, RunSection
 
 
-def check_model(config: Config) -> None:
+def check_model(model: ModelSection, *, sequence_length: int) -> None:
     """Checks the `model` section.
 
     Raises:
         ConfigError: not exactly one model, a field that needs `model.path`, or what `check_model_config` refuses.
     """
-    model = config.model
     if (model.config is None) == (model.path is None):
         why = "neither is given" if model.config is None else "both are given"
         raise ConfigError("model.config / model.path", why=why, remedy="give exactly one of the two")
@@ -24,16 +23,15 @@ def check_model(config: Config) -> None:
             if getattr(model, key):
                 why = "it only applies to a model that is loaded from model.path"
                 raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
-        check_model_config(model.config, sequence_length=config.data.sequence_length)
+        check_model_config(model.config, sequence_length=sequence_length)
 
 
-def check_moe(config: Config) -> None:
+def check_moe(moe: MoeSection) -> None:
     """Checks the `moe` section.
 
     Raises:
         ConfigError: a field that has no effect with the chosen balance.
     """
-    moe = config.moe
     if moe.aux_loss_coef is not None and moe.balance == "none":
         why, remedy = "moe.balance is none", "set moe.balance to aux_loss, or remove it"
         raise ConfigError("moe.aux_loss_coef", moe.aux_loss_coef, why=why, remedy=remedy)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.deepspeed import ZeroSection
 
 _NEVER = 1 << 62
 """Steps between DeepSpeed's own progress lines: its default is 10, and the training loop logs the same numbers."""
@@ -24,7 +25,7 @@ def deepspeed_config(run: ResolvedRun) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": run.batch.micro,
         "gradient_accumulation_steps": run.batch.accumulation,
         "gradient_clipping": config.gradient_clipping if stage > 0 else 0.0,  # DeepSpeed's default is 1.0
-        "zero_optimization": _zero_section(run),
+        "zero_optimization": _zero_section(config.zero_optimization, run_dir=config.run.dir),
         # DeepSpeed's default is the model's dtype
         "communication_data_type": config.communication_data_type,
         "wall_clock_breakdown": config.wall_clock_breakdown,
@@ -43,17 +44,17 @@ def deepspeed_config(run: ResolvedRun) -> dict[str, Any]:
     return {**derived, "aio": aio} if aio else derived
 
 
-def _zero_section(run: ResolvedRun) -> dict[str, Any]:
-    section = run.config.zero_optimization.model_dump(exclude_none=True)
+def _zero_section(zero: ZeroSection, *, run_dir: str) -> dict[str, Any]:
+    section = zero.model_dump(exclude_none=True)
     for key in ("offload_optimizer", "offload_param"):
         if section[key]["device"] == "none":
             del section[key]
         elif section[key]["device"] == "nvme":
-            section[key]["nvme_path"] = str(swap_folder(run, section[key]["nvme_path"]))
+            section[key]["nvme_path"] = str(swap_folder(run_dir, section[key]["nvme_path"]))
     return section
 
 
-def swap_folder(run: ResolvedRun, disk: str) -> Path:
+def swap_folder(run_dir: str, disk: str) -> Path:
     """The run's own folder for NVMe offload: DeepSpeed names files by rank alone, and two runs may share a disk."""
-    name = hashlib.sha256(str(Path(run.config.run.dir).absolute()).encode()).hexdigest()[:12]
+    name = hashlib.sha256(str(Path(run_dir).absolute()).encode()).hexdigest()[:12]
     return Path(disk) / f"headrace-{name}"

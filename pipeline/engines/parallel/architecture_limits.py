@@ -46,9 +46,9 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
         pipeline_stages(run, model)
     check_activation_checkpointing(model, run.config.memory)
     check_compile(run.config.compile)
-    check_fp8(run, model, packages=packages)
-    check_quantization_aware(run, model)
-    check_experts(run, model)
+    check_fp8(run.config.fp8, model, tp=topology.tp, packages=packages)
+    check_quantization_aware(run.config.quantization_aware, model)
+    check_experts(run.config.moe, model)
     check_architecture(run, config)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import MoeSection
 from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.models.build.initial_values import InitByName
 from pipeline.models.build.materialize import materialize
@@ -26,17 +26,17 @@ from pipeline.models.routers import find_routers, has_experts
 _V, _T = 32, 16
 
 
-def check_experts(run: ResolvedRun, model: nn.Module) -> None:
+def check_experts(section: MoeSection, model: nn.Module) -> None:
     """Checks that `moe.balance` can be done.
 
     Args:
-        run: the resolved config.
+        section: the config's `moe`.
         model: the full model, on meta.
 
     Raises:
         ConfigError: the model has no experts, no router that can be observed, or no correction bias.
     """
-    balance, config = run.config.moe.balance, model.config
+    balance, config = section.balance, model.config
     assert isinstance(config, PretrainedConfig)
     if balance == "none":
         return
@@ -54,13 +54,13 @@ def check_experts(run: ResolvedRun, model: nn.Module) -> None:
     if len({router.experts for router in routers}) > 1:
         why = f"layers of {kind} have different numbers of experts"
         raise ConfigError("moe.balance", balance, why=why, remedy="use none")
-    failure = _failure(run, config)
+    failure = _failure(section, config)
     if failure is not None:
         why = f"the routers of {kind} cannot be balanced from outside: {failure}"
         raise ConfigError("moe.balance", balance, why=why, remedy="use none, or another architecture")
 
 
-def _failure(run: ResolvedRun, config: PretrainedConfig) -> str | None:
+def _failure(section: MoeSection, config: PretrainedConfig) -> str | None:
     """Why a step of a tiny model does not count its tokens once per layer, or does not reach its routers; None if it
     does."""
     try:
@@ -68,7 +68,7 @@ def _failure(run: ResolvedRun, config: PretrainedConfig) -> str | None:
             shrink(config, divide=1, layers=2, vocab_size=_V), dtype=torch.float32, attn_implementation="eager"
         )
         materialize(tiny, InitByName(tiny, seed=0), device=torch.device("cpu"))
-        balancer = make_balancer(run.config.moe, tiny, device=torch.device("cpu"))
+        balancer = make_balancer(section, tiny, device=torch.device("cpu"))
         if balancer is None:
             return "a tiny model of this architecture has none"
         balancer.attach(tiny.train())

@@ -18,7 +18,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.precision import block_of
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.tensor import RowwiseLinear, check_tp_plan
 from pipeline.models.routers import find_routers
@@ -50,12 +49,11 @@ class Fp8Layers:
         return f"{shown}; not {', '.join(kinds)}" if kinds else shown
 
 
-def fp8_layers(run: ResolvedRun, model: nn.Module) -> Fp8Layers:
+def fp8_layers(section: Fp8Section, model: nn.Module, *, tp: int) -> Fp8Layers:
     """Which layers of a full model multiply in fp8 in a layout. Tensor parallelism makes their sizes smaller."""
-    tp = run.topology.tp
     styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
     divisors = {"colwise": (tp, 1), "rowwise": (1, tp)}
-    block, converted, excluded = block_of(run.config.fp8), list[str](), list[str]()
+    block, converted, excluded = block_of(section), list[str](), list[str]()
     for name, linear, regular in _linears(model):
         out, inner = divisors.get(styles.get(name, ""), (1, 1))
         fits = regular and _fits(linear.out_features // out, linear.in_features // inner, block)
@@ -68,29 +66,29 @@ def torchao_note() -> str | None:
     return None if find_spec("torchao") else f"fp8 needs torchao, which is not installed here: {_INSTALL}."
 
 
-def check_fp8(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:
+def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool = True) -> None:
     """Refuses fp8 that cannot work with the installed packages or with this model, on whatever machine.
 
     Args:
-        run: the resolved config.
+        section: the config's `fp8`.
         model: on meta.
+        tp: tensor-parallel ranks.
         packages: whether torchao has to be installed here.
 
     Raises:
         ConfigError: torchao is missing, or no layer has sizes that fp8 kernels take.
     """
-    section = run.config.fp8
     if not section.enabled:
         return
     if packages and find_spec("torchao") is None:
         remedy = f"{_INSTALL}, or set it to false"
         raise ConfigError("fp8.enabled", True, why="the package torchao is not installed", remedy=remedy)
-    layers = fp8_layers(run, model)
+    layers = fp8_layers(section, model, tp=tp)
     if not layers.converted:
         block = block_of(section)
         kind = model.config.model_type  # type: ignore[union-attr]
         why = f"no linear layer in the decoder layers of this {kind} has sizes that are multiples of {block}"
-        remedy = f"use sizes that are multiples of {block * run.topology.tp}, or set it to false"
+        remedy = f"use sizes that are multiples of {block * tp}, or set it to false"
         raise ConfigError("fp8.enabled", True, why=why, remedy=remedy)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import AXES, Topology
 
 
@@ -67,14 +66,11 @@ class Mesh:
         return self._device_mesh["replicate", "shard"]
 
 
-def build_mesh(run: ResolvedRun, device_type: str) -> Mesh | None:
-    """The mesh of a run; None for one process. Collective."""
-    if run.topology.world_size == 1:
+def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) -> Mesh | None:
+    """The mesh of a run; None for one process. Collective. Arguments as `Mesh`."""
+    if topology.world_size == 1:
         return None
-    unsharded = run.config.engine == "torch" and run.config.zero_optimization.stage == 0
-    return Mesh(
-        run.topology, device_type=device_type, shard_size=1 if unsharded else run.config.parallel.hybrid_shard_size
-    )
+    return Mesh(topology, device_type=device_type, shard_size=shard_size)
 
 
 def tied_weights_group(topology: Topology) -> dist.ProcessGroup | None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.base.errors import ConfigError
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import QuantizationAwareSection
 from pipeline.models.rounding import Rounding, e4m3, integers
 from pipeline.models.routers import find_routers
@@ -88,13 +87,12 @@ def _straight_through(values: Tensor, rounded: Tensor) -> Tensor:
     return values + (rounded - values).detach()
 
 
-def check_quantization_aware(run: ResolvedRun, model: nn.Module) -> None:
+def check_quantization_aware(section: QuantizationAwareSection | None, model: nn.Module) -> None:
     """Refuses what would not train the weights that are stored.
 
     Raises:
         ConfigError: fused experts, no linear layer, or a group size that does not divide a layer's inputs.
     """
-    section = run.config.quantization_aware
     if section is None:
         return
     fused = next((name for name, module in model.named_modules() if is_fused(module)), None)

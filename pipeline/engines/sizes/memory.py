@@ -95,7 +95,7 @@ def layer_activations(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 
 
 def largest_micro_batch(run: ResolvedRun, footprint: Footprint, *, memory: float, pp_rank: int = 0) -> int:
     """The largest micro-batch that divides the global batch and whose peak fits so many bytes; 0 if none does."""
-    least, multiple = micro_batch_constraints(run.config, run.topology)
+    least, multiple = micro_batch_constraints(run.config.parallel, run.topology)
     samples = run.batch.samples // run.topology.dp
 
     def legal(micro: int) -> bool:

@@ -19,7 +19,7 @@ from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType, TensorNameMap, get_ten
 from headrace.base.errors import ConfigError
 
 Array = npt.NDArray[np.float32]
-Config = Mapping[str, Any]
+HfConfig = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ ARCHITECTURES = {
 """By `model_type`."""
 
 
-def architecture_of(config: Config) -> GgufArchitecture:
+def architecture_of(config: HfConfig) -> GgufArchitecture:
     """Of a Hugging Face config.
 
     Raises:
@@ -83,7 +83,7 @@ def architecture_of(config: Config) -> GgufArchitecture:
     return found
 
 
-def rope_parameters(config: Config) -> dict[str, Any]:
+def rope_parameters(config: HfConfig) -> dict[str, Any]:
     """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` before it."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "rope_theta" in config:
@@ -91,23 +91,23 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     return found
 
 
-def rope_scaling(config: Config) -> str | None:
+def rope_scaling(config: HfConfig) -> str | None:
     """How rotary positions are scaled; None where the model has none."""
     found = rope_parameters(config)
     return str(found.get("rope_type") or found.get("type") or "default") if found else None
 
 
-def head_size(config: Config) -> int:
+def head_size(config: HfConfig) -> int:
     """Features of an attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def write_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitecture) -> None:
+def write_keys(writer: GGUFWriter, config: HfConfig, architecture: GgufArchitecture) -> None:
     """Adds what llama.cpp has to know of the model."""
     (_gpt2_keys if architecture.kind == "gpt2" else _llama_keys)(writer, config, architecture)
 
 
-def _gpt2_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitecture) -> None:
+def _gpt2_keys(writer: GGUFWriter, config: HfConfig, architecture: GgufArchitecture) -> None:
     width = config["n_embd"]
     writer.add_block_count(config["n_layer"])
     writer.add_context_length(context_length(config, architecture))
@@ -117,7 +117,7 @@ def _gpt2_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitectur
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
 
 
-def _llama_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitecture) -> None:
+def _llama_keys(writer: GGUFWriter, config: HfConfig, architecture: GgufArchitecture) -> None:
     size, rope = head_size(config), rope_parameters(config)
     heads = config["num_attention_heads"]
     writer.add_vocab_size(config["vocab_size"])
@@ -142,7 +142,7 @@ def _llama_keys(writer: GGUFWriter, config: Config, architecture: GgufArchitectu
         writer.add_sliding_window(config["sliding_window"])
 
 
-def _expert_keys(writer: GGUFWriter, config: Config) -> None:
+def _expert_keys(writer: GGUFWriter, config: HfConfig) -> None:
     count = config.get("num_local_experts") or config.get("num_experts")
     if count:
         writer.add_expert_count(count)
@@ -151,7 +151,7 @@ def _expert_keys(writer: GGUFWriter, config: Config) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def context_length(config: Config, architecture: GgufArchitecture) -> int:
+def context_length(config: HfConfig, architecture: GgufArchitecture) -> int:
     """Positions of the file; no more than a sliding window where llama.cpp's loader has none for the architecture."""
     if architecture.kind == "gpt2":
         return int(config.get("n_ctx") or config["n_positions"])
@@ -180,12 +180,12 @@ def expert_number(name: str) -> int | None:
     return int(expert[2]) if expert else None
 
 
-def name_map(config: Config, architecture: GgufArchitecture) -> TensorNameMap:
+def name_map(config: HfConfig, architecture: GgufArchitecture) -> TensorNameMap:
     """gguf's table for the architecture and the number of layers."""
     return get_tensor_name_map(architecture.arch, layer_count(config))
 
 
-def layer_count(config: Config) -> int:
+def layer_count(config: HfConfig) -> int:
     """Decoder layers."""
     return int(config.get("num_hidden_layers") or config["n_layer"])
 
@@ -195,7 +195,7 @@ def stored_shape(name: str, shape: tuple[int, ...], architecture: GgufArchitectu
     return shape[::-1] if architecture.transposed and _is_conv1d(name) else shape
 
 
-def stored_value(name: str, value: Array, config: Config, architecture: GgufArchitecture) -> Array:
+def stored_value(name: str, value: Array, config: HfConfig, architecture: GgufArchitecture) -> Array:
     """The values in the file.
 
     Args:
@@ -220,7 +220,7 @@ def interleaved(value: Array, *, size: int) -> Array:
     return value.reshape(rows // size, 2, size // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def rope_factors(config: Config) -> Array | None:
+def rope_factors(config: HfConfig) -> Array | None:
     """Divisors of the rotary frequencies [head size / 2] of Llama 3's scaling; None without it.
 
     Source: transformers, modeling_rope_utils.py, `_compute_llama3_parameters`: frequencies of wavelengths above

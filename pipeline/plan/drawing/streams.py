@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
 from pipeline.plan.predict.gathered_units import units_of
 from pipeline.plan.predict.overlap import Overlap, StreamEvent, overlapped
 from pipeline.plan.predict.rank_time import RankTime
-from pipeline.plan.predict.rates import Rates
 from pipeline.plan.predict.simulated_step import layer_costs
-from pipeline.plan.predict.step_model import data_parallel
+from pipeline.plan.predict.step_model import DataParallel
 
 _KINDS = {
     "forward": ("forward", "#4c78a8"),
@@ -48,16 +46,16 @@ class Streams:
         return f"{of.seconds:.4g} s, exposed communication {of.exposed_s:.4g} of {of.communication_s:.4g} s"
 
 
-def streams_of(run: ResolvedRun, rank: RankTime, rates: Rates) -> Streams:
+def streams_of(how: DataParallel, rank: RankTime, *, micro_batches: int, engine: str) -> Streams:
     """One micro-batch, with gathers and reductions: the only one of a step, or one of several that are alike.
 
     Where weights are gathered or gradients reduced once in a step, it stands for the first forward and the last
     backward pass. Weights that an engine gathers after the update are left out.
     """
-    how, units = data_parallel(run, rates), units_of(rank)
+    units = units_of(rank)
     beside = how.reduce_share > 0
-    visits = run.batch.accumulation if how.every_pass else 1
-    gathers = 0.0 if not how.every_pass and run.config.engine == "deepspeed" else rank.weights / visits
+    visits = micro_batches if how.every_pass else 1
+    gathers = 0.0 if not how.every_pass and engine == "deepspeed" else rank.weights / visits
     costs = layer_costs(units, gather_s=gathers, reduce_s=rank.gradients / how.reductions, regather=how.every_pass)
     return Streams([unit.name for unit in units], overlapped(costs, regather=how.every_pass, beside=beside))
 

@@ -11,6 +11,7 @@ from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.predict.rank_time import rank_time
 from pipeline.plan.predict.rates import TYPICAL
 from pipeline.plan.predict.simulated_step import SIMULATED, pipeline_timeline
+from pipeline.plan.predict.step_model import data_parallel
 from pipeline.plan.predict.step_time import works_of
 
 
@@ -36,7 +37,8 @@ def write_timeline(planned: PlannedRun, path: Path) -> str:
         )
         shown = f"passes of {passes.ranks} pipeline ranks"
     else:
-        found = streams.streams_of(run, ranks[0], rates)
+        how = data_parallel(run, rates)
+        found = streams.streams_of(how, ranks[0], micro_batches=run.batch.accumulation, engine=run.config.engine)
         page, drawing, trace = (
             (lambda: streams.html_page(run.layout, found)),
             (lambda: streams.svg(found)),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.fake_gpu.case import EAGER, StepCase, run_cases
 from pipeline.run.before.memory_summary import Executed, shown_bytes
 from pipeline.run.before.summary import Entry
@@ -33,24 +32,25 @@ class Source:
     vocabulary: int
 
 
-def execute(run: ResolvedRun, source: Source, *, ranks: Sequence[int]) -> Executed:
+def execute(source: Source, *, ranks: Sequence[int], pp: int, engine: str) -> Executed:
     """Executes a step as ranks of the pipeline, one after the other, and returns the one that needs most.
 
     Progress is written to stderr. An interrupt ends the process that executes.
 
     Args:
-        run: the resolved config.
-        source: the same, for the other process.
+        source: the run, for the other process.
         ranks: of the pipeline.
+        pp: pipeline ranks.
+        engine: the config's.
 
     Raises:
         ConfigError: the step failed; with its error.
     """
     found: list[Executed] = []
     for rank in ranks:
-        of = f" of pipeline rank {rank} ({len(found) + 1} of {len(ranks)})" if run.topology.pp > 1 else ""
+        of = f" of pipeline rank {rank} ({len(found) + 1} of {len(ranks)})" if pp > 1 else ""
         print(f"executing a step{of} on fake tensors ...", end="", file=sys.stderr, flush=True)
-        result = _result_of(_case(run, source, rank))
+        result = _result_of(_case(source, rank, engine=engine))
         print(f" {result['seconds']:.0f} s", file=sys.stderr, flush=True)
         found.append(Executed(rank, result["report"], result["seconds"]))
     return max(found, key=lambda each: each.peak)
@@ -88,9 +88,9 @@ def _result_of(case: StepCase) -> dict[str, Any]:
     return result
 
 
-def _case(run: ResolvedRun, source: Source, rank: int) -> StepCase:
+def _case(source: Source, rank: int, *, engine: str) -> StepCase:
     # DeepSpeed makes the optimizer's states in its first step, and the peak is that of the last
-    steps = 2 if run.config.engine == "deepspeed" else 1
+    steps = 2 if engine == "deepspeed" else 1
     overrides = (*source.overrides, EAGER)
     return StepCase(source.config, source.processes, rank, source.vocabulary, overrides, steps, source.begun)
 

@@ -5,28 +5,31 @@ from __future__ import annotations
 import importlib.util
 
 from headrace.base.errors import ConfigError
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.fake_gpu import guard
 
 
-def check_exact(run: ResolvedRun) -> None:
+def check_exact(engine: str, *, distils: bool) -> None:
     """Refuses a step that cannot be executed here, before data and model are looked at.
+
+    Args:
+        engine: the config's.
+        distils: whether the run is a distillation.
 
     Raises:
         ConfigError: this machine cannot have the fake device, the engine's package is missing, or the config is one of
             the plain reference or a distillation.
     """
-    why = _missing(run)
+    why = _missing(engine, distils=distils)
     if why is not None:
         remedy = "leave it out: the closed formulas need nothing"
         raise ConfigError("--exact", True, why=why, remedy=remedy)
 
 
-def _missing(run: ResolvedRun) -> str | None:
-    if run.plain:
+def _missing(engine: str, *, distils: bool) -> str | None:
+    if engine == "reference":
         return "the plain reference is not executed on the fake device, only the engines torch and deepspeed"
-    if run.config.distill is not None:
+    if distils:
         return "the step of a distillation, with its teacher, is not executed on the fake device"
-    if run.config.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed, the config's engine, is not installed (pip install deepspeed)"
     return guard.missing()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import AXES, Topology
 from pipeline.data.loader import MicroBatch, StepBatch
@@ -69,7 +70,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
         rank = stack.enter_context(world(run.topology, case.pp_rank))
         if run.config.engine == "deepspeed":
             stack.enter_context(deepspeed_on_fake_device(rank=rank, processes=run.topology.world_size))
-        mesh = build_mesh(run, "cuda")
+        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
         section = run.config.zero_optimization
         offloads = "cpu" in (section.offload_optimizer.device, section.offload_param.device)
         recorder = Recorder(
@@ -94,7 +95,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
                 engine.state()  # makes the optimizer's state, which a first step would; DeepSpeed has made it
             memory.name(state_of(optimizer), "optimizer")
             for number in range(1, case.steps + 1):
-                batch = _batch(run, number)
+                batch = _batch(run.batch, number, cp=run.topology.cp, masked=run.config.data.mask_documents)
                 recorder.begin()
                 engine.train_step(batch, lr=1e-4)
             peak = memory.peak()
@@ -111,7 +112,7 @@ def run_compiled_step(case: StepCase) -> None:
     hf_config: Any = model.config
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
     with world(run.topology, case.pp_rank):
-        mesh = build_mesh(run, "cuda")
+        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
         recorder = Recorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
@@ -119,7 +120,8 @@ def run_compiled_step(case: StepCase) -> None:
             with recorder:  # which leaves a model on meta alone
                 engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
             for number in range(1, case.steps + 1):
-                engine.train_step(_batch(run, number), lr=1e-4)
+                batch = _batch(run.batch, number, cp=run.topology.cp, masked=run.config.data.mask_documents)
+                engine.train_step(batch, lr=1e-4)
 
 
 def _run_and_model(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
@@ -152,11 +154,10 @@ def world(topology: Topology, pp_rank: int) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def _batch(run: ResolvedRun, number: int) -> StepBatch:
+def _batch(batch: BatchSizes, number: int, *, cp: int, masked: bool) -> StepBatch:
     """A step's micro-batches, as the loader makes them: on the host, in page-locked memory."""
-    batch, length = run.batch, run.batch.sequence_length
-    shape = (batch.micro, length // run.topology.cp)
-    masked = run.config.data.mask_documents
+    length = batch.sequence_length
+    shape = (batch.micro, length // cp)
 
     def micro() -> MicroBatch:
         positions = pin(torch.zeros(shape, dtype=torch.int64)) if masked else None

@@ -79,7 +79,17 @@ class LargeRun:
     @property
     def training(self) -> Training:
         """Its hyperparameters, for the published laws."""
-        return training_of(self.run, parameters_non_embedding=self.counts.body)
+        run, body = self.run, self.counts.body
+        return training_of(
+            run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=body
+        )
+
+    def count(self, config: PretrainedConfig) -> Counts:
+        """Counts of another model in the place of the run's."""
+        given, dtype = self.run.config, model_dtype(self.run.config)
+        model = build_meta(config, dtype=dtype, attn_implementation=given.model.attn_implementation)
+        size = measure(model, config, sequence_length=self.run.batch.sequence_length)
+        return _counts(size, tied=bool(config.tie_word_embeddings))
 
 
 def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
@@ -110,13 +120,6 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
 def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config without what spreads a model over devices; the same samples in each step."""
     return {key: value for key, value in raw.items() if key not in (*_LAYOUT, *_BATCH)}
-
-
-def count(config: PretrainedConfig, run: ResolvedRun) -> Counts:
-    """Counts of another model in the place of the run's."""
-    model = build_meta(config, dtype=model_dtype(run.config), attn_implementation=run.config.model.attn_implementation)
-    size = measure(model, config, sequence_length=run.batch.sequence_length)
-    return _counts(size, tied=bool(config.tie_word_embeddings))
 
 
 def _counts_of(prepared: PreparedRun) -> Counts:

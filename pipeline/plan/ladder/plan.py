@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from headrace.base.configfile import merge
 from headrace.base.errors import ConfigError
 from pipeline.models.resize.scale import scale, section_of
-from pipeline.plan.ladder.large_run import Counts, LargeRun, count
+from pipeline.plan.ladder.large_run import Counts, LargeRun
 from pipeline.plan.laws.laws import step_law_batch, step_law_learning_rate
 
 _FEWEST_RUNGS = 3
@@ -243,7 +243,7 @@ def _sizes(large: LargeRun) -> Iterator[Rung]:
     found: dict[str, Rung] = {}
     for number in range(1, _TRIALS):
         model = scale(large.model, number / _TRIALS)
-        rung = Rung(model, count(model, large.run)) if f"{model.hidden_size}" not in found else None
+        rung = Rung(model, large.count(model)) if f"{model.hidden_size}" not in found else None
         if rung is not None and rung.counts.multiplied < large.counts.multiplied:
             found[f"{model.hidden_size}"] = rung
     yield from sorted(found.values(), key=lambda rung: rung.counts.multiplied)

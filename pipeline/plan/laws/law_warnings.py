@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.batch import BatchSizes
+from pipeline.config.schedule import Schedule
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.plan.laws.laws import CHINCHILLA_RATIO, Quantity, Suggestion, chinchilla_loss, suggestions
 
 FAR = {Quantity.BATCH: 4.0, Quantity.LEARNING_RATE: 3.0, Quantity.WEIGHT_DECAY: 5.0, Quantity.WARMUP: 10.0}
@@ -61,23 +63,27 @@ class Training:
         }[quantity]
 
 
-def training_of(run: ResolvedRun, *, parameters_non_embedding: int) -> Training:
+def training_of(
+    batch: BatchSizes, schedule: Schedule, optimizer: OptimizerSection, *, steps: int, parameters_non_embedding: int
+) -> Training:
     """The hyperparameters of a resolved run.
 
     Args:
-        run: the run.
+        batch: its batch sizes.
+        schedule: its learning rates.
+        optimizer: its config's section.
+        steps: its length.
         parameters_non_embedding: of its model, without input embedding and output head.
     """
-    params = run.config.optimizer.params
     return Training(
         parameters=parameters_non_embedding,
-        tokens=run.steps * run.batch.tokens,
-        sequence_length=run.batch.sequence_length,
-        batch=run.batch.tokens,
-        learning_rate=run.schedule.peak,
-        weight_decay=params.weight_decay,
-        warmup=run.schedule.warmup * run.batch.tokens,
-        optimizer=run.config.optimizer.kind.name,
+        tokens=steps * batch.tokens,
+        sequence_length=batch.sequence_length,
+        batch=batch.tokens,
+        learning_rate=schedule.peak,
+        weight_decay=optimizer.params.weight_decay,
+        warmup=schedule.warmup * batch.tokens,
+        optimizer=optimizer.kind.name,
     )
 
 

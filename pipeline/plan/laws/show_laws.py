@@ -26,7 +26,14 @@ def training_of_plan(planned: PlannedRun) -> Training | None:
         return None
     hf_config: Any = planned.costs.model.config
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
-    training = training_of(planned.run, parameters_non_embedding=planned.costs.size.non_embedding(tied=tied))
+    run = planned.run
+    training = training_of(
+        run.batch,
+        run.schedule,
+        run.config.optimizer,
+        steps=run.steps,
+        parameters_non_embedding=planned.costs.size.non_embedding(tied=tied),
+    )
     return training if training.optimizer == "AdamW" else None
 
 

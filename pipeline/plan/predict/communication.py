@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import AXES, Topology
 from pipeline.engines.sizes import traffic
 from pipeline.engines.sizes.traffic import TrafficLayout
@@ -53,7 +52,8 @@ def _data_parallel(layout: TrafficLayout) -> Iterator[Transfer]:
     weights = _weights(layout) * (0.5 if run.config.fp8.enabled and run.config.fp8.fsdp_all_gather else 1.0)
     gathers = units * (2 * micro_batches if stage == 3 else 1)
     yield Transfer("weights", "all_gather", weights, gathers, data[:shard])
-    gradients = traffic.gradients(layout) * _gradient_size(run) / layout.size
+    size = 2 if run.config.communication_data_type == "bf16" else _GRADIENT_BYTES
+    gradients = traffic.gradients(layout) * size / layout.size
     reductions = units * (micro_batches if stage >= 2 else 1)
     scattered = stage == 3 or (stage == 2 and run.config.engine == "torch")
     yield Transfer("gradients", "reduce_scatter" if scattered else "all_reduce", gradients, reductions, data[:shard])
@@ -74,10 +74,6 @@ def _weights(layout: TrafficLayout) -> float:
     # stays for its backward pass, by `stage3_max_reuse_distance`
     again = max(0, rank.parameters - live) / rank.parameters
     return whole * (1 + again)
-
-
-def _gradient_size(run: ResolvedRun) -> int:
-    return 2 if run.config.communication_data_type == "bf16" else _GRADIENT_BYTES
 
 
 def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:

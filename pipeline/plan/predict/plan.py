@@ -112,16 +112,16 @@ def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model
 
 def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -> Rates:
     """A machine's rates for a run: those of its dtype, and of a calibrated one of its largest product, the MLP's."""
-    widths = costs.shares(run).footprint.widths
+    config, widths = run.config, costs.shares(run).footprint.widths
     rows = run.batch.micro * run.batch.sequence_length // run.topology.cp
     inner = widths.intermediate if widths.experts else max(1, widths.intermediate // run.topology.tp)
     return rates_of(
         machine,
-        dtype_of(run.config),
+        dtype_of(config.fp8, bf16=config.bf16.enabled, fp16=config.fp16.enabled),
         end,
         product=Product(rows, widths.hidden, inner),
         # FSDP2 overlaps by CUDA streams: on a CPU its collectives are calls that return when they are done
-        hidden=machine.gpu or run.config.engine == "deepspeed",
+        hidden=machine.gpu or config.engine == "deepspeed",
     )
 
 

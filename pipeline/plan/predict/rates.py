@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import Fp8Section
 from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.runtime.machines.machine import LinkSection, Machine, MeasuredProduct
 
@@ -58,11 +58,11 @@ class Rates:
     layer_backward_s: float = 0.0
 
 
-def dtype_of(config: Config) -> str:
+def dtype_of(fp8: Fp8Section, *, bf16: bool, fp16: bool) -> str:
     """The dtype of a run's matrix products: fp8, bf16, fp16 or fp32."""
-    if config.fp8.enabled and not config.fp8.emulate:
+    if fp8.enabled and not fp8.emulate:
         return "fp8"
-    return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    return "bf16" if bf16 else "fp16" if fp16 else "fp32"
 
 
 def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None = None, hidden: bool = True) -> Rates:

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
-from pipeline.config.schedule import schedule_from_section
+from pipeline.config.schedule import make_schedule
 from pipeline.config.sections.deepspeed import SchedulerSection
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.plan.proof.case import Case, CaseResult
@@ -76,7 +76,7 @@ def _decay_within(case: Case, section: OptimizerSection, weight: Tensor, momentu
         return 0.0
     params, scheduler = section.params, case.config.get("scheduler")
     parsed = None if scheduler is None else parse(SchedulerSection, scheduler)
-    lr = schedule_from_section(parsed, lr=params.lr, steps=case.config["run"]["steps"]).lr(1)
+    lr = make_schedule(parsed, lr=params.lr, steps=case.config["run"]["steps"]).lr(1)
     update = momentum * (1 + (params.momentum or 0.0) * bool(params.nesterov))
     return params.weight_decay * (weight + lr * update)
 

@@ -17,7 +17,7 @@ import torch
 
 from headrace.base.section import parse
 from pipeline.checkpoint import named_state
-from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
 from pipeline.engines.base import Engine
@@ -50,8 +50,16 @@ def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
     with nullcontext() if run.alone else process_group(launch, gpu=None, timeout_s=120.0):
         objective = CrossEntropy(z_loss=config.loss.z_loss)
         values = _Perturbed(prepared.values, case.noise) if case.noise else prepared.values
+        coordinates = run.topology.coordinates(rank)
+        loader_arguments = {
+            "dp_rank": coordinates["dp"],
+            "cp": run.topology.cp,
+            "cp_rank": coordinates["cp"],
+            "zigzag": run.zigzag,
+            "mask_documents": config.data.mask_documents,
+        }
         engine = build_engine(run, prepared.model, values, objective, device=torch.device("cpu"))
-        case_result = _train(case, directory, prepared, engine, _loader_arguments(run, rank))
+        case_result = _train(case, directory, prepared, engine, loader_arguments)
         if rank == 0:
             write_result(case_result)
 
@@ -76,12 +84,6 @@ class _Perturbed:
     def buffer(self, name: str) -> torch.Tensor | None:
         """See `ParameterValues.buffer`."""
         return self._values.buffer(name)
-
-
-def _loader_arguments(run: ResolvedRun, rank: int) -> dict[str, Any]:
-    coordinates, cp = run.topology.coordinates(rank), run.topology.cp
-    part = {"dp_rank": coordinates["dp"], "cp": cp, "cp_rank": coordinates["cp"], "zigzag": run.zigzag}
-    return {**part, "mask_documents": run.config.data.mask_documents}
 
 
 def _train(

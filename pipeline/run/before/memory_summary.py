@@ -11,6 +11,7 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from headrace.base.memory_size import bytes_of
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import MemorySection
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import KINDS, Bytes, largest_micro_batch, peak_memory
 from pipeline.run.before.summary import Entry
@@ -47,9 +48,9 @@ class Executed:
         """Bytes."""
         return int(self.report["peak"])
 
-    def kinds(self, run: ResolvedRun) -> dict[str, int] | None:
+    def kinds(self, engine: str) -> dict[str, int] | None:
         """Kind -> bytes; None of DeepSpeed, whose flat buffers hold several kinds."""
-        return None if run.config.engine == "deepspeed" else {kind: self.report["kinds"][kind] for kind in KINDS}
+        return None if engine == "deepspeed" else {kind: self.report["kinds"][kind] for kind in KINDS}
 
 
 Execute = Callable[[Sequence[int]], Executed]
@@ -77,44 +78,44 @@ def memory_entries(
             why = f"not known for {kind}: its layers are not built like Llama's (--exact executes a step)"
             yield Entry("memory", why, None)
             return
-        executed = execute(_executable(run, range(run.topology.pp)))
+        executed = execute(_executable(run.config.engine, range(run.topology.pp)))
         yield _executed_entry(run, executed, None)
         if memory is not None:
-            yield _fit_entry(run, executed.peak, memory=memory, largest=None)
+            yield _fit_entry(run.config.memory, executed.peak, memory=memory, largest=None)
         return
     ranks = range(run.topology.pp)
     peaks = [peak_memory(run, footprint, pp_rank=rank) for rank in ranks]
     worst = max(ranks, key=lambda rank: peaks[rank].total)
     total = peaks[worst].total
     if execute is None:
-        yield _peak_entry(run, peaks[worst], worst)
+        yield _peak_entry(peaks[worst], worst, pp=run.topology.pp)
     else:
-        executed = execute(_executable(run, [worst]))
+        executed = execute(_executable(run.config.engine, [worst]))
         total = executed.peak
         yield _executed_entry(run, executed, peaks[worst])
     if memory is not None:
         # which rank needs most depends on the micro-batch
         largest = min(largest_micro_batch(run, footprint, memory=memory, pp_rank=rank) for rank in ranks)
-        yield _fit_entry(run, total, memory=memory, largest=largest)
+        yield _fit_entry(run.config.memory, total, memory=memory, largest=largest)
 
 
-def _executable(run: ResolvedRun, ranks: Sequence[int]) -> Sequence[int]:
-    if run.config.engine == "deepspeed" and any(ranks):
+def _executable(engine: str, ranks: Sequence[int]) -> Sequence[int]:
+    if engine == "deepspeed" and any(ranks):
         why = "the later stages of DeepSpeed's pipeline take shapes from the stage before, which is not there"
         raise ConfigError("--exact", True, why=why, remedy="leave it out, or see engine torch with the same layout")
     return ranks
 
 
-def _peak_entry(run: ResolvedRun, peak: Bytes, worst: int) -> Entry:
+def _peak_entry(peak: Bytes, worst: int, *, pp: int) -> Entry:
     values = {**_rounded(peak), "peak": round(peak.total), "pp_rank": worst}
-    text = f"peak {shown_bytes(peak.total)} per rank{_where(run, worst)}{_parts(_rounded(peak))}"
+    text = f"peak {shown_bytes(peak.total)} per rank{_where(worst, pp=pp)}{_parts(_rounded(peak))}"
     return Entry("memory", text, values)
 
 
 def _executed_entry(run: ResolvedRun, executed: Executed, formula: Bytes | None) -> Entry:
     """The executed step beside the formulas."""
-    kinds = executed.kinds(run)
-    text = f"peak {shown_bytes(executed.peak)} per rank{_where(run, executed.pp_rank)}, executed on fake tensors"
+    kinds, where = executed.kinds(run.config.engine), _where(executed.pp_rank, pp=run.topology.pp)
+    text = f"peak {shown_bytes(executed.peak)} per rank{where}, executed on fake tensors"
     text += _parts(kinds or {})
     values: dict[str, Any] = {**(kinds or {}), "peak": executed.peak, "pp_rank": executed.pp_rank}
     if formula is not None:
@@ -132,24 +133,24 @@ def _parts(kinds: dict[str, int]) -> str:
     return f": {parts}" if parts else ""
 
 
-def _where(run: ResolvedRun, rank: int) -> str:
-    return f" (pipeline rank {rank}, which needs most)" if run.topology.pp > 1 else ""
+def _where(rank: int, *, pp: int) -> str:
+    return f" (pipeline rank {rank}, which needs most)" if pp > 1 else ""
 
 
-def _fit_entry(run: ResolvedRun, peak: float, *, memory: int, largest: int | None) -> Entry:
+def _fit_entry(section: MemorySection, peak: float, *, memory: int, largest: int | None) -> Entry:
     fits = "fits" if peak <= memory else "does not fit"
     text = f"{fits} {shown_bytes(memory)} (peak {peak / memory:.0%} of it)"
     if largest is not None:
         best = f"the largest micro-batch that does is {largest}" if largest else "not even a micro-batch of 1 does"
         text += f"; {best}"
     if peak > memory and not largest:
-        text += "; try: " + _remedy(run)
+        text += "; try: " + _remedy(section)
     values = {"memory": memory, "fits": peak <= memory, "largest_micro_batch": largest}
     return Entry("memory fit", text, values)
 
 
-def _remedy(run: ResolvedRun) -> str:
-    if run.config.memory.activation_checkpointing != "full":
+def _remedy(section: MemorySection) -> str:
+    if section.activation_checkpointing != "full":
         return "memory.activation_checkpointing full, or more ranks"
     return "more ranks with zero_optimization.stage 3, or a smaller model"
 

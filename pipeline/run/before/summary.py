@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.config.sections.run import RunSection
+from pipeline.config.sections.compression import QuantizationAwareSection
+from pipeline.config.sections.data import DataSection
+from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.config.sections.run import EvaluationSection, RunSection
 from pipeline.models.split_names import conversion
 from pipeline.run.checkpoint_timer import minutes_of
 
@@ -63,25 +66,24 @@ def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
     samples, tokens = run.steps * batch.samples, run.steps * batch.tokens
     length = {"steps": run.steps, "samples": samples, "tokens": tokens}
     yield Entry("length", f"{run.steps:,} steps = {samples:,} samples = {tokens:,} tokens", length)
-    rates = {step: run.schedule.lr(step) for step in _shown_steps(run)}
+    rates = {step: run.schedule.lr(step) for step in _shown_steps(run.steps, warmup=run.schedule.warmup)}
     shown = ", ".join(f"{lr:.2e} at step {step:,}" for step, lr in rates.items())
     yield Entry("learning rate", f"{run.schedule.kind}: {shown}", {"schedule": run.schedule.kind, "at_step": rates})
-    yield _optimizer_entry(run)
-    yield from _data_entries(run)
-    yield _evaluation_entry(run)
-    yield _checkpoint_entry(run)
+    yield _optimizer_entry(config.optimizer, held=run.held_bytes_per_parameter)
+    yield from _data_entries(config.data)
+    yield _evaluation_entry(config.evaluation)
+    yield _checkpoint_entry(config.run)
     yield Entry("run directory", config.run.dir, config.run.dir)
 
 
-def _optimizer_entry(run: ResolvedRun) -> Entry:
+def _optimizer_entry(section: OptimizerSection, *, held: float | None) -> Entry:
     """The optimizer, and what one parameter takes in fp32: its master weight and its states."""
-    section, kind = run.config.optimizer, run.config.optimizer.kind
+    kind = section.kind
     params = section.params.model_dump(mode="json", exclude_none=True)
     shown = ", ".join(f"{name} {json.dumps(params[name])}" for name in _SHOWN_PARAMS if name in params)
     states = f"{len(kind.states)} state tensor{'' if len(kind.states) == 1 else 's'} per parameter"
     text = f"{kind.name}, {shown}; {states}: {kind.bytes_per_parameter} bytes per parameter with the fp32 master weight"
     sizes: dict[str, Any] = {"states": list(kind.states), "bytes_per_parameter": kind.bytes_per_parameter}
-    held = run.held_bytes_per_parameter
     if held is not None:
         text += f", {held:.4g} held on the device with {section.params.moments_dtype or 'fp32'} states and the gradient"
         sizes["held_bytes_per_parameter"] = held
@@ -91,9 +93,8 @@ def _optimizer_entry(run: ResolvedRun) -> Entry:
 _SHOWN_PARAMS = ("betas", "momentum", "nesterov", "weight_decay")
 
 
-def _data_entries(run: ResolvedRun) -> Iterator[Entry]:
+def _data_entries(data: DataSection) -> Iterator[Entry]:
     """How documents become samples: packing, masks, fill-in-the-middle, curriculum."""
-    data = run.config.data
     attention = "attention stays within a document" if data.mask_documents else "attention crosses documents"
     values: dict[str, Any] = {"packing": data.packing, "mask_documents": data.mask_documents}
     text = f"{data.packing} packing, {attention}"
@@ -107,15 +108,13 @@ def _data_entries(run: ResolvedRun) -> Iterator[Entry]:
         yield Entry("curriculum", f"from step {stage.after_step + 1:,}: {weights}", plain)
 
 
-def _evaluation_entry(run: ResolvedRun) -> Entry:
-    section = run.config.evaluation
+def _evaluation_entry(section: EvaluationSection) -> Entry:
     when = f"every {section.every:,} steps and at the end" if section.every else "at the end"
     what = f"{section.samples:,} samples per source" if section.samples else "the whole held-out split"
     return Entry("evaluation", f"{when}, {what}", {"every": section.every, "samples": section.samples})
 
 
-def _checkpoint_entry(run: ResolvedRun) -> Entry:
-    section = run.config.run
+def _checkpoint_entry(section: RunSection) -> Entry:
     when = ", ".join([*_checkpoint_times(section), "at the end"])
     kept = f"the newest {section.keep_checkpoints} are kept"
     kept += f", and those at multiples of {section.keep_every:,} steps" if section.keep_every else ""
@@ -139,8 +138,7 @@ def _checkpoint_times(section: RunSection) -> Iterator[str]:
         yield f"every {minutes:g} minutes"
 
 
-def _rounding(run: ResolvedRun) -> Iterator[Entry]:
-    section = run.config.quantization_aware
+def _rounding(section: QuantizationAwareSection | None) -> Iterator[Entry]:
     if section is not None:
         shown = f"{section.scheme}, group {section.group_size or 'of the scheme'}"
         yield Entry("quantization-aware", shown, section.model_dump())
@@ -188,10 +186,10 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         rates = {"aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
         yield Entry("experts", f"balance {moe.balance}{loss}{bias}", {"balance": moe.balance, **rates})
     if run.config.fp8.enabled:
-        layers = fp8_layers(run, prepared.model)
+        layers = fp8_layers(run.config.fp8, prepared.model, tp=run.topology.tp)
         counts = {"converted": len(layers.converted), "excluded": list(layers.excluded)}
         yield Entry("fp8", f"{run.config.fp8.recipe}: {layers.text}", {**run.config.fp8.model_dump(), **counts})
-    yield from (*_rounding(run), *_parametrization(prepared))
+    yield from (*_rounding(run.config.quantization_aware), *_parametrization(prepared))
     for line in stage_lines(run, prepared.model):
         label, text = line.split(": ", 1)
         yield Entry(label, text, text)
@@ -224,11 +222,12 @@ def _straggler_entry(prepared: PreparedRun) -> Entry:
     from pipeline.runtime.metrics.stragglers import report_interval, report_seconds  # noqa: PLC0415  imports torch
 
     run, layers = prepared.run, int(prepared.hf_config.get("num_hidden_layers") or 0)
-    every, seconds = report_interval(run, layers=layers), report_seconds(run, layers=layers)
+    seconds = report_seconds(run.topology, run.batch, layers=layers)
+    every = report_interval(run.config.stragglers, seconds=seconds)
     cost = f"about {seconds:.1f} s of profiling each" if every else f"would take about {seconds:.1f} s each"
     text = f"a report every {every:,} steps, {cost}" if every else f"no reports: {cost}"
     return Entry("stragglers", text, {"every": every, "seconds_per_report": seconds})
 
 
-def _shown_steps(run: ResolvedRun) -> list[int]:
-    return sorted({1, max(1, min(run.schedule.warmup, run.steps)), max(1, run.steps // 2), run.steps})
+def _shown_steps(steps: int, *, warmup: int) -> list[int]:
+    return sorted({1, max(1, min(warmup, steps)), max(1, steps // 2), steps})

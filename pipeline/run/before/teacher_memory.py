@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from headrace.base.errors import ConfigError
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.assemble import loss_chunk
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
@@ -110,17 +109,17 @@ def _refuse_too_large(prepared: PreparedRun, found: TeacherBytes, *, total: floa
     section = prepared.run.config.distill
     assert section is not None
     why = f"it takes {shown_bytes(total)} per rank and the student {shown_bytes(own)}, of {shown_bytes(memory)}"
-    remedy = " or ".join([*_layouts(prepared.run, found, room=memory - own), "distill.logits (headrace cache-logits)"])
+    layouts = _layouts(found, tp=prepared.run.topology.tp, room=memory - own)
+    remedy = " or ".join([*layouts, "distill.logits (headrace cache-logits)"])
     raise ConfigError("distill.teacher", section.teacher, why=why, remedy=f"use {remedy}")
 
 
-def _layouts(run: ResolvedRun, found: TeacherBytes, *, room: float) -> Iterator[str]:
+def _layouts(found: TeacherBytes, *, tp: int, room: float) -> Iterator[str]:
     """What would make the teacher fit into `room` bytes."""
     least = found.least_ranks(room)
     if least is not None:
         more = f" on {least} data ranks or more" if least > found.data_ranks else ""
         yield f"distill.shard_teacher true{more}"
-    tp = run.topology.tp
     wider = (n for n in (2, 4, 8, 16) if n > tp)
     needed = replace(found, logits=0.0).total(sharded=False) * tp
     for n in wider:

@@ -71,18 +71,19 @@ def _resolve(config: Config) -> ResolvedRun:
         field = "distill.logits" if section is not None and section.teacher is not None else "distill.teacher"
         why = "the job reads distill.teacher and writes distill.logits"
         raise ConfigError(field, why=why, remedy='"distill": {"teacher": "models/teacher", "logits": "out/logits"}')
-    check_distillation(config)
+    check_distillation(section, data)
     check_data(data)
     if not isinstance(config.train_batch_size, int):
         why = "which samples a run draws depends on it, and here there is no layout to derive it from"
         raise ConfigError("train_batch_size", config.train_batch_size, why=why, remedy="give the number")
     samples, length = config.train_batch_size, data.sequence_length
-    check_length(config)
+    check_length(config.run)
     alone = config.model_copy(update={"engine": "torch", "parallel": ParallelSection()})
     micro = config.train_micro_batch_size_per_gpu or min(8, samples)
     batch = BatchSizes(samples, micro, -(-samples // micro), 1, length)
-    steps = steps_of(config, batch)
-    return ResolvedRun(alone, Topology(), batch, steps, make_schedule(alone, steps=steps))
+    steps = steps_of(config.run, batch)
+    schedule = make_schedule(config.scheduler, lr=config.optimizer.params.lr, steps=steps)
+    return ResolvedRun(alone, Topology(), batch, steps, schedule)
 
 
 def _part(given: str | None) -> tuple[int, int]:
@@ -115,8 +116,7 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
     vocabulary = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length).vocab_size
     found = open_teacher(run, vocab_size=vocabulary)  # of the student, which is to be compared with it
     # the folder of a teacher whose logits are to be written is named as if they were not
-    online = run.config.model_copy(update={"distill": section.model_copy(update={"logits": None})})
-    folders = folder_parents(online)
+    folders = folder_parents(run.config.model, section.model_copy(update={"logits": None}))
     plan = _plan(run, mixture, vocab_size=vocabulary, teacher=folders["distill.teacher"]["fingerprint"])
     if is_written(plan, Path(section.logits)):
         return True

@@ -8,27 +8,35 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.distillation import ATTENTIONS, check_models, features_of
-from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.engines.parallel.compilation import compiles
-from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.config.sections.compression import DistillSection
+from pipeline.config.topology import Topology
 from pipeline.models.decoder_layers import decoder_layers
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
-def check_feature_models(run: ResolvedRun, *, student: nn.Module, teacher: nn.Module) -> None:
+def check_feature_models(
+    section: DistillSection,
+    topology: Topology,
+    *,
+    student: nn.Module,
+    teacher: nn.Module,
+    last_stage: tuple[int, int],
+    compiled: bool,
+) -> None:
     """Refuses matchings that two models do not make possible.
 
     Args:
-        run: the resolved config, a distillation.
+        section: the config's `distill`.
+        topology: the mesh.
         student, teacher: the full models, on meta.
+        last_stage: the first layer of the student's last pipeline stage, and the end of its layers.
+        compiled: whether decoder layers are compiled.
 
     Raises:
         ConfigError: names the field, and what works.
     """
-    section = run.config.distill
-    assert section is not None
     fields = features_of(section)
     if not fields:
         return
@@ -36,9 +44,8 @@ def check_feature_models(run: ResolvedRun, *, student: nn.Module, teacher: nn.Mo
         _check_layers(next(iter(fields)), whose, model)
         if section.attentions is not None:
             _check_attention(whose, model)
-    last_stage = pipeline_stages(run, student)[-1].layers
-    check_models(section, sizes_of(student), sizes_of(teacher), run.topology, last_stage=last_stage)
-    if section.attentions is not None and compiles(run.config.compile):
+    check_models(section, sizes_of(student), sizes_of(teacher), topology, last_stage=last_stage)
+    if section.attentions is not None and compiled:
         why = "queries, keys and values are recorded within a layer, and a compiled layer hands nothing out"
         raise ConfigError(ATTENTIONS, why=why, remedy="set compile.enabled to false (it is on where there is a GPU)")
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.rules.distillation import ATTENTIONS, HIDDEN, layer_map, relation_heads
-from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.compression import DistillSection
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.objective import Loss
 from pipeline.engines.parallel.features import Features, WantedFeatures, recording
-from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.models.decoder_layers import decoder_layers
 from pipeline.run.distillation.feature_checks import sizes_of
@@ -75,20 +74,16 @@ class FeatureDistillation:
 
 
 def make_matchings(
-    run: ResolvedRun, *, student: nn.Module, teacher: nn.Module, mesh: Mesh | None, device: torch.device
+    section: DistillSection, shard: SequenceShard, *, student: nn.Module, teacher: nn.Module
 ) -> list[HiddenStateLoss | AttentionLoss]:
     """The matchings of a run; none where the config has none.
 
     Args:
-        run: the resolved config, a distillation.
+        section: the config's `distill`.
+        shard: this rank's positions.
         student, teacher: the full models, on any device.
-        mesh: this rank's coordinates and groups.
-        device: of this rank.
     """
-    section = run.config.distill
-    assert section is not None
     depths = {"student": len(decoder_layers(student)), "teacher": len(decoder_layers(teacher))}
-    shard = SequenceShard.of(run, mesh, device)
     made: list[HiddenStateLoss | AttentionLoss] = []
     if section.hidden_states is not None:
         layers = layer_map(HIDDEN, section.hidden_states.layers, **depths)

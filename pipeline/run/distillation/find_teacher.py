@@ -6,9 +6,12 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.engines.parallel.compilation import compiles
+from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.folder.model_folder import ModelFolder
@@ -30,11 +33,19 @@ def find_teacher(
     Raises:
         ConfigError, DataError: see `open_teacher` and `open_logits`.
     """
-    section = run.config.distill
-    assert section is not None
-    if section.logits is None:
+    config, extent = run.config, Extent(run.steps, run.batch.samples)
+    assert config.distill is not None
+    if config.distill.logits is None:
         return open_teacher(run, vocab_size=vocab_size), None
-    return None, open_logits(run, mixture, vocab_size=vocab_size)
+    logits = open_logits(
+        config.distill,
+        mixture,
+        data=config.data,
+        anomalies=config.anomalies,
+        extent=extent,
+        vocab_size=vocab_size,
+    )
+    return None, logits
 
 
 def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
@@ -83,6 +94,13 @@ def check_student(run: ResolvedRun, student: nn.Module, teacher: TeacherModel | 
     section = run.config.distill
     assert section is not None
     if teacher is not None:
-        check_feature_models(run, student=student, teacher=teacher.model)
+        check_feature_models(
+            section,
+            run.topology,
+            student=student,
+            teacher=teacher.model,
+            last_stage=pipeline_stages(run, student)[-1].layers,
+            compiled=compiles(run.config.compile),
+        )
     if section.on_policy is not None and section.on_policy.kv_cache:
         check_kv_cache(student, mask_documents=run.config.data.mask_documents)

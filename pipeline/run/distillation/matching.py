@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import AttentionsSection, HiddenStatesSection
 from pipeline.config.topology import sequence_chunks
 from pipeline.data.loader import IGNORE, MicroBatch
@@ -54,12 +53,11 @@ class SequenceShard:
     cp: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, run: ResolvedRun, mesh: Mesh | None, device: torch.device) -> SequenceShard:
-        """That of a rank of a run."""
-        length, cp = run.batch.sequence_length, run.topology.cp
+    def of(cls, mesh: Mesh | None, device: torch.device, *, length: int, cp: int, zigzag: bool) -> SequenceShard:
+        """That of this rank; arguments as `sequence_chunks`."""
         chunks = [
             torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
-            for parts in (sequence_chunks(length, cp=cp, cp_rank=rank, zigzag=run.zigzag) for rank in range(cp))
+            for parts in (sequence_chunks(length, cp=cp, cp_rank=rank, zigzag=zigzag) for rank in range(cp))
         ]
         if mesh is None:
             return cls(chunks[0], chunks[0])

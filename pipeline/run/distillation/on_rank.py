@@ -11,6 +11,7 @@ from pipeline.engines.base import Engine, Objective
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.run.distillation.cached_logits import CachedReference
 from pipeline.run.distillation.features import FeatureDistillation, make_matchings
+from pipeline.run.distillation.matching import SequenceShard
 from pipeline.run.distillation.objective import Distillation
 from pipeline.run.distillation.on_policy import OnPolicySamples
 from pipeline.run.distillation.on_policy_loss import OnPolicyDistillation
@@ -20,16 +21,18 @@ from pipeline.run.prepare import PreparedRun
 
 def make_distillation(prepared: PreparedRun, device: torch.device, mesh: Mesh | None) -> Objective:
     """The loss of a distillation, with its teacher on this rank or with cached logits, and what is matched besides."""
-    config = prepared.run.config
+    run, config = prepared.run, prepared.run.config
     assert config.distill is not None
     if prepared.teacher is None:
         return Distillation(config.distill, CachedReference(), z_loss=config.loss.z_loss)
-    teacher = Teacher(prepared.teacher, prepared.run, device=device, mesh=mesh)
+    teacher = Teacher(prepared.teacher, run, device=device, mesh=mesh)
     if config.distill.on_policy is not None:
         return OnPolicyDistillation(config.distill, teacher, z_loss=config.loss.z_loss)
     distillation = Distillation(config.distill, teacher, z_loss=config.loss.z_loss)
     models = {"student": prepared.model, "teacher": prepared.teacher.model}
-    matchings = make_matchings(prepared.run, **models, mesh=mesh, device=device)
+    length = run.batch.sequence_length
+    shard = SequenceShard.of(mesh, device, length=length, cp=run.topology.cp, zigzag=run.zigzag)
+    matchings = make_matchings(config.distill, shard, **models)
     return FeatureDistillation(distillation, teacher, matchings) if matchings else distillation
 
 

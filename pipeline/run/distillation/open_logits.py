@@ -7,9 +7,9 @@ from typing import Final
 
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import ConfigError, DataError
-from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.compression import DistillSection
 from pipeline.config.sections.data import DataSection
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import AnomaliesSection
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import DataMixture
@@ -21,35 +21,49 @@ _ENDLESS: Final = 1 << 48
 """Samples of no run: a source that has not been drawn whole after so many never will be."""
 
 
-def open_logits(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int) -> CachedLogits:
+def open_logits(
+    section: DistillSection,
+    mixture: DataMixture,
+    *,
+    data: DataSection,
+    anomalies: AnomaliesSection,
+    extent: Extent,
+    vocab_size: int,
+) -> CachedLogits:
     """Opens the cached logits that a run names, and compares them with its data and its student.
+
+    Args:
+        section: the config's `distill`.
+        mixture: what the run draws samples from.
+        data, anomalies: the config's sections.
+        extent: length of the run.
+        vocab_size: of the student.
 
     Raises:
         DataError: no such directory, damaged files, another dataset or tokenizer, or samples without a record.
         ConfigError: another sequence length, document mask, temperature, vocabulary or teacher.
     """
-    section = run.config.distill
-    assert section is not None
     assert section.logits is not None
     path = Path(section.logits)
     manifest = read_manifest(path, kind=KIND)
     check_sizes(path, manifest)
-    _check_fields(run.config, manifest, vocab_size=vocab_size)
+    _check_fields(section, data, manifest, vocab_size=vocab_size)
     logits = CachedLogits(path, manifest, [_number(path, manifest, source) for source in mixture.sources])
-    logits.check_has(mixture.order, run.steps * run.batch.samples)
+    logits.check_has(mixture.order, extent.samples)
     if not logits.has_all(mixture.order):
-        _refuse_rollback(run, mixture.order)
+        _refuse_rollback(section, data, anomalies, mixture.order, samples=extent.per_step)
     return logits
 
 
-def _refuse_rollback(run: ResolvedRun, order: SampleOrder) -> None:
+def _refuse_rollback(
+    section: DistillSection, data: DataSection, anomalies: AnomaliesSection, order: SampleOrder, *, samples: int
+) -> None:
     """After a rollback a run draws samples behind its last step, as many as it skips: no one knows how many."""
-    assert run.config.distill is not None
     for field in ("spikes", "non_finite"):
-        if getattr(run.config.anomalies, field) != "rollback":
+        if getattr(anomalies, field) != "rollback":
             continue
-        why = f"a rollback skips data and draws other windows in its place, which {run.config.distill.logits} lacks"
-        steps = steps_of_all(run.config.data, order, samples=run.batch.samples)
+        why = f"a rollback skips data and draws other windows in its place, which {section.logits} lacks"
+        steps = steps_of_all(data, order, samples=samples)
         remedy = "use skip, or distill.teacher"
         if steps is not None:
             remedy += f", or make a cache of all windows: headrace cache-logits --set run.steps={steps}"
@@ -84,12 +98,11 @@ def steps_of_all(data: DataSection, order: SampleOrder, *, samples: int) -> int 
     return high if min(longer.epochs(extent.samples)) >= 1 else None
 
 
-def _check_fields(config: Config, manifest: Manifest, *, vocab_size: int) -> None:
-    section, made = config.distill, manifest.details
-    assert section is not None
+def _check_fields(section: DistillSection, data: DataSection, manifest: Manifest, *, vocab_size: int) -> None:
+    made = manifest.details
     pairs = (
-        ("data.sequence_length", config.data.sequence_length, made["sequence_length"]),
-        ("data.mask_documents", config.data.mask_documents, made["mask_documents"]),
+        ("data.sequence_length", data.sequence_length, made["sequence_length"]),
+        ("data.mask_documents", data.mask_documents, made["mask_documents"]),
         ("distill.temperature", section.temperature, made["temperature"]),
         ("model.config.vocab_size", vocab_size, made["vocab_size"]),
     )

@@ -19,7 +19,7 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.rules.shares import KEY, changes_shapes, share_rule
-from pipeline.config.shares import Shares
+from pipeline.config.shares import ShareRule, Shares
 from pipeline.config.topology import Topology
 from pipeline.data.divided import CurrentBatch
 from pipeline.data.loader import StepBatch
@@ -78,7 +78,8 @@ def make_balancer(
         return None
     apart = run.config.engine == "deepspeed" and run.config.zero_optimization.stage == 3
     modules = [each for decoder in engine.decoders for each in timed_modules(decoder.causal, gathered_apart=apart)]
-    balancer = ShareBalancer(run, current, ComputeClock(modules, gpu=gpu))
+    rule = share_rule(run.config, run.topology, run.batch)
+    balancer = ShareBalancer(rule, run.topology, current, ComputeClock(modules, gpu=gpu))
     stack.callback(balancer.close)
     return balancer
 
@@ -122,14 +123,14 @@ class ShareBalancer:
     """Divides the samples of steps by measured speed. Every method is called by all ranks alike.
 
     Args:
-        run: the resolved config, with shares.
+        rule: how samples may be divided.
+        topology: the mesh.
         current: batch sizes of the next step; is given new shares.
         clock: of this rank's forward passes.
     """
 
-    def __init__(self, run: ResolvedRun, current: CurrentBatch, clock: ComputeClock) -> None:
-        self._rule = share_rule(run.config, run.topology, run.batch)
-        self._topology, self._current, self._clock = run.topology, current, clock
+    def __init__(self, rule: ShareRule, topology: Topology, current: CurrentBatch, clock: ComputeClock) -> None:
+        self._rule, self._topology, self._current, self._clock = rule, topology, current, clock
         self._means: tuple[float, ...] = ()
         self._measurements = 0
         self._warm = False

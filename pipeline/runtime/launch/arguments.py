@@ -14,6 +14,7 @@ from headrace.base.errors import ConfigError, DataError
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
+from pipeline.config.topology import Topology
 from pipeline.runtime.launch import detect, place_of_pod, supervise, supervise_pod
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
@@ -53,9 +54,11 @@ def resolve_run(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded, launch = read_config(arguments.config, arguments.overrides), detect()
     config = change(loaded.config)
-    begun = has_begun(config)
+    begun = has_begun(config.run.dir, train_batch_size=config.train_batch_size)
     if arguments.nproc is None:
-        _start_pod(lambda world_size: _check_no_spare(resolve(config, world_size=world_size, begun=begun), world_size))
+        _start_pod(
+            lambda processes: _check_no_spare(resolve(config, world_size=processes, begun=begun).topology, processes)
+        )
         run = resolve(config, world_size=launch.world_size, begun=begun)
         if launch.rank == 0:
             _print_notes(loaded)
@@ -81,10 +84,10 @@ def start_processes(arguments: argparse.Namespace) -> None:
     return None
 
 
-def _check_no_spare(run: ResolvedRun, processes: int) -> None:
+def _check_no_spare(topology: Topology, processes: int) -> None:
     """Raises ConfigError for spare processes: a pod of them would end as if the run had finished."""
-    if run.spare:
-        why = f"the pods have {processes} processes, and the layout takes {run.topology.world_size}"
+    if topology.world_size != processes:
+        why = f"the pods have {processes} processes, and the layout takes {topology.world_size}"
         remedy = "another number of pods or of processes in each, or another layout in the section parallel"
         raise ConfigError("PET_NNODES, PET_NPROC_PER_NODE", why=why, remedy=remedy)
 
@@ -107,19 +110,19 @@ def _print_notes(loaded: LoadedConfig) -> None:
         print(f"{label}: {', '.join(texts)}", flush=True)
 
 
-def has_begun(config: Config) -> bool:
+def has_begun(run_dir: str, *, train_batch_size: int | None) -> bool:
     """Whether the run has trained in its directory before: it goes on with the processes there are now.
 
     With another batch it would be another run, and its numbers have to divide as those of any run that is begun.
     """
-    run_dir = Path(config.run.dir)
-    if not (run_dir / JOURNAL).exists() and not (run_dir / "checkpoints").is_dir():
+    path = Path(run_dir)
+    if not (path / JOURNAL).exists() and not (path / "checkpoints").is_dir():
         return False
     try:
-        before = read_manifest(run_dir, kind="run").config
+        before = read_manifest(path, kind="run").config
     except DataError:  # it was killed before its first checkpoint; what else may be wrong is told where it is opened
         return True
-    return before.get("train_batch_size") == config.train_batch_size
+    return before.get("train_batch_size") == train_batch_size
 
 
 def _check_nproc(processes: int, launcher: str) -> None:

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.batch import BatchSizes
+from pipeline.config.sections.run import StragglersSection
 from pipeline.config.topology import Topology
 from pipeline.runtime.metrics.own_time import CoreClock, host_seconds, kernel_seconds, profiled
 
@@ -117,22 +118,22 @@ def peers_of(topology: Topology) -> list[Hashable]:
     return [topology.coordinates(rank)["pp"] for rank in range(topology.world_size)]
 
 
-def report_seconds(run: ResolvedRun, *, layers: int) -> float:
+def report_seconds(topology: Topology, batch: BatchSizes, *, layers: int) -> float:
     """Estimated cost of one report on each rank, in seconds: its profile has spans of every operator of a step.
 
     Args:
-        run: the resolved config.
+        topology: the mesh.
+        batch: for its gradient accumulation.
         layers: decoder layers of the model.
     """
-    return layers / run.topology.pp * run.batch.accumulation * _SPANS * _SPAN_S
+    return layers / topology.pp * batch.accumulation * _SPANS * _SPAN_S
 
 
-def report_interval(run: ResolvedRun, *, layers: int) -> int | None:
-    """Steps between reports; None for no reports. "auto": none where one would take over two seconds."""
-    every = run.config.stragglers.every
-    if every == "auto":
-        return _AUTO_EVERY if report_seconds(run, layers=layers) <= _AUTO_MAX_S else None
-    return every
+def report_interval(section: StragglersSection, *, seconds: float) -> int | None:
+    """Steps between reports of so many seconds; None for no reports. "auto": none where one takes over two seconds."""
+    if section.every == "auto":
+        return _AUTO_EVERY if seconds <= _AUTO_MAX_S else None
+    return section.every
 
 
 class Stragglers:

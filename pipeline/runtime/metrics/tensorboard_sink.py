@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.deepspeed import TensorBoardSection
 
 _STARTS = ("started", "resumed", "rollback")
 """Events after which steps begin; steps after them that were logged before are of an abandoned course of the run."""
 
 
-def check_tensorboard(config: Config) -> None:
+def check_tensorboard(section: TensorBoardSection) -> None:
     """Refuses a config that enables TensorBoard where the package is missing.
 
     Raises:
         ConfigError: names the pip command.
     """
-    if config.tensorboard.enabled and find_spec("tensorboard") is None:
+    if section.enabled and find_spec("tensorboard") is None:
         remedy = "pip install tensorboard (or headrace[tensorboard]), or set tensorboard.enabled to false"
         raise ConfigError("tensorboard.enabled", True, why="the package tensorboard is not installed", remedy=remedy)
 
 
-def log_dir(config: Config) -> Path:
+def log_dir(section: TensorBoardSection, *, run_dir: str) -> Path:
     """Directory of the event files: output_path/job_name, as DeepSpeed; by default within the run's directory."""
-    section, run_dir = config.tensorboard, Path(config.run.dir)
-    return Path(section.output_path or run_dir / "tensorboard") / (section.job_name or run_dir.name)
+    path = Path(run_dir)
+    return Path(section.output_path or path / "tensorboard") / (section.job_name or path.name)
 
 
 class TensorBoardSink:
@@ -39,15 +39,16 @@ class TensorBoardSink:
     later steps before. A failure to write is a warning, once: training continues, and metrics.jsonl has all rows.
 
     Args:
-        config: its `tensorboard` section is enabled.
+        section: the config's `tensorboard`.
+        run_dir: the config's `run.dir`.
 
     Raises:
         ConfigError: the package tensorboard is not installed.
     """
 
-    def __init__(self, config: Config) -> None:
-        check_tensorboard(config)
-        self._log_dir = log_dir(config)
+    def __init__(self, section: TensorBoardSection, *, run_dir: str) -> None:
+        check_tensorboard(section)
+        self._log_dir = log_dir(section, run_dir=run_dir)
         self._writer: Any = None
         self._warned = False
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.deepspeed import WandbSection
 
 STEP = "train_step"
 """The x axis of all W&B charts. W&B's own step only grows: rows of an earlier step, after a rollback or of a checkpoint
@@ -22,14 +22,14 @@ class WandbSink:
     A later failure is a warning, once: training continues without W&B.
 
     Args:
-        config: its `wandb` section is enabled.
+        section: the config's `wandb`.
         run_dir: directory of offline records; its name is the run's name.
+        config: of the run, which W&B records.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, section: WandbSection, run_dir: Path, *, config: dict[str, Any]) -> None:
         import wandb  # noqa: PLC0415  takes seconds and starts threads, only if enabled
 
-        section = config.wandb
         settings: dict[str, Any] = {
             "project": section.project or "headrace",
             "entity": section.team,
@@ -38,7 +38,7 @@ class WandbSink:
             "id": _own_id(run_dir),
             "resume": "allow",
             "dir": str(run_dir),
-            "config": config.model_dump(mode="json"),
+            "config": config,
         }
         # WANDB_MODE is wandb's own setting and takes precedence
         mode: Any = None if "WANDB_MODE" in os.environ else "online" if wandb.login(prompt=False) else "offline"

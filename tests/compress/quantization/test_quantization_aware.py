@@ -116,7 +116,7 @@ def test_what_it_does_not_combine_with_is_refused(case: dict[str, Any], message:
 def test_a_model_that_cannot_be_rounded_so_is_refused() -> None:
     run = resolved({FIELD: {"scheme": "W4A16", "group_size": 7}}, processes=1)
     with pytest.raises(ConfigError, match=r"group_size = 7\n.*inputs, which 7 does not divide"):
-        check_quantization_aware(run, meta_model(run))
+        check_quantization_aware(run.config.quantization_aware, meta_model(run))
 
 
 def test_a_resume_with_another_scheme_is_another_curve() -> None:
@@ -174,7 +174,7 @@ def test_a_mixture_whose_experts_would_stay_unrounded_is_refused() -> None:
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     run = resolved({"model": experts, FIELD: {"scheme": "W8A8"}}, processes=1)
     with pytest.raises(ConfigError, match="has its experts in one tensor"):
-        check_quantization_aware(run, meta_model(run))
+        check_quantization_aware(run.config.quantization_aware, meta_model(run))
 
 
 def test_a_teacher_is_not_rounded() -> None:

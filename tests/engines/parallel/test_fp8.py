@@ -37,7 +37,7 @@ def test_only_linear_layers_of_decoder_layers_with_fitting_sizes_are_converted()
         {"fp8": ON, "bf16": BF16, "model": {"num_attention_heads": 4, "num_key_value_heads": 1}}, processes=1
     )
     model = meta_model(run)  # keys and values have 8 features
-    layers = fp8.fp8_layers(run, model)
+    layers = fp8.fp8_layers(run.config.fp8, model, tp=1)
     assert layers.text == (
         "20 of 28 linear layers in decoder layers; not model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj"
     )
@@ -51,7 +51,7 @@ def test_only_linear_layers_of_decoder_layers_with_fitting_sizes_are_converted()
 def test_routers_are_not_converted() -> None:
     experts = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 2}
     run = resolved({"fp8": ON, "bf16": BF16, "model": experts}, processes=1)
-    layers = fp8.fp8_layers(run, meta_model(run))
+    layers = fp8.fp8_layers(run.config.fp8, meta_model(run), tp=1)
     assert {name.rpartition(".")[2] for name in layers.converted} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -79,14 +79,14 @@ def test_fp8_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         ConfigError, match=r"torchao is not installed\n  try: pip install torchao \(or headrace\[fp8\]\)"
     ):
-        fp8.check_fp8(run, meta_model(run))
+        fp8.check_fp8(run.config.fp8, meta_model(run), tp=1)
 
 
 def test_a_model_without_fitting_layers_is_refused() -> None:
     odd = {"hidden_size": 40, "intermediate_size": 72}
     run = resolved({"fp8": ON, "bf16": BF16, "model": odd}, processes=1)
     with pytest.raises(ConfigError, match=r"no linear layer in the decoder layers of this llama has sizes .* of 16"):
-        fp8.check_fp8(run, meta_model(run))
+        fp8.check_fp8(run.config.fp8, meta_model(run), tp=1)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_an_architecture_that_the_formulas_do_not_know_is_executed(tokens: Path,
 
 
 @pytest.mark.parametrize("lacks", ["g++", "a CPU build", "deepspeed"])
-def test_a_machine_is_told_what_it_lacks(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_told_what_it_lacks(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     if lacks == "g++":
         monkeypatch.setattr(shutil, "which", lambda _name: None)
@@ -82,12 +82,12 @@ def test_a_machine_is_told_what_it_lacks(lacks: str, tmp_path: Path, monkeypatch
     else:
         monkeypatch.setattr(guard, "_torch_version", lambda: "2.13.0+cu130")
     with pytest.raises(ConfigError, match=lacks.replace("+", r"\+")):
-        check_exact(tiny_run(tmp_path, engine="deepspeed"))
+        check_exact("deepspeed", distils=False)
 
 
-def test_the_reference_is_refused(tmp_path: Path) -> None:
+def test_the_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match="reference"):
-        check_exact(tiny_run(tmp_path, engine="reference"))
+        check_exact("reference", distils=False)
 
 
 def test_exact_without_a_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:

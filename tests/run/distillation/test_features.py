@@ -238,10 +238,18 @@ def test_what_cannot_be_matched_is_refused_before_work(
 def test_other_attention_is_refused(model: Any, words: str, tokens: Path, teacher: Path, tmp_path: Path) -> None:
     ready = prepared(tokens, teacher, tmp_path, attentions={})
     assert ready.teacher is not None
+    assert ready.run.config.distill is not None
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(model)
     with pytest.raises(ConfigError, match=words):
-        check_feature_models(ready.run, student=made, teacher=ready.teacher.model)
+        check_feature_models(
+            ready.run.config.distill,
+            ready.run.topology,
+            student=made,
+            teacher=ready.teacher.model,
+            last_stage=(0, 2),
+            compiled=False,
+        )
 
 
 def test_what_is_named_twice_is_refused(tokens: Path, tmp_path: Path) -> None:

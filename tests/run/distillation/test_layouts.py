@@ -77,7 +77,7 @@ from pipeline.run.distillation.find_teacher import open_teacher
 
 dist.init_process_group("gloo")
 run = resolve(read_config(sys.argv[1], ["distill.shard_teacher=true"]).config, world_size=2)
-mesh = build_mesh(run, "cpu")
+mesh = build_mesh(run.topology, device_type="cpu", shard_size=run.shard_size)
 teacher = Teacher(open_teacher(run, vocab_size=512), run, device=torch.device("cpu"), mesh=mesh)
 decoder, head = teacher._made
 loader = StepLoader(open_mixture(run.config.data, seed=7), run.batch, dp_rank=dist.get_rank(), steps=(1, 1))

@@ -110,10 +110,9 @@ def test_training_continues_when_the_wandb_process_dies(
 import os, signal
 from pathlib import Path
 from pipeline.config.load import parse
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.deepspeed import WandbSection
 from pipeline.runtime.metrics.wandb_sink import WandbSink
-config = {tiny_config(tmp_path, tmp_path / "run", wandb={"enabled": True})!r}
-sink = WandbSink(parse(Config, config), Path({str(tmp_path)!r}))
+sink = WandbSink(parse(WandbSection, {{"enabled": True}}), Path({str(tmp_path)!r}), config={{}})
 sink.write("step", 1, loss=1.0)
 children = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
 (service,) = [pid for pid in children if "wandb-core" in Path("/proc", pid, "cmdline").read_text()]

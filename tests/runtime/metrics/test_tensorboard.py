@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.deepspeed import TensorBoardSection
 from pipeline.runtime.metrics import tensorboard_sink
 from pipeline.runtime.metrics.journal import read_rows
 from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink, log_dir
@@ -24,8 +24,8 @@ def scalars(directory: Path) -> dict[str, dict[int, float]]:
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def config_of(run_dir: Path, **section: Any) -> Config:
-    return parse(Config, tiny_config(run_dir.parent, run_dir, tensorboard={"enabled": True, **section}))
+def section_of(**fields: Any) -> TensorBoardSection:
+    return parse(TensorBoardSection, {"enabled": True, **fields})
 
 
 def test_losses_of_a_run_and_its_resume_are_read_back_from_the_event_files(tokens: Path, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_losses_of_a_run_and_its_resume_are_read_back_from_the_event_files(token
 
 
 def test_after_a_rollback_the_abandoned_steps_are_hidden(tmp_path: Path) -> None:
-    sink = TensorBoardSink(config_of(tmp_path / "run"))
+    sink = TensorBoardSink(section_of(), run_dir=str(tmp_path / "run"))
     sink.write("event", 0, event="started", world_size=1)
     for step in range(1, 7):
         sink.write("step", step, loss=float(step))
@@ -56,7 +56,7 @@ def test_after_a_rollback_the_abandoned_steps_are_hidden(tmp_path: Path) -> None
 
 
 def test_a_non_finite_loss_is_written(tmp_path: Path) -> None:
-    sink = TensorBoardSink(config_of(tmp_path / "run"))
+    sink = TensorBoardSink(section_of(), run_dir=str(tmp_path / "run"))
     sink.write("step", 1, loss=math.nan)
     sink.close()
     assert math.isnan(scalars(tmp_path / "run/tensorboard/run")["loss"][1])
@@ -64,20 +64,20 @@ def test_a_non_finite_loss_is_written(tmp_path: Path) -> None:
 
 def test_event_files_are_in_output_path_and_job_name(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert log_dir(config_of(run)) == run / "tensorboard/run"
-    assert log_dir(config_of(run, output_path="tb", job_name="first")) == Path("tb/first")
-    assert log_dir(config_of(run, output_path="")) == run / "tensorboard/run"  # DeepSpeed's default
+    assert log_dir(section_of(), run_dir=str(run)) == run / "tensorboard/run"
+    assert log_dir(section_of(output_path="tb", job_name="first"), run_dir=str(run)) == Path("tb/first")
+    assert log_dir(section_of(output_path=""), run_dir=str(run)) == run / "tensorboard/run"  # DeepSpeed's default
 
 
 def test_a_missing_package_is_refused_with_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard_sink, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="pip install tensorboard"):
-        TensorBoardSink(config_of(tmp_path / "run"))
-    tensorboard_sink.check_tensorboard(config_of(tmp_path / "run", enabled=False))
+        TensorBoardSink(section_of(), run_dir=str(tmp_path / "run"))
+    tensorboard_sink.check_tensorboard(section_of(enabled=False))
 
 
 def test_training_continues_without_event_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sink = TensorBoardSink(config_of(tmp_path / "run", output_path="/proc"))
+    sink = TensorBoardSink(section_of(output_path="/proc"), run_dir=str(tmp_path / "run"))
     for step in (1, 2):
         sink.write("step", step, loss=1.0)
     sink.close()

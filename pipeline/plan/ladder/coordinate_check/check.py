@@ -91,7 +91,7 @@ def coordinate_check(
         ConfigError: see `check_config` and `resized`.
         TrainingError: a run has a non-finite loss.
     """
-    base = check_config(config)
+    base = check_config(config.model)
     config = config.model_copy(update={"scheduler": None})  # the full learning rate from the first step on
     for size in grid.sizes(base):  # all are refused before the first is trained
         resized(config, size, parametrization="completep", lr=None, seed=0, steps=steps)

@@ -54,7 +54,7 @@ def sweep(
     Raises:
         ConfigError: a rate that is not above 0; see `check_config` and `resized`.
     """
-    base = check_config(config)
+    base = check_config(config.model)
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ConfigError("--rates", list(rates), why="a rate is not above 0", remedy="use e.g. 1e-3, 2e-3 and 4e-3")
     rates = tuple(sorted(rates))

@@ -12,7 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.parametrization import BaseModelSection
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import Config, ModelSection
 from pipeline.engines.parametrization.kinds import FAMILIES
 
 Name = Literal["standard", "completep"]
@@ -53,13 +53,12 @@ class Grid:
         return sorted({*wide, *(Size(base.width, depth) for depth in self.depths)})
 
 
-def check_config(config: Config) -> Size:
+def check_config(model: ModelSection) -> Size:
     """The size of the base model.
 
     Raises:
         ConfigError: the config has no CompleteP parametrization, or its model is loaded from a folder.
     """
-    model = config.model
     if model.config is None or model.parametrization != "completep" or model.base is None:
         why = "models of several sizes are made from model.config, and compared with model.base"
         remedy = 'give model.config, "parametrization": "completep" and model.base'
@@ -69,7 +68,7 @@ def check_config(config: Config) -> Size:
         raise ConfigError(
             "model.config.model_type", model.config["model_type"], why=why, remedy=f"use {', '.join(FAMILIES)}"
         )
-    return Size(_value(config, "hidden_size"), _value(config, "num_hidden_layers"))
+    return Size(_value(model, "hidden_size"), _value(model, "num_hidden_layers"))
 
 
 def resized(
@@ -100,7 +99,12 @@ def resized(
     """
     raw = config.model_dump(mode="json", exclude_none=True)
     kept = {key: value for key, value in raw.items() if key not in _DROPPED}
-    model = {**raw["model"], "config": _model(config, size), "parametrization": parametrization, "base": _base(config)}
+    model = {
+        **raw["model"],
+        "config": _model(config.model, size),
+        "parametrization": parametrization,
+        "base": _base(config.model),
+    }
     if parametrization == "standard":
         del model["base"]
     optimizer = {**raw["optimizer"], "params": {**raw["optimizer"]["params"], **({"lr": lr} if lr else {})}}
@@ -114,22 +118,22 @@ def resized(
     return resolve(parse(Config, made), world_size=1)
 
 
-def _base(config: Config) -> dict[str, int]:
+def _base(model: ModelSection) -> dict[str, int]:
     """All sizes of the base model: what is not given there is the config's own, and not that of the resized model."""
-    return {key: value for key in BaseModelSection.model_fields if (value := _value(config, key)) is not None}
+    return {key: value for key in BaseModelSection.model_fields if (value := _value(model, key)) is not None}
 
 
-def _model(config: Config, size: Size) -> dict[str, Any]:
-    assert config.model.config is not None
-    width, heads = _value(config, "hidden_size"), _value(config, "num_attention_heads")
+def _model(model: ModelSection, size: Size) -> dict[str, Any]:
+    assert model.config is not None
+    width, heads = _value(model, "hidden_size"), _value(model, "num_attention_heads")
     if size.width * heads % width:
         why = f"heads of {width // heads} dimensions do not divide it"
         near = max(round(size.width * heads / width), 1) * width // heads
         raise ConfigError("--widths", size.width, why=why, remedy=f"use {near}")
-    given, names = config.model.config, CONFIG_MAPPING[config.model.config["model_type"]].attribute_map
+    given, names = model.config, CONFIG_MAPPING[model.config["model_type"]].attribute_map
     scaled = {"hidden_size": size.width}
     for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        value = _value(config, key)
+        value = _value(model, key)
         if value is not None:
             if size.width * value % width:
                 why = f"{key} would be no whole number ({value} at width {width})"
@@ -139,14 +143,14 @@ def _model(config: Config, size: Size) -> dict[str, Any]:
     return {**given, **{names.get(key, key): value for key, value in {**scaled, **layers}.items()}}
 
 
-def _value(config: Config, key: str) -> Any:
+def _value(model: ModelSection, key: str) -> Any:
     """A size of the base model; None where the architecture's own default follows from others."""
-    assert config.model.config is not None
-    assert config.model.base is not None
-    value = getattr(config.model.base, key)
+    assert model.config is not None
+    assert model.base is not None
+    value = getattr(model.base, key)
     if value is not None:
         return value
-    given = config.model.config
+    given = model.config
     names = CONFIG_MAPPING[given["model_type"]].attribute_map
     found = given.get(key, given.get(names.get(key, key)))
     if found is None and key not in ("intermediate_size", "num_key_value_heads"):

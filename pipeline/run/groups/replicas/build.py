@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.checkpoint import Checkpoint
-from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import AnomaliesSection
 from pipeline.engines.base import Engine, ExchangesGradients
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.groups.islands.build import curve_and_layout_digest, reach_others
@@ -42,7 +42,15 @@ def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> R
         quorums=Quorums(here.agreement, here.signals, here.watchdog, lighthouse),
         record=ReplicaRecord(here.record, here.say),
     )
-    member = member_at(section.name, here.checkpoint, layout=digest_of_run(run, engine, here.curve))
+    config = run.config
+    digest = digest_of_run(
+        engine,
+        here.curve,
+        anomalies=config.anomalies,
+        engine_name=config.engine,
+        stage=config.zero_optimization.stage,
+    )
+    member = member_at(section.name, here.checkpoint, layout=digest)
     replica = ReplicaOfRun(context, peers=peers, member=member)
     here.stack.callback(replica.close)
     assert isinstance(engine, ExchangesGradients), "refused by the rules on `replicas`"
@@ -76,11 +84,12 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
     )
 
 
-def digest_of_run(run: ResolvedRun, engine: Engine, curve: dict[str, Any]) -> str:
+def digest_of_run(
+    engine: Engine, curve: dict[str, Any], *, anomalies: AnomaliesSection, engine_name: str, stage: int
+) -> str:
     """Of what decides the bits of an update, and which steps are applied; and of the shards of all ranks."""
-    config = run.config
     # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
-    policies = config.anomalies.model_dump(mode="json")
-    alike = (curve, policies, config.engine, config.zero_optimization.stage)
+    policies = anomalies.model_dump(mode="json")
+    alike = (curve, policies, engine_name, stage)
     # the ranks of one replica may have different devices
     return curve_and_layout_digest(engine, alike, of_rank=f"{engine.device_name} {torch.__version__}")

@@ -55,7 +55,10 @@ def test_a_replica_of_any_native_layout_is_accepted(tmp_path: Path) -> None:
 def test_replicas_that_would_make_other_updates_or_apply_other_steps_have_another_digest(tmp_path: Path) -> None:
     def digest(device: str = "cpu", **fields: Any) -> str:
         engine: Any = SimpleNamespace(device_name=device, edit_state=lambda: nullcontext({}))
-        return digest_of_run(resolve(make(tmp_path, **fields), world_size=1), engine, {})
+        config = resolve(make(tmp_path, **fields), world_size=1).config
+        return digest_of_run(
+            engine, {}, anomalies=config.anomalies, engine_name=config.engine, stage=config.zero_optimization.stage
+        )
 
     others = [
         digest("another"),
