@@ -203,3 +203,9 @@ def test_lion_is_not_swapped_to_nvme_where_nobody_has_tried_it(tmp_path: Path) -
     assert resolved(tmp_path, nvme).config.optimizer.kind == ADAMW
     with pytest.raises(ConfigError, match="states of AdamW alone"):
         resolved(tmp_path, nvme, 'optimizer={"type": "Lion"}')
+
+
+def test_an_optimizer_is_swapped_to_nvme_by_stage_3_alone(tmp_path: Path) -> None:
+    nvme = 'zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "/x"}'
+    with pytest.raises(ConfigError, match="stage 2 offloads the optimizer to host memory only"):
+        resolved(tmp_path, nvme, "zero_optimization.stage=2")
