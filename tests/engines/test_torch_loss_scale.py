@@ -45,10 +45,11 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run() -> None:
         after(scale(hysteresis=1, min_loss_scale=2.0), "xxx")
 
 
-def test_a_restored_scale_continues_as_without_interruption() -> None:
+@pytest.mark.parametrize("later", ["x..", "..x"])  # hysteresis, and the steps without overflow, of before count
+def test_a_restored_scale_continues_as_without_interruption(later: str) -> None:
     uninterrupted, first = scale(loss_scale_window=3), scale(loss_scale_window=3)
     after(first, "x..")
     second = scale(loss_scale_window=3)
     second.load_tensor(first.to_tensor())
-    assert after(uninterrupted, "x..x..") == after(second, "x..")
+    assert after(uninterrupted, f"x..{later}") == after(second, later)
     assert (uninterrupted.to_tensor() == second.to_tensor()).all()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline.config.sections.compression import DistillSection
 from pipeline.data.loader import IGNORE
 from pipeline.run.distillation.divergence import (
     Divergence,
@@ -17,6 +20,7 @@ from pipeline.run.distillation.divergence import (
     divergence_and_gradient,
     log_probabilities,
 )
+from pipeline.run.distillation.objective import Distillation
 
 KINDS = [Divergence(kind, temperature=2.5, beta=0.3) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
@@ -121,3 +125,14 @@ def test_jsd_goes_from_forward_to_reverse_kl_with_beta() -> None:
         jsd, _ = divergence_and_gradient(Divergence("jsd", 1.0, beta), teacher, student.detach(), labels)
         limit, _ = divergence_and_gradient(Divergence(kind, 1.0), teacher, student.detach(), labels)  # type: ignore[arg-type]
         assert jsd.item() / small == pytest.approx(limit.item(), rel=1e-3)
+
+
+def test_the_loss_weighs_the_divergence_by_alpha_and_by_the_square_of_the_temperature() -> None:
+    nats, slope = torch.tensor(3.0), torch.rand(1, 2, 5)
+    reference: Any = SimpleNamespace(compare=lambda *_, **__: (nats, slope.clone()))
+    objective = Distillation(DistillSection(teacher="it", temperature=2.0, alpha=0.4), reference)
+    logits, labels = torch.randn(1, 2, 5), torch.tensor([[1, 4]])
+    loss, gradient = objective.with_gradient(logits, labels)
+    assert float(loss.total) == pytest.approx(0.4 * 2.0**2 * 3.0 + 0.6 * float(loss.parts[0]))
+    of_cross_entropy = torch.softmax(logits, -1) - torch.nn.functional.one_hot(labels, 5)
+    torch.testing.assert_close(gradient, 0.4 * 2.0**2 * slope + 0.6 * of_cross_entropy)
