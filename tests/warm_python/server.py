@@ -87,7 +87,10 @@ class Server:
         child = os.fork()
         if not child:
             if elsewhere:
+                os.close(answer)
                 _enter(elsewhere, tell)
+            for file in namespaces:
+                os.close(file)
             become(request, files, self._executable, partial(self._forget, client))
         for file in (*namespaces, *files):
             os.close(file)
@@ -152,8 +155,8 @@ def _enter(namespaces: list[int], tell: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     for file in namespaces:
         if libc.setns(file, 0):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(file)
+            print(f"setns: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+            os._exit(1)
     process = os.fork()
     if not process:
         os.close(tell)
