@@ -21,6 +21,7 @@ from pipeline.compress.pruning.latency import measure_ratio
 from pipeline.compress.pruning.rules import prepare
 from pipeline.compress.pruning.stored_sums import work_directory
 from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.runtime.launch.group import free_port
 from tests import warm
 from tests.compress.pruning.prunings import plan_of, pruned, raw_config, write_config
 from tests.conftest import ROOT
@@ -133,6 +134,7 @@ def test_under_torchrun_and_deepspeed_one_folder_is_written(model: Path, tokens:
     found: list[dict[str, Any]] = []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    deepspeed += ["--master_port", str(free_port())]
     starters: dict[str, tuple[list[str], dict[str, Any]]] = {
         "one": ([sys.executable], {}),
         "torchrun": (torchrun, {"pp": 2}),
