@@ -127,7 +127,7 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
         "",
         f"    make sweep-{sweep.name}",
         "",
-        f"- Run: {when}; commits {', '.join(commits) or '-'}",
+        wrapped(f"- Run: {when}; commits {', '.join(commits) or '-'}"),
         f"- Versions: Python {platform.python_version()}, {versions}; {os.cpu_count()} cores, no GPU",
         f"- Cells: {len(sweep.cells)}, of which {len(results)} were run and {len(good)} passed",
         "",
