@@ -48,7 +48,7 @@ def test_what_is_there_at_the_start_is_not_looked_at_again_until_the_end() -> No
         frozen = gc.get_freeze_count()
         assert frozen > 0
         garbage.collect(1)
-        assert gc.get_freeze_count() == frozen
+        assert frozen - 100 < gc.get_freeze_count() <= frozen  # some may have died meanwhile, of their own
     assert gc.get_freeze_count() == 0
 
 
