@@ -296,10 +296,8 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
     stepper = GuardedStepper(
         engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
     )
-    shown = TrainingDisplay(first=0, total=run.steps, shown=False)
-    shared: dict[str, Any] = {"watchdog": Watchdog(), "sinks": sinks, "display": shown}
-    asked: dict[str, Any] = {"signals": StopSignals(announce=False), "agreement": Agreement(device)}
-    progress = Progress(0)
+    display = TrainingDisplay(first=0, total=run.steps, shown=False)
+    watchdog, signals, agreement, progress = Watchdog(), StopSignals(announce=False), Agreement(device), Progress(0)
     saves = CheckpointSaves(
         every=run.config.run.checkpoint_every,
         last=run.steps,
@@ -309,7 +307,9 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         manifest=RunManifest(prepared, 0),
         timer=CheckpointTimer(run.config.run, decides=True),
         progress=progress,
-        **shared,
+        watchdog=watchdog,
+        sinks=sinks,
+        display=display,
     )
     evaluation = HeldOutEvaluation(
         every=run.config.evaluation.every,
@@ -317,8 +317,11 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         engine=engine,
         batches=RankBatches(prepared, 0),
         saves=saves,
-        **asked,
-        **shared,
+        signals=signals,
+        agreement=agreement,
+        watchdog=watchdog,
+        sinks=sinks,
+        display=display,
     )
     Trainer(
         run=run,
@@ -328,8 +331,11 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         evaluation=evaluation,
         instruments=instruments(prepared, device),
         progress=progress,
-        **asked,
-        **shared,
+        signals=signals,
+        agreement=agreement,
+        watchdog=watchdog,
+        sinks=sinks,
+        display=display,
     ).train()
 
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -355,7 +354,6 @@ class Session:
         first = progress.step + 1
         steps = group.batches() if group else batches.training(first_step=first, skips=stepper.skips)
         balancer = make_balancer(run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack)
-        shared: dict[str, Any] = {"watchdog": self.watchdog, "sinks": sinks, "display": display}
         saves = CheckpointSaves(
             every=run.config.run.checkpoint_every,
             last=run.steps,
@@ -365,18 +363,22 @@ class Session:
             manifest=manifest,
             timer=make_timer(run.config.run, prepared.run_dir, nodes=self.attempt.nodes, decides=self._first),
             progress=progress,
+            watchdog=self.watchdog,
+            sinks=sinks,
+            display=display,
             group=group,
-            **shared,
         )
-        asked: dict[str, Any] = {"signals": self.signals, "agreement": self.agreement}
         evaluation = HeldOutEvaluation(
             every=run.config.evaluation.every,
             last=run.steps,
             engine=engine,
             batches=batches,
             saves=saves,
-            **asked,
-            **shared,
+            signals=self.signals,
+            agreement=self.agreement,
+            watchdog=self.watchdog,
+            sinks=sinks,
+            display=display,
         )
         return Trainer(
             run=run,
@@ -384,6 +386,11 @@ class Session:
             steps=steps,
             saves=saves,
             evaluation=evaluation,
+            signals=self.signals,
+            agreement=self.agreement,
+            watchdog=self.watchdog,
+            sinks=sinks,
+            display=display,
             instruments=make_instruments(
                 prepared, engine, self.agreement.device, rank=self.launch.rank, say=display.say, stack=stack
             ),
@@ -391,8 +398,6 @@ class Session:
             student=self._student(engine),
             group=group,
             balancer=balancer,
-            **asked,
-            **shared,
         )
 
     def _open_group(self, here: RankOfRun, stepper: GuardedStepper, batches: RankBatches) -> Group | None:
