@@ -22,8 +22,8 @@ from pipeline.data.loader import heldout_batches
 from pipeline.models.folder.loading import load_model
 from pipeline.runtime.launch.environment import Launch
 from pipeline.runtime.launch.group import process_group
-from pipeline.runtime.launch.on_rank_zero import on_rank_zero
 from pipeline.runtime.launch.rendezvous import Rendezvous
+from pipeline.runtime.launch.wait_for_rank_zero import wait_for_rank_zero
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _shape(plan: PruningPlan, rendezvous: Rendezvous | None = None) -> tuple[Sha
         Console(stderr=True).print("measuring forward passes for the target latency")
     if rendezvous is None:
         return shape_for_latency(plan)
-    return on_rank_zero(lambda: shape_for_latency(plan), rendezvous, what="measuring latencies")
+    return wait_for_rank_zero(lambda: shape_for_latency(plan), rendezvous, what="measuring latencies")
 
 
 def _gather_together(plan: PruningPlan, launch: Launch, model: nn.Module | None, mark: str) -> Sums:

@@ -1,6 +1,6 @@
 """Errors of one rank that every rank raises, by collectives, so that none waits for one that has failed.
 
-For work of seconds; `on_rank_zero` beside it outlasts the timeout of a collective.
+For work of seconds; `wait_for_rank_zero` outlasts the timeout of a collective.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ CODE = """
 import os, sys, time
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError
-from pipeline.runtime.launch import detect, on_rank_zero
+from pipeline.runtime.launch import detect, wait_for_rank_zero
 from pipeline.runtime.launch.group import process_group
 launch = detect()
 
@@ -29,7 +29,7 @@ silence_s = 4.0 if sys.argv[1] == 'died' else 100.0
 
 def main():
     with process_group(launch, gpu=None, timeout_s=2.0) as rendezvous:
-        found = on_rank_zero.on_rank_zero(work, rendezvous, what='measuring', silence_s=silence_s)
+        found = wait_for_rank_zero.wait_for_rank_zero(work, rendezvous, what='measuring', silence_s=silence_s)
         assert found == ({'hidden_size': 64}, 0.25)
         assert ('WORKED' in os.environ) == (launch.rank == 0)
         print('found', launch.rank)

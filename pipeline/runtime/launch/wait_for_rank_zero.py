@@ -24,7 +24,7 @@ _SEEN_S = 10.0
 """How long rank 0 waits for the others to have read its result or error."""
 
 
-def on_rank_zero(work: Callable[[], T], rendezvous: Rendezvous, *, what: str, silence_s: float = SILENCE_S) -> T:
+def wait_for_rank_zero(work: Callable[[], T], rendezvous: Rendezvous, *, what: str, silence_s: float = SILENCE_S) -> T:
     """The result of `work`, which rank 0 runs, on all ranks. Every rank calls it.
 
     Args:
