@@ -25,8 +25,19 @@ UNUSED = ("pipeline.run.groups.", "pipeline.run.distillation.")
 OURS = {"headrace", "data_prep", "pipeline"}
 SMALL = {"annotated_types", "numpy", "orjson", "pydantic", "pydantic_core", "rich", "typing_inspection", "xxhash"}
 """Packages of a tenth of a second together; not among them: pyarrow, datasets, matplotlib, wandb."""
-BUILDS = {"_distutils_hack", "backports", "jaraco", "more_itertools", "packaging", "setuptools"}
-"""What `torch.utils.cpp_extension` imports: deepspeed's operators are built with it at the first start."""
+BUILDS = {
+    "_distutils_hack",
+    "_distutils_system_mod",
+    "backports",
+    "jaraco",
+    "more_itertools",
+    "packaging",
+    "setuptools",
+}
+"""What `torch.utils.cpp_extension` imports, which builds deepspeed's operators at the first start.
+
+`_distutils_system_mod` is a module of Debian's Python.
+"""
 COUNTERS = ("torch.utils.flop_counter", "torch.utils.module_tracker")
 STAGES = ("torch.distributed.pipelining", "torch.distributed._composable.replicate_with_fsdp")
 BUILDERS = (
