@@ -1,13 +1,12 @@
 """Encodes conversations as token ids with a loss mask: 1 for tokens that the assistant generates, 0 elsewhere.
 
-It uses the `tokenizers` library, which returns each token's offset in the text; the fast engines do not. The ids are
-those of `apply_chat_template`.
+It uses the reference of the tokenizer (`load.reference_of`), which returns each token's offset in the text; the fast
+engines do not. The ids are those of `apply_chat_template`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from data_prep.chat.template import MARKERS, ChatTemplate, Rendered
 from data_prep.sources.conversation import TEMPLATE_FILE, ConversationError, parse_conversation
-from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from data_prep.tokenizer.load import TOKENIZER_CONFIG
+from data_prep.tokenizer.load import load, read_config, reference_of, token_text
 from headrace.base.errors import DataError
+
+Offsets = Sequence[tuple[int, int]]
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -65,11 +64,10 @@ class ChatEncoder:
     """
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool) -> None:
-        self._template = compile_template(read_template(folder), template_tokens(_config(folder)))
-        self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._template = compile_template(read_template(folder), template_tokens(read_config(folder)))
+        tokenizer = load(folder, parse_special_tokens=True)
+        self._encode = _encoder(folder, tokenizer)
+        added = tokenizer.get_added_tokens_decoder().values()
         self._forbidden = () if parse_special_tokens else tuple(token.content for token in added if token.special)
 
     def encode(self, line: str, *, everything: bool) -> EncodedConversation:
@@ -87,9 +85,8 @@ class ChatEncoder:
         check_no_special_tokens(messages, self._forbidden, where="a message")
         check_no_special_tokens(tools, self._forbidden, where="a tool")
         rendered = self._template.render(messages, tools=tools)
-        encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
-        mask = np.ones(len(ids), np.uint8) if everything else _assistant_mask(encoding.offsets, rendered)
+        ids, offsets = self._encode(rendered.text)
+        mask = np.ones(len(ids), np.uint8) if everything else _assistant_mask(offsets, rendered)
         if not mask.any():
             raise ConversationError("the assistant says nothing: no token would count in the loss")
         return EncodedConversation(rendered.text, ids, mask)
@@ -142,7 +139,7 @@ def read_template(folder: Path) -> str:
     path = folder / TEMPLATE_FILE
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    template = _config(folder).get("chat_template")
+    template = read_config(folder).get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str):
@@ -159,15 +156,33 @@ def missing_template_error() -> DataError:
 def template_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
     """The special tokens that a chat template may use, from the contents of tokenizer_config.json."""
     named = {name: config.get(name) for name in _NAMED}
-    return {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: token_text(token) for name, token in named.items()}
 
 
-def _assistant_mask(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> npt.NDArray[np.uint8]:
-    """The loss mask: 1 for tokens that begin inside a span of the assistant."""
-    starts = np.array([first for first, _ in offsets], np.int64)
+def _encoder(folder: Path, tokenizer: Any) -> Callable[[str], tuple[npt.NDArray[np.uint32], Offsets]]:
+    """A function that gives the ids of a text and the characters that each stands for."""
+    if reference_of(folder) == "sentencepiece":
+        from data_prep.tokenizer.sentencepiece_engine import SentencepieceEngine  # noqa: PLC0415 - few jobs need it
+
+        return SentencepieceEngine(folder, parse_special_tokens=True).encode_with_offsets
+
+    def encode(text: str) -> tuple[npt.NDArray[np.uint32], Offsets]:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.uint32), encoding.offsets
+
+    return encode
+
+
+def _assistant_mask(offsets: Offsets, rendered: Rendered) -> npt.NDArray[np.uint8]:
+    """The loss mask: 1 for tokens that share a character with a span of the assistant.
+
+    A token that begins before the span, such as a blank of the template with the answer's first word, is learnt, as in
+    the mask of transformers: the answer's first word has no other token.
+    """
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), np.uint8)
     for first, end in rendered.spans:
-        mask[np.searchsorted(starts, first) : np.searchsorted(starts, end)] = 1
+        mask[(starts < end) & ((ends > first) | (starts >= first))] = 1  # some tokens have no characters
     return mask
 
 
@@ -182,9 +197,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _strings(inner)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / TOKENIZER_CONFIG
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return config

@@ -19,7 +19,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import Section, parse
 
 SourceType = Literal["text", "jsonl", "parquet", "datasets"]
-EngineChoice = Literal["auto", "fastokens", "gigatoken", "tokenizers"]
+EngineChoice = Literal["auto", "fastokens", "gigatoken", "tokenizers", "sentencepiece"]
 TrainedKind = Literal["bpe", "sentencepiece-unigram", "sentencepiece-bpe"]
 
 TOKENIZER_PARENT = "tokenizer"
@@ -128,7 +128,8 @@ class TokenizerSection(Section):
     engine: EngineChoice = Field(
         "auto",
         description='tokenization library: "auto" takes the fastest installed one that was verified to give the ids of '
-        '"tokenizers"; "fastokens", "gigatoken" and "tokenizers" name one. The token ids are the same',
+        'the reference ("sentencepiece" for a sentencepiece model, else "tokenizers"); "fastokens", "gigatoken", '
+        '"tokenizers" and "sentencepiece" name one. The token ids are the same',
     )
     vocab_size: int = Field(
         32_000,

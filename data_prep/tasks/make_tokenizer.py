@@ -48,9 +48,9 @@ class TokenizerTask(DirectoryTask):
         folder.mkdir()
         section = self.config.tokenizer
         if section.path is not None:
-            existing.import_tokenizer(section.path, folder)
+            lines = existing.import_tokenizer(section.path, folder)
         else:
-            self._train(scratch, folder)
+            lines = self._train(scratch, folder)
         if section.chat_template is not None:
             shutil.copyfile(section.chat_template, folder / TEMPLATE_FILE)
         if self.config.dedup is not None and self.config.dedup.near is not None:
@@ -66,25 +66,34 @@ class TokenizerTask(DirectoryTask):
         choice = engine_choice.choose_engine(
             section.engine, folder, parse_special_tokens=policy.parse_special_tokens, sample=texts
         )
+        if choice.engine == "sentencepiece" and choice.rejected:
+            why = "documents get the ids of the sentencepiece model itself; tokenizer.json, which AutoTokenizer loads,"
+            lines.append(f"{why} gives others for some texts ({choice.rejected[-1][1]})")
+        (scratch / _LINES).write_text(json.dumps(lines), encoding="ascii")
         write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.rejected)})
         report(Counts())
         return load.describe(folder, kind=section.train or "given")
 
-    def _train(self, scratch: Path, folder: Path) -> None:
-        """Trains, or takes the stored tokenizer of the same texts, and writes down what the texts were read from."""
+    def _train(self, scratch: Path, folder: Path) -> list[str]:
+        """Trains, or takes the stored tokenizer of the same texts, and writes down what the texts were read from.
+
+        Returns:
+            lines for the user.
+        """
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
         from data_prep.tokenizer import spool, store, train  # noqa: PLC0415
 
         digests: dict[Unit, str] = {}
+        lines: list[str] = []
         with spool.spool(tokenizer_sample.sample_texts(self.units, self.config, digests), scratch) as texts:
             if self.store is None:
                 train.train(texts, folder, self.config.tokenizer)
             else:
                 kept = store.TokenizerStore(self.store)
                 lines = store.train_or_reuse(texts, folder, self.config.tokenizer, kept)
-                (scratch / _LINES).write_text(json.dumps(lines), encoding="ascii")
         pieces = [[u.source, u.file, u.start, u.end, digest] for u, digest in digests.items()]
         (scratch / _PIECES).write_text(json.dumps(pieces), encoding="ascii")
+        return lines
 
 
 def read_pieces(directory: Path) -> list[list[Any]] | None:
@@ -97,7 +106,7 @@ def read_pieces(directory: Path) -> list[list[Any]] | None:
 
 
 def read_lines(directory: Path) -> list[str]:
-    """What the task says of a stored tokenizer, for the user."""
+    """What the task says of the tokenizer, for the user."""
     try:
         lines: list[str] = json.loads((directory / _LINES).read_text())
     except (OSError, ValueError):

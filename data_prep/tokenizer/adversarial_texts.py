@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from collections.abc import Callable
+from typing import Literal
 
 ADVERSARIAL_TEXTS = (
     "",
@@ -55,6 +57,27 @@ _WORDS = (
     ),
     *("\uff21\uff22", "\u00df", "\u017f"),  # full width, sharp s, long s
 )
+
+
+_WRITTEN = (
+    "Tôi yêu tiếng Việt, những dòng sông ở Huế",
+    "한국어 문장은 여기에 있습니다",
+    "Čeština: příliš žluťoučký kůň, naïve façade São Tomé",
+    "Ελληνικά: Άγιος Ὅμηρος ᾧ, Русский: ёлка, й",
+    "اَلْعَرَبِيَّةُ ﷺ لإ שָׁלוֹם עֲלֵיכֶם",
+    "हिन्दी क़लम ज़मीन বাংলা কো தமிழ் கொடி",
+    "ไทยน้ำ ກໍາ ཀྲིས་ ཱི မြန်မာဘာသာ",
+    "がぎぐげご パピプペポ ｶﾞｷﾞ 漢字 豈 更 㐂",
+    "Å Å Ω ½ ™ ﬀ ﬃ ² ₂ Ⅳ ㈱ ㎏ … 𝐇𝐞𝐥𝐥𝐨 ｆｕｌｌ　ｗｉｄｔｈ",
+    "a\u0323\u0302 \u1ead \u1112\u1161\u11ab",
+)
+"""Texts of scripts whose letters have several normal forms."""
+
+
+def normal_forms() -> list[str]:
+    """Texts of many scripts in each of Unicode's four normal forms: normalizers differ there first."""
+    forms: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+    return [unicodedata.normalize(form, text) for text in _WRITTEN for form in forms]
 
 
 def random_texts() -> list[str]:

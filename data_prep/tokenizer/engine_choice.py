@@ -1,4 +1,8 @@
-"""Choice of the tokenization engine: the fastest one that reproduces the ids of the `tokenizers` library.
+"""Choice of the tokenization engine: the fastest one that reproduces the ids of the reference.
+
+The reference is the `tokenizers` library with tokenizer.json, which everything else loads. For a tokenizer that was
+given as a sentencepiece model it is `sentencepiece` itself; others may take its place only if nothing is known that
+tokenizer.json cannot express, see `sentencepiece_model.inexact_because`.
 
 An engine is verified once when the tokenizer is made, on adversarial texts and on a sample of the corpus, and again in
 every map task, on a sample of its documents. An engine that fails the first check is replaced by the next candidate;
@@ -11,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, random_texts
+from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, normal_forms, random_texts
 from data_prep.tokenizer.engines import CANDIDATES, Engine, EngineName, Tokens, find_mismatch, installed, open_engine
+from data_prep.tokenizer.fingerprint import MODEL_FILE
+from data_prep.tokenizer.load import reference_of
 from headrace.base.errors import ConfigError, DataError
 
 
@@ -39,16 +45,25 @@ def choose_engine(wanted: str, folder: Path, *, parse_special_tokens: bool, samp
         sample: texts of the corpus.
 
     Raises:
-        ConfigError: the engine that was named is not installed, or does not give the ids of `tokenizers`.
+        ConfigError: the engine that was named is not installed, or does not give the ids of the reference.
     """
-    names = CANDIDATES if wanted == "auto" else [n for n in CANDIDATES if n == wanted]
+    reference_name = reference_of(folder)
+    if wanted == "sentencepiece" != reference_name:
+        why, remedy = "the ids of this tokenizer are those of its tokenizer.json", 'set it to "auto" or "tokenizers"'
+        raise ConfigError("tokenizer.engine", wanted, why=why, remedy=remedy)
+    candidates: tuple[EngineName, ...] = CANDIDATES if reference_name == "tokenizers" else (*CANDIDATES, "tokenizers")
+    names = candidates if wanted == "auto" else tuple(name for name in candidates if name == wanted)
+    rejected: list[tuple[str, str]] = []
+    more, reason = _of_sentencepiece(folder) if reference_name == "sentencepiece" else ([], None)
+    if reason is not None:
+        rejected += [(name, reason) for name in names]
+        names = ()
     with ThreadPoolExecutor(1) as pool:  # loading takes 0.3 s and 0.2 s, and neither holds the GIL
         for name in names[:1]:
             pool.submit(open_engine, name, folder, parse_special_tokens=parse_special_tokens)
-        reference = open_engine("tokenizers", folder, parse_special_tokens=parse_special_tokens)
-        texts = [*ADVERSARIAL_TEXTS, *random_texts(), *sample]
+        reference = open_engine(reference_name, folder, parse_special_tokens=parse_special_tokens)
+        texts = [*ADVERSARIAL_TEXTS, *normal_forms(), *random_texts(), *more, *sample] if names else []
         expected = reference.encode(texts)
-    rejected: list[tuple[str, str]] = []
     for name in names:
         reason = _rejection(
             name, reference, folder, parse_special_tokens=parse_special_tokens, texts=texts, expected=expected
@@ -56,13 +71,25 @@ def choose_engine(wanted: str, folder: Path, *, parse_special_tokens: bool, samp
         if reason is None:
             return ChosenEngine(name, tuple(rejected))
         rejected.append((name, reason))
-    if wanted not in ("auto", "tokenizers"):
-        raise ConfigError("tokenizer.engine", wanted, why=rejected[0][1], remedy='set it to "auto" or "tokenizers"')
-    return ChosenEngine("tokenizers", tuple(rejected))
+    if wanted not in ("auto", reference_name):
+        remedy = f'set it to "auto" or "{reference_name}"'
+        raise ConfigError("tokenizer.engine", wanted, why=rejected[0][1], remedy=remedy)
+    return ChosenEngine(reference_name, tuple(rejected))
+
+
+def _of_sentencepiece(folder: Path) -> tuple[list[str], str | None]:
+    """Texts to compare on, and what no engine that reads tokenizer.json can express, or None."""
+    from data_prep.tokenizer import sentencepiece_model  # noqa: PLC0415 - few jobs need it
+
+    model = sentencepiece_model.read_beside(folder)
+    if model is None:
+        why = f"{folder}: by its tokenizer_config.json its ids are those of a sentencepiece model, and it has none"
+        raise DataError(f"{why}\n  try: copy {MODEL_FILE} into it")
+    return sentencepiece_model.texts_of_pieces(model), sentencepiece_model.inexact_because(model)
 
 
 def check_sample(engine: Engine, folder: Path, texts: list[str], *, parse_special_tokens: bool, where: str) -> None:
-    """Compares an engine with the reference (`tokenizers`) on some texts.
+    """Compares an engine with the reference on some texts.
 
     Args:
         where: the task that checks, for the error message, e.g. `map task 3`.
@@ -70,13 +97,14 @@ def check_sample(engine: Engine, folder: Path, texts: list[str], *, parse_specia
     Raises:
         DataError: their ids differ; names a text.
     """
-    if engine.name == "tokenizers" or not texts:
+    name = reference_of(folder)
+    if engine.name == name or not texts:
         return
-    reference = open_engine("tokenizers", folder, parse_special_tokens=parse_special_tokens)
+    reference = open_engine(name, folder, parse_special_tokens=parse_special_tokens)
     mismatch = find_mismatch(engine, reference, texts, reference.encode(texts))
     if mismatch is not None:
-        why = f"{where}: {engine.name} and tokenizers give different ids for {mismatch[:80]!r}"
-        raise DataError(f'{why}\n  try: "tokenizer": {{"engine": "tokenizers"}}, and remove the job directory')
+        why = f"{where}: {engine.name} and {name} give different ids for {mismatch[:80]!r}"
+        raise DataError(f'{why}\n  try: "tokenizer": {{"engine": "{name}"}}, and remove the job directory')
 
 
 def _rejection(
@@ -90,4 +118,4 @@ def _rejection(
         )
     except Exception as error:  # engines raise any type for a tokenizer that they do not support
         return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return None if mismatch is None else f"gives other ids than tokenizers for {mismatch[:60]!r}"
+    return None if mismatch is None else f"gives other ids than {reference.name} for {mismatch[:60]!r}"

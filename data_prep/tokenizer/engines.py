@@ -1,4 +1,5 @@
-"""Tokenization engines: `tokenizers`, the reference, and faster libraries that must reproduce its ids.
+"""Tokenization engines: the references, `tokenizers` and `sentencepiece`, and faster libraries that must reproduce
+their ids.
 
 An engine returns one flat array per batch of texts, so that no token becomes a Python object (except in the reference,
 whose API has no such call). Tasks run in parallel, so each engine is limited to one thread.
@@ -18,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
+from data_prep.tokenizer.fingerprint import MODEL_FILES, TOKENIZER_JSON
 from data_prep.tokenizer.load import load
 
-EngineName = Literal["fastokens", "gigatoken", "tokenizers"]
+EngineName = Literal["fastokens", "gigatoken", "tokenizers", "sentencepiece"]
 CANDIDATES: tuple[EngineName, ...] = ("fastokens", "gigatoken")
 """Fast engines in order of preference: the first that is installed, supports the tokenizer and reproduces its ids is
 used."""
@@ -105,18 +106,25 @@ class GigatokenEngine:
         return Tokens(np.asarray(layout.content.data), np.asarray(layout.offsets.data, dtype=np.int64))
 
 
+def _sentencepiece(folder: Path, *, parse_special_tokens: bool) -> Engine:
+    from data_prep.tokenizer.sentencepiece_engine import SentencepieceEngine  # noqa: PLC0415 - few jobs need it
+
+    return SentencepieceEngine(folder, parse_special_tokens=parse_special_tokens)
+
+
 _ENGINES: dict[str, Callable[..., Engine]] = {
     "tokenizers": TokenizersEngine,
     "fastokens": FastokensEngine,
     "gigatoken": GigatokenEngine,
+    "sentencepiece": _sentencepiece,
 }
 
 
 def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -> Engine:
     """Loads a tokenizer folder into an engine.
 
-    Engines are cached by the content of tokenizer.json, for the next tasks of the process, which may see the folder
-    under another path.
+    Engines are cached by the content of the tokenizer's files, for the next tasks of the process, which may see the
+    folder under another path.
 
     Args:
         name: of the engine.
@@ -127,7 +135,9 @@ def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -
         Exception: of any type, if the engine does not support this tokenizer.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    key = name, xxhash.xxh3_128_digest((folder / TOKENIZER_JSON).read_bytes()), parse_special_tokens
+    files = [TOKENIZER_JSON, *(MODEL_FILES if name == "sentencepiece" else ())]
+    content = b"".join((folder / file).read_bytes() for file in files if (folder / file).is_file())
+    key = name, xxhash.xxh3_128_digest(content), parse_special_tokens
     if key not in _OPENED:
         _OPENED[key] = _ENGINES[name](folder, parse_special_tokens=parse_special_tokens)
     return _OPENED[key]

@@ -13,35 +13,40 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokenizer import sentencepiece_model
-from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS
-from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from data_prep.tokenizer.load import TOKENIZER_CONFIG, load
+from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, normal_forms, random_texts
+from data_prep.tokenizer.engines import find_mismatch, open_engine
+from data_prep.tokenizer.fingerprint import MODEL_FILE, MODEL_FILES, TOKENIZER_JSON
+from data_prep.tokenizer.load import REFERENCE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, load, reference_of
 from data_prep.tokenizer.train import write_folder
+from headrace.base.directory import write_json
 from headrace.base.errors import DataError
 
 
-def import_tokenizer(path: str, folder: Path) -> None:
+def import_tokenizer(path: str, folder: Path) -> list[str]:
     """Writes the tokenizer at `path` into `folder`.
 
     It may import transformers, and so torch: run it in a separate process.
+
+    Returns:
+        lines for the user.
 
     Raises:
         DataError: the tokenizer cannot be loaded, or two implementations of it give different ids.
     """
     if Path(path).is_dir():
         _import_folder(path, folder)
-    else:
-        model = sentencepiece_model.read_model(Path(path))
-        (folder / sentencepiece_model.MODEL_FILE).write_bytes(model)
-        tokenizer = sentencepiece_model.convert(model)
-        sentencepiece_model.check_conversion(tokenizer, model, texts=ADVERSARIAL_TEXTS)
-        eos, bos = sentencepiece_model.eos_and_bos(model)
-        write_folder(tokenizer, folder, eos_token=eos, bos_token=bos)
+        return _name_difference(path, folder)
+    model = sentencepiece_model.read_model(Path(path))
+    (folder / MODEL_FILE).write_bytes(model)
+    eos, bos = sentencepiece_model.eos_and_bos(model)
+    converted = sentencepiece_model.convert(model)
+    write_folder(converted, folder, eos_token=eos, bos_token=bos, reference="sentencepiece")
+    return []
 
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that transformers builds from tokenizer.json without changes."""
-_PLAIN_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+_PLAIN_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja", *MODEL_FILES)
 
 
 def _import_folder(path: str, folder: Path) -> None:
@@ -58,6 +63,7 @@ def _import_folder(path: str, folder: Path) -> None:
             f"{path}: its class {type(original).__name__} has no tokenizer.json: it does not use the tokenizers library"
         )
         raise DataError(f"{why}\n  try: name a folder with a tokenizer.json")
+    _keep_model(Path(path), folder)
     ours, saved = load(folder), _load_with_transformers(str(folder))
     for text in ADVERSARIAL_TEXTS:
         first = original(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -67,6 +73,40 @@ def _import_folder(path: str, folder: Path) -> None:
             why = f"{path}: AutoTokenizer and its own saved copy give different ids for {text[:60]!r}"
             remedy = 'set "tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
             raise DataError(f"{why}\n  try: {remedy}")
+
+
+def _keep_model(original: Path, folder: Path) -> None:
+    """Keeps the sentencepiece model of a folder, which `save_pretrained` leaves out and llama.cpp reads.
+
+    Where the folder had no tokenizer.json, the ids are those of the model, if the saved copy has all its pieces.
+    """
+    for name in MODEL_FILES:
+        if (original / name).is_file():
+            shutil.copyfile(original / name, folder / name)
+    model, tokenizer = sentencepiece_model.read_beside(folder), load(folder)
+    if model is None or (original / TOKENIZER_JSON).is_file():
+        return
+    if None not in map(tokenizer.token_to_id, sentencepiece_model.pieces_of(model)):
+        config = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+        write_json(folder / TOKENIZER_CONFIG, config | {REFERENCE: "sentencepiece"})
+
+
+def _name_difference(path: str, folder: Path) -> list[str]:
+    """A line if the tokenizer.json and the sentencepiece model of a folder give a text different ids."""
+    model = sentencepiece_model.read_beside(folder)
+    if model is None or reference_of(folder) == "sentencepiece":
+        return []
+    if None in map(load(folder).token_to_id, sentencepiece_model.pieces_of(model)):
+        return []
+    ours, theirs = (open_engine(name, folder, parse_special_tokens=False) for name in ("tokenizers", "sentencepiece"))
+    texts = [*ADVERSARIAL_TEXTS, *normal_forms(), *random_texts(), *sentencepiece_model.texts_of_pieces(model)]
+    text = find_mismatch(ours, theirs, texts, theirs.encode(texts))
+    if text is None:
+        return []
+    return [
+        f"the tokenizer.json and the sentencepiece model of {path} give different ids, e.g. for {text[:40]!r}; "
+        "documents get those of tokenizer.json, as AutoTokenizer gives them (for the others, name the .model file)"
+    ]
 
 
 def _is_plain(folder: Path) -> bool:

@@ -11,6 +11,9 @@ from headrace.base.directory import fingerprint_of
 from headrace.base.errors import DataError
 
 TOKENIZER_JSON = "tokenizer.json"
+MODEL_FILE = "tokenizer.model"
+MODEL_FILES = (MODEL_FILE, "spiece.model", "sentencepiece.bpe.model")
+"""Names that transformers gives the sentencepiece model in a folder."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",

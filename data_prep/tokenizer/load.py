@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -14,6 +14,9 @@ from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, fingerprint_of_loade
 from headrace.base.errors import DataError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+REFERENCE = "reference_ids"
+"""Key of tokenizer_config.json, see `reference_of`; transformers keeps it."""
 
 
 def load(folder: Path, *, parse_special_tokens: bool = False) -> Any:
@@ -51,21 +54,49 @@ def vocab_size(tokenizer: Any) -> int:
     return 1 + int(max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1))
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a folder with the names of the special tokens, as `AutoTokenizer` finds them.
+
+    A folder of older versions of transformers names them in special_tokens_map.json, which counts if
+    tokenizer_config.json does not list its added tokens.
+
+    Raises:
+        DataError: one of the files is damaged.
+    """
+    config = _json_object(folder / TOKENIZER_CONFIG)
+    if "added_tokens_decoder" in config:
+        return config
+    return config | _json_object(folder / SPECIAL_TOKENS_MAP)
+
+
+def token_text(token: Any) -> str | None:
+    """The text of a special token in these files, where it is a string or an object with its `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def reference_of(folder: Path) -> Literal["tokenizers", "sentencepiece"]:
+    """The library whose ids are the tokenizer's: `sentencepiece` if it was given as a sentencepiece model, with a
+    tokenizer.json that was made from that."""
+    return "sentencepiece" if read_config(folder).get(REFERENCE) == "sentencepiece" else "tokenizers"
+
+
 def special_ids(folder: Path, tokenizer: Any) -> dict[str, int | None]:
-    """Ids of the special tokens in tokenizer_config.json: {"eos_id", "bos_id", "pad_id"}; None for one it lacks."""
-    path = folder / TOKENIZER_CONFIG
+    """Ids of the special tokens of a folder: {"eos_id", "bos_id", "pad_id"}; None for one it lacks."""
+    config = read_config(folder)
+    texts = {kind: token_text(config.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")}
+    return {f"{kind}_id": None if text is None else tokenizer.token_to_id(text) for kind, text in texts.items()}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} without the file."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if not isinstance(config, dict):
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(content, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}\n  try: download or copy the tokenizer again") from None
-    ids: dict[str, int | None] = {}
-    for kind in ("eos", "bos", "pad"):
-        token = config.get(f"{kind}_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        ids[f"{kind}_id"] = None if content is None else tokenizer.token_to_id(content)
-    return ids
+    return content
 
 
 def describe(folder: Path, *, kind: str) -> dict[str, Any]:
@@ -92,7 +123,7 @@ def check_usable(folder: Path, policy: TextPolicy) -> None:
         if wanted and ids[f"{kind}_id"] is None:
             remedy = f'set "{kind}_token" in its tokenizer_config.json, or set {key} to false'
             raise DataError(f"the tokenizer has no {word}-of-document token, and {key} is true\n  try: {remedy}")
-    if policy.parse_special_tokens:
+    if policy.parse_special_tokens or reference_of(folder) == "sentencepiece":  # which never gives such an id
         return
     for number, token in tokenizer.get_added_tokens_decoder().items():
         if token.special and number in tokenizer.encode(token.content, add_special_tokens=False).ids:

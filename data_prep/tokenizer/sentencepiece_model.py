@@ -1,31 +1,31 @@
 """Conversion of a sentencepiece model (unigram or BPE) to a `tokenizers` tokenizer.
 
-The converted tokenizer encodes the shards, and `AutoTokenizer` loads the same one, so the two agree by construction.
-`check_conversion` compares it with sentencepiece itself on adversarial texts, for every model.
+`AutoTokenizer` and everything that serves a model load the converted tokenizer. It gives the ids of sentencepiece but
+for what `inexact_because` names; such models are given to sentencepiece itself, see `engine_choice`.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from data_prep.tokenizer.fingerprint import MODEL_FILES
 from headrace.base.errors import DataError
 
-MODEL_FILE = "tokenizer.model"
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _UNIGRAM, _BPE = 1, 2
 _SPACE_MARK = "▁"
+_PIECES_PER_TEXT = 50
 _UNREACHABLE = -1e6
 """Score of pieces that no text may become (`<s>`, `<0x0A>`): a unigram model would encode their literal text as them,
 since tokenizers looks up every piece, sentencepiece only normal ones. It suffices if the characters of that text are
-pieces themselves; a model where they are not fails `check_conversion`."""
+pieces themselves; a model where they are not is found by the texts that an engine is verified on."""
 
 
 def convert(model: bytes) -> Any:
@@ -53,44 +53,66 @@ def convert(model: bytes) -> Any:
 
 def eos_and_bos(model: bytes) -> tuple[str | None, str | None]:
     """The model's (EOS, BOS) pieces; None for one that it lacks."""
-    processor = _processor(model)
+    processor = open_processor(model)
     ids = (processor.eos_id(), processor.bos_id())
     eos, bos = (processor.id_to_piece(i) if i >= 0 else None for i in ids)
     return eos, bos
 
 
-def check_conversion(tokenizer: Any, model: bytes, *, texts: Iterable[str]) -> None:
-    """Compares the converted tokenizer with sentencepiece itself.
+def inexact_because(model: bytes) -> str | None:
+    """What in a model `convert` cannot express for every text; None if nothing is known.
 
-    A unigram model can segment a text, such as a run of spaces, in several ways of equal score; sentencepiece adds
-    scores in single precision, tokenizers in double, so that they may choose different ones. That is not counted as a
-    mismatch.
-
-    Args:
-        tokenizer: from `convert`; its `encode_special_tokens` is set.
-        model: bytes of the .model file.
-        texts: to compare on.
-
-    Raises:
-        DataError: a text gets different ids with another score or another decoding; names the first such text.
+    `tokenizers` applies a character map to one grapheme at a time, sentencepiece to the longest match, so decomposed
+    (NFD) Korean and Vietnamese differ; it normalizes what is between two user-defined symbols as a text of its own,
+    with a prefix space; it merges pieces of equal score by id, sentencepiece the leftmost; and it adds the scores of a
+    unigram model in double precision, sentencepiece in single, so that ties fall differently.
     """
-    processor = _processor(model)
-    tokenizer.encode_special_tokens = True
-    for text in texts:
-        ours, theirs = tokenizer.encode(text, add_special_tokens=False).ids, processor.encode(text)
-        if ours != theirs and not _equivalent(processor, ours, theirs):
-            why = f"for {text[:60]!r} sentencepiece gives the ids {theirs[:12]}, and its conversion {ours[:12]}"
-            raise DataError(
-                f"{why}\n  try: name a Hugging Face folder with a tokenizer.json instead of the .model file"
-            )
+    proto = _parse(model)
+    normal = [p.score for p in proto.pieces if p.type == _NORMAL]
+    reasons = (
+        (proto.trainer_spec.model_type != _BPE, "its scores are added in single precision"),
+        (bool(proto.normalizer_spec.precompiled_charsmap), "its normalizer maps characters"),
+        (any(p.type not in (_NORMAL, _UNKNOWN, _CONTROL, _BYTE) for p in proto.pieces), "it has user-defined symbols"),
+        (len(set(normal)) < len(normal), "some of its pieces have equal scores"),
+        (proto.trainer_spec.treat_whitespace_as_suffix, "it puts the blank at the end of a word"),
+        (not proto.normalizer_spec.escape_whitespaces, "it keeps blanks as they are"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
-def _equivalent(processor: Any, ours: list[int], theirs: list[int]) -> bool:
-    scores = [sum(processor.get_score(i) for i in ids) for ids in (ours, theirs)]
-    same_text = processor.decode(ours) == processor.decode(theirs)
-    return same_text and math.isclose(
-        *scores, rel_tol=1e-5
-    )  # rounding in single precision adds up to about 1e-6 over a text
+def texts_of_pieces(model: bytes) -> list[str]:
+    """Texts that consist of a model's own pieces, in the order of their ids, doubled, and with user-defined symbols
+    before, between and after words: what a conversion gets wrong first."""
+    proto = _parse(model)
+    pieces = [p.piece.replace(_SPACE_MARK, " ") for p in proto.pieces if p.type in (_NORMAL, _USER_DEFINED)]
+    defined = [p.piece for p in proto.pieces if p.type == _USER_DEFINED]
+    rows = [pieces[at : at + _PIECES_PER_TEXT] for at in range(0, len(pieces), _PIECES_PER_TEXT)]
+    texts = ["".join(row) for row in rows] + ["".join(piece * 2 for piece in row) for row in rows]
+    return texts + [text for s in defined for text in (s, f"a{s}b", f" {s} a", f"{s}{s}a  {s}\n")]
+
+
+def read_beside(folder: Path) -> bytes | None:
+    """The sentencepiece model in a tokenizer folder, under one of the names that transformers uses; None without one.
+
+    Llama 3 has a `tokenizer.model` that is not of sentencepiece.
+    """
+    for name in MODEL_FILES:
+        if (folder / name).is_file():
+            model = (folder / name).read_bytes()
+            with suppress(DataError):
+                _parse(model)
+                return model
+    return None
+
+
+def open_processor(model: bytes) -> Any:
+    """A `sentencepiece.SentencePieceProcessor` for the bytes of a .model file."""
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
+def pieces_of(model: bytes) -> list[str]:
+    """The pieces, by id."""
+    return [p.piece for p in _parse(model).pieces]
 
 
 def read_model(path: Path) -> bytes:
@@ -108,10 +130,6 @@ def read_model(path: Path) -> bytes:
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     return model
-
-
-def _processor(model: bytes) -> Any:
-    return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
 def _parse(model: bytes) -> Any:

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from data_prep.config.corpus import TokenizerSection
 from data_prep.tokenizer import sentencepiece_model
-from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from data_prep.tokenizer.load import TOKENIZER_CONFIG
+from data_prep.tokenizer.fingerprint import MODEL_FILE, TOKENIZER_JSON
+from data_prep.tokenizer.load import REFERENCE, TOKENIZER_CONFIG
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 
@@ -47,16 +47,22 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
         tokenizer = _train_bpe(texts, section)
     else:
         model = _train_sentencepiece(texts, section)
-        (folder / sentencepiece_model.MODEL_FILE).write_bytes(model)
+        (folder / MODEL_FILE).write_bytes(model)
         tokenizer = sentencepiece_model.convert(model)
     write_folder(tokenizer, folder, eos_token=section.eos_token, bos_token=section.bos_token)
 
 
-def write_folder(tokenizer: Any, folder: Path, *, eos_token: str | None, bos_token: str | None = None) -> None:
-    """Writes a tokenizer as a folder that `AutoTokenizer.from_pretrained` loads without changes."""
+def write_folder(
+    tokenizer: Any, folder: Path, *, eos_token: str | None, bos_token: str | None = None, reference: str | None = None
+) -> None:
+    """Writes a tokenizer as a folder that `AutoTokenizer.from_pretrained` loads without changes.
+
+    Args:
+        reference: see `load.reference_of`.
+    """
     # its own `save` raises a bare Exception for a full disk
     (folder / TOKENIZER_JSON).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    names = {"eos_token": eos_token, "bos_token": bos_token}
+    names = {"eos_token": eos_token, "bos_token": bos_token, REFERENCE: reference}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -151,13 +151,22 @@ def test_training_is_deterministic_across_processes_and_thread_counts(kind: str,
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_the_converted_tokenizer_gives_the_ids_of_sentencepiece(kind: str, tmp_path: Path) -> None:
     model = (trained(tmp_path / "a", kind) / "tokenizer.model").read_bytes()
-    converted = sentencepiece_model.convert(model)
-    sentencepiece_model.check_conversion(converted, model, texts=(*ADVERSARIAL_TEXTS, *TEXTS[:20]))
+    converted, processor = sentencepiece_model.convert(model), sentencepiece_model.open_processor(model)
+    converted.encode_special_tokens = True
+
+    def check(text: str) -> None:
+        ours, theirs = converted.encode(text, add_special_tokens=False).ids, processor.encode(text)
+        if ours != theirs:  # ways of equal score: sentencepiece adds them in single precision, tokenizers in double
+            assert processor.decode(ours) == processor.decode(theirs), text
+            assert sum(map(processor.get_score, ours)) == pytest.approx(sum(map(processor.get_score, theirs)), 1e-5)
+
+    for text in (*ADVERSARIAL_TEXTS, *TEXTS[:20]):
+        check(text)
 
     @given(text=st.text(st.sampled_from("ab n°\n\t ▁<0x>é😀\x00mill_whe1"), max_size=40))
     @settings(max_examples=150, deadline=None)
     def agrees(text: str) -> None:
-        sentencepiece_model.check_conversion(converted, model, texts=[text])
+        check(text)
 
     agrees()
 
@@ -242,21 +251,6 @@ def test_a_vocabulary_size_that_the_text_cannot_fill_is_refused(tmp_path: Path) 
     section = TokenizerSection(train="sentencepiece-bpe", vocab_size=300, special_tokens=[f"<{i}>" for i in range(100)])
     with pytest.raises(ConfigError, match="vocab_size"):
         train(["x"], tmp_path, section)
-
-
-def test_a_model_that_encodes_literal_byte_pieces_is_refused(work: Path) -> None:
-    """Without `<` among its pieces, a converted unigram model encodes the text <0x0A> as that byte piece."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_prefix="m",
-        vocab_size=300,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    (work / "imported").mkdir()
-    with pytest.raises(DataError, match="<0x0A>"):
-        existing.import_tokenizer("m.model", work / "imported")
 
 
 def test_a_path_that_is_not_a_tokenizer_is_refused(work: Path) -> None:
