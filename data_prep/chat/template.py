@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -26,6 +27,7 @@ MARKERS = BEGIN, END = "\U0010fff1", "\U0010fff2"
 """Markers around the assistant's spans during rendering: private-use characters that a message must not contain. Each
 is a single character, so that concatenated messages cannot form one.
 """
+_SIGNS = "\U0010fff3", "\U0010fff4"
 _MARKER = re.compile(f"([{BEGIN}{END}])")
 
 
@@ -115,13 +117,22 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._render(messages[:i], tools, prompt=True) if i else ""
             after = self._render(messages[: i + 1], tools)
+            before = self._render(messages[:i], tools, prompt=True) if i else self._before_first(after, tools)
             if not whole.startswith(after) or not after.startswith(before):
                 why = "the chat template renders earlier turns differently when later ones follow"
                 raise ConversationError(f"{why}: it needs {{% generation %}} blocks")
             spans.append((len(before), len(after)))
         return Rendered(whole, tuple(spans))
+
+    def _before_first(self, after: str, tools: Sequence[Any] | None) -> str:
+        """What a template writes before an assistant's message that begins a conversation, such as a system prompt.
+
+        Many templates fail without any message. So it is the beginning that the rendering shares with two others, of
+        contents that have no character in common.
+        """
+        others = (self._render([{"role": "assistant", "content": sign}], tools) for sign in _SIGNS)
+        return commonprefix([after, *others])  # noqa: RUF071 - of characters, not of a path
 
 
 def _extract_spans(text: str) -> Rendered:
