@@ -70,8 +70,11 @@ _NAME_BYTES, _LONGEST_NAME = 255, ".{}.replaced"
 """Limit of the usual file systems, and the longest name that a commit makes beside an output."""
 
 
-def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> None:
+def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> list[str]:
     """Checks the schema of every parquet and Arrow file.
+
+    Returns:
+        a line for the user for each source whose rows are read otherwise than they are written.
 
     Raises:
         ConfigError: a column is missing.
@@ -79,11 +82,13 @@ def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> N
     """
     by_label = {source.label: (i, source) for i, source in enumerate(config.sources)}
     damaged: list[BadRecord] = []
+    lines: list[str] = []
     for source in resolved:
         i, given = by_label[source.label]
         if source.type in ("parquet", "datasets"):
-            damaged += _damaged_files(source, given, at=f"sources.{i}")
+            damaged += _check_files(source, given, lines, at=f"sources.{i}")
     BadRecordCount(config).add_all(damaged)
+    return lines
 
 
 def cleaning_identity(config: CorpusConfig) -> dict[str, Any] | None:
@@ -193,14 +198,17 @@ def _no_documents(unreadable: int, damaged: list[str]) -> DataError:
     return DataError("\n".join([f"{why}, and some of its files are damaged:", *shown, "  try: repair or replace them"]))
 
 
-def _damaged_files(source: ResolvedSource, given: Source, *, at: str) -> list[BadRecord]:
+def _check_files(source: ResolvedSource, given: Source, lines: list[str], *, at: str) -> list[BadRecord]:
+    """The files of a source that are damaged; adds to the lines for the user."""
     from data_prep.sources import hf, parquet  # noqa: PLC0415
 
     check = parquet.check if source.type == "parquet" else hf.check
-    damaged = []
+    damaged, lacks_keys = [], False
     for file in source.files:
         try:
-            check(file.path, at=at, wanted=wanted_fields(given))
+            lacks_keys |= check(file.path, at=at, wanted=wanted_fields(given))
         except DamagedFileError as error:
             damaged.append(BadRecord(source.label, file.name, "file", None, DAMAGED_FILE, str(error)))
+    if lacks_keys:
+        lines.append(f"{source.label}: a null in its messages or tools counts as a key that the row does not have")
     return damaged

@@ -178,7 +178,8 @@ def _plan(inspected: InspectedJob) -> Plan:
     try:
         with os_errors_as_data_errors("checking the inputs"):
             found = [source or _build(job, i) for i, source in enumerate(inspected.sources)]
-            check_schemas(config, found)
+            for line in check_schemas(config, found):
+                print(line, file=sys.stderr, flush=True)
             plan = _group_into_tasks(found, config)
             check_documents((unit for task in plan for unit in task), config)
     except BaseException:

@@ -9,17 +9,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.hashing import utf8_size
-from data_prep.sources.conversation import ConversationError, conversation_line
+from data_prep.sources.arrow_values import (
+    has_optional_keys,
+    holds_objects,
+    is_json,
+    is_text,
+    json_value,
+    may_be_messages,
+)
+from data_prep.sources.conversation import conversation_line
 from data_prep.sources.records import TOO_LONG, BadRecord, TextBatch, WantedFields, too_long
 from headrace.base.errors import ConfigError
 
 
-def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> None:
+def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> bool:
     """Checks that a table has the columns that the config names.
+
+    Returns:
+        whether a null in a struct of a conversation counts as a key that the row does not have.
 
     Raises:
         ConfigError: a column is missing or there are several of its name, or the text column holds neither strings nor
-            bytes.
+            bytes nor JSON, or that of messages no lists.
     """
     text = "messages_field" if wanted.conversation else "text_field"
     for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
@@ -35,23 +46,19 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> No
             why = f"{path} has {schema.names.count(column)} columns of this name"
             raise ConfigError(f"{at}.{key}", column, why=why, remedy="rename the columns, or name another one")
     kind = _field(schema, wanted.text).type
-    if wanted.conversation:
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            why, remedy = (
-                f"the column in {path} has the type {kind}",
-                "name a column with a list of messages in each row",
-            )
-            raise ConfigError(f"{at}.messages_field", wanted.text, why=why, remedy=remedy)
-        return
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)) and (
-        not _is_binary(plain)
-    ):
-        strings = [name for name in _names(schema) if "string" in str(_field(schema, name).type)]
-        remedy = f"columns of strings: {', '.join(strings) or 'none'}"
-        raise ConfigError(
-            f"{at}.text_field", wanted.text, why=f"the column in {path} has the type {kind}", remedy=remedy
-        )
+    fits, what = (may_be_messages, "of messages") if wanted.conversation else (_may_be_text, "of strings")
+    if not fits(kind):
+        best = holds_objects if wanted.conversation else is_text
+        fitting = [name for name in _names(schema) if best(_field(schema, name).type)]
+        remedy = f"columns {what}: {', '.join(fitting) or 'none'}"
+        why = f"the column in {path} has the type {kind}"
+        raise ConfigError(f"{at}.{text}", wanted.text, why=why, remedy=remedy)
+    tools = wanted.conversation and wanted.tools is not None and _field(schema, wanted.tools).type
+    return wanted.conversation and (has_optional_keys(kind) or (tools and has_optional_keys(tools, depth=1)))
+
+
+def _may_be_text(kind: Any) -> bool:
+    return is_text(kind) or is_json(kind)
 
 
 def present(schema: Any, wanted: WantedFields) -> list[str]:
@@ -98,10 +105,6 @@ def _column(batch: Any, name: str) -> Any:
     return column
 
 
-def _is_binary(kind: Any) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
-
-
 def batches(
     batch: Any, *, first_row: int, source: str, file: str, wanted: WantedFields
 ) -> Iterator[TextBatch | BadRecord]:
@@ -128,25 +131,35 @@ def batches(
 
 def _texts(column: Any) -> list[Any]:
     """As `_cells`; bytes are decoded as UTF-8."""
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    cells = _cells(column)
-    return [_decoded(cell) for cell in cells] if _is_binary(kind) else cells
+    return [_decoded(cell) if isinstance(cell, bytes) else cell for cell in _cells(column)]
 
 
-def _decoded(cell: bytes | None) -> str | UnicodeDecodeError | None:
+def _decoded(cell: bytes) -> str | UnicodeDecodeError:
     try:
-        return None if cell is None else cell.decode()
+        return cell.decode()
     except UnicodeDecodeError as error:
         return error
 
 
 def _cells(column: Any) -> list[Any]:
-    """The column's values: None for null, a `UnicodeDecodeError` for a string that is not UTF-8."""
+    """The column's values: None for null, a `ValueError` for a string that is not UTF-8, or JSON that is not JSON."""
+    cells = _raw_cells(column)
+    return [_json_cell(cell, column.type) for cell in cells] if is_json(column.type) else cells
+
+
+def _raw_cells(column: Any) -> list[Any]:
     try:
         cells: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         cells = [_cell(cell) for cell in column]
     return cells
+
+
+def _json_cell(cell: Any, kind: Any) -> Any:
+    try:
+        return cell if isinstance(cell, UnicodeDecodeError) else json_value(cell, kind)
+    except ValueError as error:
+        return error
 
 
 def _cell(cell: Any) -> Any:
@@ -158,18 +171,24 @@ def _cell(cell: Any) -> Any:
 
 def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
     """Conversations as lines of JSON; an exception for a row that is not one."""
-    tools = [None] * batch.num_rows if wanted.tools is None else _cells(_column(batch, wanted.tools))
-    return [_conversation(*cells) for cells in zip(_cells(_column(batch, wanted.text)), tools, strict=True)]
+    messages = _column(batch, wanted.text)
+    tools = pa.nulls(batch.num_rows) if wanted.tools is None else _column(batch, wanted.tools)
+    cells = zip(_raw_cells(messages), _raw_cells(tools), strict=True)
+    return [_conversation(*pair, messages.type, tools.type) for pair in cells]
 
 
-def _conversation(messages: Any, tools: Any) -> Any:
+def _conversation(messages: Any, tools: Any, kind: Any, tools_kind: Any) -> Any:
     for cell in (messages, tools):
         if isinstance(cell, UnicodeDecodeError):
             return cell
     try:
-        return conversation_line(messages, tools)
-    except (ConversationError, TypeError) as error:
+        return conversation_line(json_value(messages, kind, keep=_ALWAYS), json_value(tools, tools_kind))
+    except (ValueError, TypeError) as error:  # ConversationError among them
         return error
+
+
+_ALWAYS = frozenset({"content"})
+"""Templates look whether it is null: so it is where an assistant only calls tools."""
 
 
 def _length_problem(text: str, wanted: WantedFields) -> tuple[str, str] | None:
@@ -181,16 +200,23 @@ def _length_problem(text: str, wanted: WantedFields) -> tuple[str, str] | None:
 
 def _row_problem(text: Any, row: int, extra: dict[str, list[Any]], wanted: WantedFields) -> tuple[str, str] | None:
     """Reason and detail if the row cannot be used, else None."""
-    if isinstance(text, UnicodeDecodeError):
-        return "not UTF-8", str(text)
+    if not isinstance(text, str):
+        return _text_problem(text, wanted)
     if extra:  # checked per row, and most sources have no extra columns
         for name, column in extra.items():
             if isinstance(column[row], UnicodeDecodeError):
                 return "not UTF-8", f"'{name}': {column[row]}"
-    if wanted.conversation and not isinstance(text, str):
-        return "not a conversation", str(text)
-    if text is None:
-        return "text is not a string", f"'{wanted.text}' is null"
     if wanted.id is not None and extra[wanted.id][row] is None:
         return "no id", f"'{wanted.id}' is null"
     return None
+
+
+def _text_problem(text: Any, wanted: WantedFields) -> tuple[str, str]:
+    if isinstance(text, UnicodeDecodeError):
+        return "not UTF-8", str(text)
+    if wanted.conversation:
+        return "not a conversation", str(text)
+    if isinstance(text, ValueError):
+        return "not JSON", str(text)
+    kind = "null" if text is None else f"a {type(text).__name__}"
+    return "text is not a string", f"'{wanted.text}' is {kind}"

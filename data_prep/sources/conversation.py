@@ -17,19 +17,40 @@ class ConversationError(ValueError):
 def conversation_line(messages: Any, tools: Any = None) -> str:
     """Serializes a conversation as one line of JSON, which readers pass on as the document's text.
 
+    Messages that are a string of JSON, or strings of JSON in a list, are parsed; those of ShareGPT (`from`, `value`)
+    become messages with a role.
+
     Raises:
         ConversationError: the messages are not a non-empty list of objects with a "role".
     """
+    messages = _parsed(messages, what="the messages")
     if not isinstance(messages, list) or not messages:
         raise ConversationError("not a list of messages")
+    if any(isinstance(message, str) for message in messages):
+        messages = [_parsed(message, what="a message") for message in messages]
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConversationError("a message without a role")
     return orjson.dumps({"messages": messages, "tools": tools}).decode()
 
 
+def _parsed(value: Any, *, what: str) -> Any:
+    """A value, parsed if it is a string of JSON.
+
+    Raises:
+        ConversationError: it is another string.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        verb = "is" if what.startswith("a ") else "are"
+        raise ConversationError(f"{what} {verb} a string that is not JSON: {error}") from None
+
+
 def parse_conversation(line: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Parses a line from `conversation_line`; tools given as a string are parsed as JSON.
+    """Parses a line from `conversation_line`; tools given as a string, or as strings in a list, are parsed as JSON.
 
     Returns:
         the messages, and the tools or None.
@@ -38,15 +59,10 @@ def parse_conversation(line: str) -> tuple[list[dict[str, Any]], list[Any] | Non
         ConversationError: the tools are not a list.
     """
     content = orjson.loads(line)
-    tools = content["tools"]
-    if isinstance(tools, str):
-        try:
-            tools = orjson.loads(tools)
-        except orjson.JSONDecodeError as error:
-            raise ConversationError(f"the tools are a string that is not JSON: {error}") from None
+    tools = _parsed(content["tools"], what="the tools")
     if tools is not None and not isinstance(tools, list):
         raise ConversationError(f"the tools must be a list, not a JSON {type(tools).__name__}")
-    return content["messages"], tools
+    return content["messages"], tools and [_parsed(tool, what="a tool") for tool in tools]
 
 
 def message_text(line: str) -> str:

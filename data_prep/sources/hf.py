@@ -12,14 +12,14 @@ from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.records import BadRecord, TextBatch, WantedFields
 
 
-def check(path: str, *, at: str, wanted: WantedFields) -> None:
-    """Reads the schema of a file and checks its columns.
+def check(path: str, *, at: str, wanted: WantedFields) -> bool:
+    """Reads the schema of a file and checks its columns, see `columns.check_schema`.
 
     Raises:
         DamagedFileError: the schema is not readable.
         ConfigError: a column is missing or does not hold strings.
     """
-    columns.check_schema(_open(path).schema, path=path, at=at, wanted=wanted)
+    return columns.check_schema(_open(path).schema, path=path, at=at, wanted=wanted)
 
 
 def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator[TextBatch | BadRecord]:

@@ -25,14 +25,14 @@ def row_group_bytes(path: str) -> list[int]:
     return [sum(g.column(c).total_compressed_size for c in range(g.num_columns)) for g in groups]
 
 
-def check(path: str, *, at: str, wanted: WantedFields) -> None:
-    """Reads the footer of a file and checks its columns.
+def check(path: str, *, at: str, wanted: WantedFields) -> bool:
+    """Reads the footer of a file and checks its columns, see `columns.check_schema`.
 
     Raises:
         DamagedFileError: the footer is not readable.
         ConfigError: a column is missing or does not hold strings.
     """
-    columns.check_schema(_open(path).schema_arrow, path=path, at=at, wanted=wanted)
+    return columns.check_schema(_open(path).schema_arrow, path=path, at=at, wanted=wanted)
 
 
 def read(

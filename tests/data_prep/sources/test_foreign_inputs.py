@@ -18,6 +18,7 @@ import pytest
 from data_prep.config.corpus import Source
 from data_prep.sources import json_array, jsonl, parquet
 from data_prep.sources.bytesource import Digest
+from data_prep.sources.conversation import parse_conversation
 from data_prep.sources.line_numbers import LineNumbers
 from data_prep.sources.listing import resolve
 from data_prep.sources.read_unit import read_unit, wanted_fields
@@ -234,3 +235,100 @@ def test_tables_may_have_names_that_are_not_utf8(kind: str, tmp_path: Path) -> N
     folder.mkdir()
     write(pa.table({"text": ["a", "b"]}), folder, kind)
     assert read(folder)[0] == ["a", "b"]
+
+
+TALK = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Rome"}}}]},
+]
+MORE = [
+    {"role": "user", "content": "time?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "g", "arguments": {"zone": [1, None]}}}]},
+]
+TOOLS = [{"name": "f", "parameters": {"city": {"type": "string"}}}]
+
+
+def conversations(path: str, **fields: str) -> list[Any]:
+    """What the reader of a parquet file passes on: {"messages", "tools"} of each row."""
+    read = parquet.read(
+        path,
+        source="s",
+        file=path,
+        first_group=0,
+        end_group=1,
+        wanted=wanted_fields(Source.model_validate({"path": path, "messages_field": "messages"} | fields)),
+    )
+    return [json.loads(text) for batch in read for text in batch.texts]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["Json", "List(Json)", "strings in a list", "a string"])
+def test_columns_of_json_hold_objects_not_strings(kind: str, work: Path) -> None:
+    """datasets 5 stores `Json` and `List(Json)` as arrow.json, whose values pyarrow gives as strings."""
+    texts: list[Any] = [json.dumps(m) if kind in ("Json", "a string") else [json.dumps(x) for x in m] for m in (TALK,)]
+    tools = [json.dumps(TOOLS) if kind in ("Json", "a string") else [json.dumps(tool) for tool in TOOLS]]
+    types = {"Json": pa.json_(), "List(Json)": pa.list_(pa.json_()), "a string": pa.string()}
+    chosen = types.get(kind, pa.list_(pa.string()))
+    table = pa.table({"messages": _as(texts, chosen), "tools": _as(tools, chosen)})
+    pq.write_table(table, work / "a.parquet")
+    wanted = wanted_fields(Source(path="a.parquet", messages_field="messages", tools_field="tools"))
+    parquet.check("a.parquet", at="sources.0", wanted=wanted)
+    (found,) = conversations("a.parquet", tools_field="tools")
+    assert parse_conversation(json.dumps(found)) == (TALK, TOOLS)
+
+
+def _as(values: list[Any], kind: Any) -> Any:
+    """An array of a type that pyarrow does not make from Python values where it is within a list."""
+    if kind == pa.list_(pa.json_()):
+        plain = pa.array(values, pa.list_(pa.string()))
+        return pa.ListArray.from_arrays(plain.offsets, pa.ExtensionArray.from_storage(pa.json_(), plain.values))
+    return pa.ExtensionArray.from_storage(kind, pa.array(values)) if kind == pa.json_() else pa.array(values, kind)
+
+
+def test_a_text_in_a_column_of_json_is_a_string_and_anything_else_is_a_bad_record(work: Path) -> None:
+    values = ['"a \\"text\\""', '{"a": 1}', "no json", None]
+    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(values, pa.string()))
+    pq.write_table(pa.table({"text": column}), work / "a.parquet")
+    wanted = wanted_fields(Source(path="a.parquet"))
+    parquet.check("a.parquet", at="sources.0", wanted=wanted)
+    found = list(parquet.read("a.parquet", source="s", file="a", first_group=0, end_group=1, wanted=wanted))
+    assert [r.reason if isinstance(r, BadRecord) else r.texts for r in found] == [
+        ['a "text"'],
+        "text is not a string",
+        "not JSON",
+        "text is not a string",
+    ]
+
+
+def test_keys_that_a_row_never_had_are_not_null_in_its_tool_call(work: Path) -> None:
+    """A struct has the fields of all rows; a content that is null stays, since templates ask for it."""
+    pq.write_table(pa.table({"messages": [TALK, MORE]}), work / "a.parquet")
+    first, second = conversations("a.parquet")
+    assert first["messages"][1] == TALK[1]
+    assert first["messages"][0] == TALK[0]
+    assert second["messages"][1] == MORE[1]
+    wanted = wanted_fields(Source(path="a.parquet", messages_field="messages"))
+    assert parquet.check("a.parquet", at="sources.0", wanted=wanted)  # and the job says so
+    plain = pa.table({"messages": [[{"role": "user", "content": "x"}]]})
+    pq.write_table(plain, work / "b.parquet")
+    assert not parquet.check("b.parquet", at="sources.0", wanted=wanted)
+
+
+def test_a_map_is_an_object(work: Path) -> None:
+    kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "meta": pa.map_(pa.string(), pa.int64())}))
+    rows = [[{"role": "assistant", "content": "x", "meta": [("a", 1), ("b", 2)]}]]
+    pq.write_table(pa.table({"messages": pa.array(rows, kind)}), work / "a.parquet")
+    (found,) = conversations("a.parquet")
+    assert found["messages"][0]["meta"] == {"a": 1, "b": 2}
+
+
+def test_columns_of_another_type_are_refused_with_those_that_fit(work: Path) -> None:
+    table = pa.table({"text": [["a"]], "body": ["b"], "turns": [TALK[:1]], "n": [1], "ns": [[1]]})
+    pq.write_table(table, work / "a.parquet")
+    for fields, message in (
+        ({}, r"has the type list<.*>\n  try: columns of strings: body$"),
+        ({"messages_field": "n"}, r"has the type int64\n  try: columns of messages: turns$"),
+        ({"messages_field": "ns"}, r"has the type list<.*int64>\n  try: columns of messages: turns$"),
+    ):
+        wanted = wanted_fields(Source.model_validate({"path": "a.parquet"} | fields))
+        with pytest.raises(ConfigError, match=message):
+            parquet.check("a.parquet", at="sources.0", wanted=wanted)
