@@ -120,6 +120,7 @@ def _plan(args: argparse.Namespace) -> None:
     from data_prep.executors.base import default_workers  # noqa: PLC0415
     from data_prep.job import prepare  # noqa: PLC0415
     from data_prep.job.estimate import Estimate, estimate_or_reason  # noqa: PLC0415
+    from data_prep.job.stats import long_word_lines  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
     plan = inspected.plan_map_tasks()
@@ -137,7 +138,8 @@ def _plan(args: argparse.Namespace) -> None:
     print(f"about {_duration(found.map_seconds(workers))} on {workers} workers {speed}")
     if found.training_s:
         print(f"together about {_duration(found.seconds(workers))}:")
-    return print("measured just now on a few megabytes; start-up and writing the shards are not included")
+    print("measured just now on a few megabytes; start-up and writing the shards are not included")
+    return print(*long_word_lines(list(found.long_words)), sep="\n", end="\n" if found.long_words else "")
 
 
 def _status(args: argparse.Namespace) -> None:
@@ -216,11 +218,11 @@ def _verify(args: argparse.Namespace) -> None:
 def _stats(args: argparse.Namespace) -> None:
     from data_prep.job import stats  # noqa: PLC0415
 
-    rows, dropped = stats.read_stats(args.directory)
+    found = stats.read_stats(args.directory)
     if args.html is not None:
-        args.html.write_text(stats.html_page(args.directory, rows, dropped), encoding="utf-8")
+        args.html.write_text(stats.html_page(args.directory, *found), encoding="utf-8")
         return print(f"{args.html} written")
-    return stats.print_stats(rows, dropped)
+    return stats.print_stats(*found)
 
 
 def _pack(args: argparse.Namespace) -> None:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep.config.corpus import CorpusConfig
+from data_prep.job.finish import name_long_words
 from data_prep.sources.units import Plan, Unit, is_divisible
 from data_prep.task import Counts
 from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
@@ -67,12 +68,14 @@ class Estimate:
         stored_bytes: of the whole input.
         tokens_per_byte: of input as stored.
         training_s: seconds to train the tokenizer, on one machine before the map phase; 0 for a given one.
+        long_words: documents of the measured part with very long words, see `finish.name_long_words`.
     """
 
     mb_per_s: float
     stored_bytes: int
     tokens_per_byte: float
     training_s: float = 0.0
+    long_words: tuple[dict[str, Any], ...] = ()
 
     def map_seconds(self, workers: int) -> float:
         """Duration of the map phase on so many workers of this speed."""
@@ -112,16 +115,17 @@ def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
             small_config, training = _time_training(small_config, config, warm_up, total=total, work=work)
         TokenizerTask(warm_up, small_config, work / "tokenizer", work / "store").run(lambda _counts: None)
         folder = tokenizer_folder(work / "tokenizer")
-        MapTask(0, warm_up, small_config, folder, work / "warm-up").run(lambda _counts: None)
+        markers = [MapTask(0, warm_up, small_config, folder, work / "warm-up").run(lambda _counts: None)]
         began = time.perf_counter()
-        MapTask(1, timed, small_config, folder, work / "timed").run(count)
+        markers.append(MapTask(1, timed, small_config, folder, work / "timed").run(count))
         seconds = time.perf_counter() - began
     training_s = 0.0
     if training is not None:
         wanted = config.tokenizer.sample_bytes
         text = int(counted.text_bytes / stored * total * (1 - config.heldout_fraction))
         training_s = training.seconds(read_bytes=_read_bytes(wanted, total), text_bytes=min(wanted, text))
-    return Estimate(stored / 1e6 / seconds, total, counted.tokens / stored, training_s)
+    long_words = tuple(name_long_words(markers))
+    return Estimate(stored / 1e6 / seconds, total, counted.tokens / stored, training_s, long_words)
 
 
 def estimate_or_reason(config: CorpusConfig, plan: Plan) -> Estimate | str:

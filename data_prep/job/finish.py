@@ -23,7 +23,7 @@ from data_prep.sources.records import BadRecord
 from data_prep.task import MARKER, read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
 from data_prep.tasks.make_tokenizer import tokenizer_folder
-from data_prep.tasks.map import sum_counts
+from data_prep.tasks.map import NAMED_DOCUMENTS, sum_counts
 from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
 from headrace.base.directory import Manifest, commit, read_manifest
@@ -95,6 +95,8 @@ def finish(
         "dropped_bytes": count_by_reason(markers, "dropped_bytes") | duplicate_bytes(job, runs),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
+    if long_words := name_long_words(markers):
+        details["long_words"] = long_words
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
     manifest = commit(
         job.out, job.output, kind="tokens", config=identity, parents=parents, details=details, known_sha256=known
@@ -184,6 +186,16 @@ def count_by_reason(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
     """The counts of all map tasks by reason, from the dictionaries under `key` in their markers, if they have it."""
     total: Counter[str] = sum((Counter(marker.get(key, {})) for marker in markers), Counter())
     return dict(sorted(total.items()))
+
+
+def name_long_words(markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The documents with the longest words, the longest first: {characters, source, file, "line" or "row"}."""
+    found = {tuple(document) for marker in markers for document in marker.get("long_words", ())}
+    longest = sorted(found, key=lambda document: (-document[0], document[1:]))[:NAMED_DOCUMENTS]
+    return [
+        {"characters": characters, "source": source, "file": file, unit: at}
+        for characters, source, file, unit, at in longest
+    ]
 
 
 def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from data_prep.tokenizer.long_words import NAMED_CHARACTERS
 from headrace.base.directory import read_manifest
 
 _BAR = 30
@@ -32,8 +34,8 @@ class SourceStats:
         return self.bytes / max(1, self.tokens)
 
 
-def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int]]:
-    """The sources of every split, and the number of skipped and dropped records by reason.
+def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int], list[str]]:
+    """The sources of every split, the number of skipped and dropped records by reason, and `long_word_lines`.
 
     Raises:
         DataError: not a tokens directory.
@@ -44,11 +46,24 @@ def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int]]:
         for split, entry in details["splits"].items()
         for source, sums in entry.get("sources", {}).items()
     ]
-    return rows, details["skipped"] | details.get("dropped", {})
+    return rows, details["skipped"] | details.get("dropped", {}), long_word_lines(details.get("long_words", []))
 
 
-def print_stats(rows: list[SourceStats], dropped: dict[str, int], *, console: Console | None = None) -> None:
-    """Prints the statistics as tables."""
+def long_word_lines(named: list[dict[str, Any]]) -> list[str]:
+    """Lines on the documents with very long words, as a manifest or `finish.name_long_words` names them."""
+    if not named:
+        return []
+    lines = [f"documents with a word of {NAMED_CHARACTERS:,} characters or more (DNA, base64, runs of blanks):"]
+    for entry in named:
+        where = f"{entry['file']}:{entry['line']}" if "line" in entry else f"{entry['file']}, row {entry['row']}"
+        lines.append(f"{entry['characters']:>14,}  {entry['source']}: {where}")
+    return lines
+
+
+def print_stats(
+    rows: list[SourceStats], dropped: dict[str, int], long_words: list[str], *, console: Console | None = None
+) -> None:
+    """Prints the statistics as tables; `long_words`: see `long_word_lines`."""
     console = console or Console()
     table = Table(box=None, pad_edge=False)
     for name, side in (("split", "left"), ("source", "left")):
@@ -71,15 +86,19 @@ def print_stats(rows: list[SourceStats], dropped: dict[str, int], *, console: Co
     console.print("\nskipped or dropped:" if dropped else "\nnothing was skipped or dropped")
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         console.print(f"{count:>14,}  {reason}", highlight=False)
+    for line in long_words:
+        console.print(line, highlight=False, markup=False)
 
 
-def html_page(directory: Path, rows: list[SourceStats], dropped: dict[str, int]) -> str:
+def html_page(directory: Path, rows: list[SourceStats], dropped: dict[str, int], long_words: list[str]) -> str:
     """The statistics as a self-contained HTML page."""
     body = [f"<h1>{escape(str(directory))}</h1>", _html_table(rows)]
     for row in rows:
         title = f"{row.split}, {row.source}: documents by tokens"
         body.append(f"<h2>{escape(title)}</h2>{_histogram(row.lengths, title)}")
     body.append("<h2>Skipped or dropped</h2>" + _reasons(dropped))
+    if long_words:
+        body.append("<h2>Very long words</h2><p>" + "<br>".join(map(escape, long_words)) + "</p>")
     return _PAGE.replace("BODY", "\n".join(body)).replace("TITLE", escape(directory.name))
 
 

@@ -21,6 +21,7 @@ from data_prep.dedup.minhash_task import open_minhasher
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.hashing import HELDOUT, U64, content_hashes, mix, select_fraction, utf8_size
 from data_prep.sources.conversation import ConversationError
+from data_prep.sources.line_numbers import record_position
 from data_prep.sources.records import BadRecord
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Report
@@ -29,6 +30,7 @@ from data_prep.tasks.sorted_runs import Array, DocumentMetadata, RunWriter
 from data_prep.tasks.texts import DocumentBatch, TextStream
 from data_prep.tokenizer.encoder import Encoder, open_encoder
 from data_prep.tokenizer.engines import Tokens
+from data_prep.tokenizer.long_words import longest_word
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class _Mapper:
         self._counts = np.zeros((len(task.config.sources), len(SPLITS), 3), np.int64)
         self._documents, self._batches = 0, 0
         self._sample: list[str] = []
+        self._long_words: list[tuple[int, int, int]] = []
         labels = [source.label for source in task.config.sources]
         self._has_id = np.array([stream.source_of(i).id_field is not None for i in range(len(task.units))])
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
@@ -97,12 +100,12 @@ class _Mapper:
             "dropped_bytes": dict(sorted(cleaner.dropped_bytes.items())),
             "edited": dict(sorted(cleaner.edits.items())),
             "files": self._stream.files,
+            "long_words": self._named_long_words(),
         }
 
     def _map_conversations(self, batch: DocumentBatch) -> None:
         """Renders and tokenizes conversations; those that cannot be trained on count as unreadable records."""
         from data_prep.chat.encoder import EncodedConversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
-        from data_prep.sources.line_numbers import record_position  # noqa: PLC0415
 
         number = int(batch.unit[0])
         everything = self._stream.source_of(number).learn == "everything"
@@ -187,6 +190,8 @@ class _Mapper:
         self._batches += 1
 
     def _metadata(self, batch: DocumentBatch) -> DocumentMetadata:
+        long_words = ((longest_word(text), i) for i, text in enumerate(batch.texts))
+        self._long_words += [(length, int(batch.unit[i]), int(batch.at[i])) for length, i in long_words if length]
         hashes = content_hashes(batch.texts)
         heldout = select_fraction(
             hashes[:, 0], fraction=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT
@@ -205,12 +210,23 @@ class _Mapper:
             hashes=hashes if dedup is not None and dedup.exact else None,
         )
 
+    def _named_long_words(self) -> list[list[Any]]:
+        """[characters, source, file, "line" or "row", its number] of the documents with the longest words."""
+        longest = sorted(self._long_words, key=lambda found: (-found[0], found[1:]))[:NAMED_DOCUMENTS]
+        named: list[list[Any]] = []
+        for length, number, at in sorted(longest, key=lambda found: found[1:]):  # lines are counted in their order
+            unit = self._task.units[number]
+            named.append([length, unit.source, unit.file, *record_position(unit, at)])
+        return named
+
     def _keys(self, batch: DocumentBatch, hashes: U64) -> U64:
         """Keys that are evenly distributed: ids need not be unique, so keys from ids are mixed with the text's hash."""
         has_id = self._has_id[batch.unit]
         return np.where(has_id, mix(batch.key ^ hashes[:, 0]), batch.key) if has_id.any() else batch.key
 
 
+NAMED_DOCUMENTS = 20
+"""Documents with very long words that a task, a manifest and the statistics name: those with the longest."""
 _SAMPLE_EVERY, _SAMPLES, _SAMPLE_CHARACTERS = 4, 8, 2048
 _MAX_DOCUMENTS = 1 << 36  # of one task
 

@@ -173,8 +173,9 @@ def _normalizer(spec: Any) -> Any:
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # sentencepiece removes only U+0020; Strip would also remove line ends
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        # sentencepiece removes only U+0020; Strip would also remove line ends. Without the lookbehind, a long run of
+        # blanks within the text would be tried from each of them to its end
+        steps += [normalizers.Replace(Regex(r"\A +|(?<! ) +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE_MARK))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE_MARK)])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data_prep.config.corpus import TokenizerSection
 from data_prep.task import MARKER, SCRATCH, atomic_directory, read_marker, scratch_path, with_checksum
-from data_prep.tokenizer import sentencepiece_model, train
+from data_prep.tokenizer import long_words, sentencepiece_model, train
 from data_prep.tokenizer.spool import SpooledTexts
 from headrace.base.directory import fingerprint_of, write_json
 from headrace.base.errors import DataError
@@ -36,7 +36,7 @@ _NOT_TRAINED_ON = {"path", "engine", "chat_template", "sample_bytes"}
 
 def training_key(section: TokenizerSection, texts: SpooledTexts) -> str:
     """Hash of what a trained tokenizer depends on: texts, settings, libraries, and the code that trains."""
-    code = [_sha256(Path(str(module.__file__)).read_bytes()) for module in (train, sentencepiece_model)]
+    code = [_sha256(Path(str(module.__file__)).read_bytes()) for module in (train, sentencepiece_model, long_words)]
     libraries = {name: version(name) for name in ("tokenizers", "sentencepiece")}
     settings = section.model_dump(exclude=_NOT_TRAINED_ON)
     made_by = {"headrace": __version__, "code": code, **libraries}

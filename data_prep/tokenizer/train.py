@@ -18,6 +18,7 @@ from data_prep.config.corpus import TokenizerSection
 from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.fingerprint import MODEL_FILE, TOKENIZER_JSON
 from data_prep.tokenizer.load import REFERENCE, TOKENIZER_CONFIG
+from data_prep.tokenizer.long_words import cut_long_words
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 
@@ -36,13 +37,14 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
     """Trains a tokenizer and writes tokenizer.json and tokenizer_config.json (and tokenizer.model) into `folder`.
 
     Args:
-        texts: training texts.
+        texts: training texts; very long words in them are cut, see `long_words.py`.
         folder: existing directory to write into.
         section: the config: kind, vocabulary size, special tokens.
 
     Raises:
         ConfigError: the texts are too few for a vocabulary of that size.
     """
+    texts = cut_long_words(texts)
     if section.train == "bpe":
         tokenizer = _train_bpe(texts, section)
     else:

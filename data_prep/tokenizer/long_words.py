@@ -1,0 +1,42 @@
+"""Very long words: runs without white space, such as a line of DNA or base64, or runs of nothing else.
+
+The training of a byte-level BPE takes time in the square of the longest word (18 s for 200,000 letters), so words are
+cut for it; encoding takes linear time. Documents with such words are named, since they are seldom wanted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+TRAINED_CHARACTERS = 1024
+"""Longest word that a tokenizer is trained on; longer ones are cut into pieces of this length."""
+NAMED_CHARACTERS = 50_000
+"""Length from which on a document's longest word is named."""
+
+
+def _longer_than(characters: int) -> re.Pattern[str]:
+    """Finds runs of more characters. The lookbehinds keep the search from starting within a run: it is linear."""
+    more = characters + 1
+    return re.compile(rf"(?<!\S)\S{{{more},}}|(?<!\s)\s{{{more},}}")
+
+
+_TRAINED, _NAMED = _longer_than(TRAINED_CHARACTERS), _longer_than(NAMED_CHARACTERS - 1)
+
+
+def cut_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yields texts with no word of more than `TRAINED_CHARACTERS`; one with longer words becomes several."""
+    for text in texts:
+        begin = 0
+        for run in _TRAINED.finditer(text):
+            for at in range(run.start() + TRAINED_CHARACTERS, run.end(), TRAINED_CHARACTERS):
+                yield text[begin:at]
+                begin = at
+        yield text[begin:]
+
+
+def longest_word(text: str) -> int:
+    """Characters of the longest word, 0 if that has fewer than `NAMED_CHARACTERS`."""
+    if len(text) < NAMED_CHARACTERS:
+        return 0
+    return max((run.end() - run.start() for run in _NAMED.finditer(text)), default=0)
