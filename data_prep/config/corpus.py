@@ -28,6 +28,15 @@ _MAX_RECORD_BYTES = 256 << 20
 """Default of `max_record_bytes`: more than any honest document, and a worker with such a line takes about 1 GB."""
 
 
+_OWN_ARGUMENTS = {
+    "streaming": "the data is fetched once and saved in the job directory, not streamed: remove it, and name a part of "
+    'the data by "split", e.g. "train[:1%]"',
+    "split": 'name it as "split" of the source, and remove it here',
+    "path": 'it is the "builder" of the source: remove it here',
+}
+"""Arguments of `datasets.load_dataset` that are not given by `kwargs`."""
+
+
 class Source(Section):
     """One named data source of the corpus: files, or a dataset that `datasets.load_dataset` downloads."""
 
@@ -95,6 +104,9 @@ class Source(Section):
             raise ValueError('a source with a builder needs "type": "datasets" and a "split"')
         if self.kwargs and self.builder is None:
             raise ValueError("kwargs are arguments of the builder, and the source has no builder")
+        for key, why in _OWN_ARGUMENTS.items() if self.builder is not None else ():
+            if key in self.kwargs:
+                raise ValueError(f"kwargs.{key}: {why}")
         if not self.paths and self.builder is None:
             raise ValueError("the list of paths is empty: give at least one path")
         if self.messages_field is None and (self.tools_field is not None or self.learn != "assistant"):

@@ -56,10 +56,11 @@ def load_map_markers(job: Job) -> list[dict[str, Any]]:
         if (runs := len(list_runs(directory))) != done["runs"]:
             why = f"{directory} has {runs} runs, and {done['runs']} were written"
             raise DataError(f"{why}\n  try: remove it and run again")
-    BadRecordCount(job.config).add_all(_bad_records(job, tasks))
+    bad = BadRecordCount(job.config)
+    bad.add_all(_bad_records(job, tasks))
     documents = sum_counts(markers)[:, :, 0].sum(axis=0).tolist()
     check_splits_not_empty(
-        dict(zip(SPLITS, documents, strict=True)), job.config, dropped=count_by_reason(markers, "dropped")
+        dict(zip(SPLITS, documents, strict=True)), job.config, dropped=count_by_reason(markers, "dropped"), bad=bad
     )
     return markers
 

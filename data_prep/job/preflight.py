@@ -150,17 +150,24 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
 
 
 def check_splits_not_empty(
-    documents: dict[str, int], config: CorpusConfig, *, dropped: dict[str, int] | None = None
+    documents: dict[str, int],
+    config: CorpusConfig,
+    *,
+    dropped: dict[str, int] | None = None,
+    bad: BadRecordCount | None = None,
 ) -> None:
     """Checks that every split has documents.
 
     Args:
         documents: number in each split.
         dropped: number dropped by cleaning and deduplication, by reason.
+        bad: the unreadable records.
 
     Raises:
-        DataError: names the empty split, and a fraction that would be enough.
+        DataError: names the empty split, and a fraction that would be enough, or why no document is left.
     """
+    if bad is not None and not dropped and not any(documents.values()):
+        bad.check_any_used()
     for split in _splits(config):
         if not documents.get(split):
             total = sum(documents.values())

@@ -46,13 +46,28 @@ class BadRecordCount:
             self.add(bad)
         self.check()
 
+    def check_any_used(self) -> None:
+        """For a corpus of which no document is left.
+
+        Raises:
+            DataError: there are unreadable records: they are why; names the first few.
+        """
+        if self.records:
+            why = f"no document is left: {self.records} records are unreadable, which max_bad_records allows"
+            remedy = "repair what these lines say; if all conversations fail alike, correct the chat template"
+            raise DataError(f"{why}:\n{_listed(self._first_records, self.records)}\n  try: {remedy}")
+
     def _check_one(self, noun: str, found: int, limit: int, first: list[BadRecord]) -> None:
         if found <= limit:
             return
-        lines = [f"  {bad.source}: {bad.place()}: {bad.reason} ({bad.detail})" for bad in first]
-        lines += [f"  ... and {found - len(first)} more"] if found > len(first) else []
+        shown = _listed(first, found)
         remedy = f"repair them, or set max_bad_{noun} to {found} or more to skip them"
         if all(bad.reason == NO_TEXT for bad in first):
             remedy = f"set text_field of the source to the key that holds the text, or {remedy}"
-        shown = "\n".join(lines)
         raise DataError(f"{found} unreadable {noun} so far, max_bad_{noun} is {limit}:\n{shown}\n  try: {remedy}")
+
+
+def _listed(first: list[BadRecord], found: int) -> str:
+    """A line for each of the first records, and one for the others of `found`."""
+    lines = [f"  {bad.source}: {bad.place()}: {bad.reason} ({bad.detail})" for bad in first]
+    return "\n".join(lines + ([f"  ... and {found - len(first)} more"] if found > len(first) else []))

@@ -61,6 +61,6 @@ def materialize(source: Source, target: Path, *, at: str) -> None:
     except Exception as error:  # of any type; the user sees the builder's message
         why = f"{at}: datasets.load_dataset({source.builder!r}) failed: {type(error).__name__}: {error}"
         raise DataError(
-            f"{why}\n  try: check the name and the network, or save it elsewhere and give its path"
+            f"{why}\n  try: check builder, split, kwargs and the network, or save it elsewhere and give its path"
         ) from None
     partial.rename(target)

@@ -20,6 +20,7 @@ from data_prep.sources.read_unit import read_unit, unit_digest, wanted_fields
 from data_prep.sources.records import TextBatch
 from data_prep.sources.units import Unit, is_divisible
 from data_prep.tasks.cleaning import Cleaner
+from headrace.base.errors import DataError
 
 SPREAD = 8
 """Of a large corpus, pieces of this many times the size of the sample are read: the sample then has text from many
@@ -43,7 +44,7 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit
         digests: is updated with the pieces that were read and the XXH3-128 of each.
 
     Raises:
-        DataError: there are conversations, and no chat template to render them with.
+        DataError: there are conversations, and no chat template to render them with, or one that fails for all.
     """
     wanted = left = config.tokenizer.sample_bytes
     pieces = _select_pieces(_split_into_pieces(units), wanted * SPREAD, config.seed)
@@ -57,6 +58,9 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit
                 left -= size
                 yield text
         low, high = high, min(1.0, 2 * high)
+    if left == wanted and reader.failure is not None:
+        why = f"no conversation can be rendered, so there is no text to train the tokenizer on: {reader.failure}"
+        raise DataError(f"{why}\n  try: correct the conversations or the chat template")
 
 
 def proof_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
@@ -81,11 +85,12 @@ def _beginnings(piece: Unit, config: CorpusConfig) -> Iterator[str]:
 
 
 class _SampleReader:
-    """Reads train documents as the map tasks will tokenize them."""
+    """Reads train documents as the map tasks will tokenize them. failure: of the first conversation that failed."""
 
     def __init__(self, config: CorpusConfig, digests: dict[Unit, str]) -> None:
         self._config, self._digests = config, digests
         self._cleaner = Cleaner(config, None)
+        self.failure: ConversationError | None = None
         self._render = _renderer(config) if config.has_conversations else None
 
     def train_texts(self, piece: Unit, low: float, high: float) -> Iterator[tuple[str, int]]:
@@ -135,7 +140,8 @@ class _SampleReader:
         for line in lines:
             try:
                 rendered.append(self._render(line))
-            except ConversationError:
+            except ConversationError as error:
+                self.failure = self.failure or error
                 continue
             contents.append(message_text(line))
         return contents, rendered

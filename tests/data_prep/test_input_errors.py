@@ -24,6 +24,8 @@ from headrace.base.directory import read_manifest
 from tests.data_prep.conftest import cli, write_config
 from tests.support import refusal_of
 
+BUILDER = {"type": "datasets", "builder": "json", "split": "train"}
+
 
 def bad_sources() -> list[tuple[dict[str, Any], str]]:
     return [
@@ -46,6 +48,8 @@ def bad_sources() -> list[tuple[dict[str, Any], str]]:
         ({"path": "cut.jsonl.gz"}, "max_bad_files"),
         ({"name": "no path"}, "either a path or a builder"),
         ({"path": "texts", "name": "tokenizer"}, "reserved for the tokenizer"),
+        (BUILDER | {"kwargs": {"streaming": True}}, "kwargs.streaming: the data is fetched once and saved"),
+        (BUILDER | {"kwargs": {"split": "test"}}, 'name it as "split" of the source'),
     ]
 
 

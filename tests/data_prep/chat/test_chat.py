@@ -226,6 +226,25 @@ def test_a_document_ends_with_one_end_of_text_where_the_template_has_written_it(
     assert not encoded.without((), ()).end_learnt
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_template_that_fails_for_all_conversations_is_named(trained: bool, work: Path, folder: Path) -> None:
+    """And no other seed, no other fraction and no larger vocabulary is recommended."""
+    rows = [{"messages": [*TALK, {"role": "user", "content": f"{i}"}]} for i in range(20)]
+    (work / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (work / "template.jinja").write_text("{{ strftime_now('%d') }}" + WITH_BLOCKS)
+    tokenizer = {"train": "sentencepiece-bpe", "vocab_size": 400} if trained else {"path": str(folder)}
+    config = write_config(
+        sources=[{"name": "talk", "path": "talk.jsonl", "messages_field": "messages"}],
+        tokenizer=tokenizer | {"chat_template": "template.jinja"},
+        max_bad_records=100,
+    )
+    error = cli("--config", config, code=2).stderr
+    assert "asks for today's date" in error
+    assert "seed" not in error
+    assert "vocab_size" not in error
+    assert trained or "talk.jsonl:1: not a conversation" in error
+
+
 def test_every_shard_has_a_loss_mask(work: Path, folder: Path) -> None:
     talks = [
         [*TALK[:3], {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes {i}"}]

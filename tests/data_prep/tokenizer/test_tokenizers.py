@@ -17,13 +17,14 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.chat.encoder import template_tokens
 from data_prep.config.corpus import TokenizerSection
 from data_prep.config.text_policy import TextPolicy
 from data_prep.formats.tokenfile import TokenFile, shard_prefix
 from data_prep.tokenizer import existing, files, sentencepiece_model
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from data_prep.tokenizer.load import check_usable, describe, load
+from data_prep.tokenizer.load import check_usable, describe, load, read_config
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
 from tests import warm
@@ -208,6 +209,23 @@ def test_a_tokenizer_without_eos_is_refused_when_append_eos_is_set(folder: Path,
     check_usable(tmp_path / "a", TextPolicy(prepend_bos=False, append_eos=False, parse_special_tokens=False))
     with pytest.raises(DataError, match="no end-of-document token"):
         check_usable(tmp_path / "a", TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
+
+
+def test_eos_is_found_where_autotokenizer_finds_it(folder: Path, tmp_path: Path) -> None:
+    """Folders of older versions of transformers name the special tokens in special_tokens_map.json only."""
+    shutil.copytree(folder, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
+    eos = config.pop("eos_token")
+    (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "a" / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": eos}}))
+    (tmp_path / "imported").mkdir()
+    existing.import_tokenizer(str(tmp_path / "a"), tmp_path / "imported")
+    found = describe(tmp_path / "imported", kind="given")["eos_id"]
+    assert found == describe(folder, kind="given")["eos_id"] == auto(tmp_path / "imported").eos_token_id
+    assert template_tokens(read_config(tmp_path / "imported"))["eos_token"] == eos
+    (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {}}))
+    assert describe(tmp_path / "a", kind="given")["eos_id"] is None
+    assert auto(tmp_path / "a").eos_token_id is None
 
 
 def test_a_tokenizer_that_encodes_literal_special_tokens_as_special_ids_is_refused(tmp_path: Path) -> None:
