@@ -23,6 +23,14 @@ _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _NEOX = {"num_hidden_layers": 3, "intermediate_size": 48}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
 _LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 10,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_COMMON},
@@ -41,6 +49,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": _LOCAL_GLOBAL,
         "query_pre_attn_scalar": 8,
         "pad_token_id": 0,
+    },
+    "phi3_longrope": {
+        "model_type": "phi3",
+        **_COMMON,
+        "pad_token_id": 0,
+        "rope_parameters": _LONGROPE,
+        "original_max_position_embeddings": 10,  # it wins over that of rope_parameters
+    },
+    "phimoe": {
+        "model_type": "phimoe",
+        **_COMMON,
+        "num_local_experts": 4,
+        **_EXPERTS,
+        "router_jitter_noise": 0.0,
+        "input_jitter_noise": 0.0,
+        "rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4},
     },
     "phi": {"model_type": "phi", **_COMMON, "partial_rotary_factor": 0.5},
     "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4, **_NEOX},

@@ -9,6 +9,7 @@ from pipeline.engines.objective import CrossEntropy
 from tests.models.architectures import T, assert_same, batch_of, gradients, plain_decoder, split_documents
 
 ALL = ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"]
+ALL += ["phi3_longrope", "phimoe"]
 BORDERS = ((4, 5, 11, 20), (9,))
 FP32 = 1e-5
 HEADS = 4

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import build_meta
-from pipeline.models.resize.shrink import shrink
+from pipeline.models.resize.shrink import not_reached, shrink
 
 REAL: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80},
@@ -90,3 +90,34 @@ def test_an_architecture_whose_sizes_have_names_of_their_own_is_shrunk_to_one_th
     materialize(model, RandomValues(model), device=torch.device("cpu"))
     with torch.no_grad():
         assert model(input_ids=torch.arange(8)[None], use_cache=False).logits.shape == (1, 8, 64)
+
+
+def longrope(kind: str, **fields: Any) -> PretrainedConfig:
+    factors = [1.0] * 48
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
+    given = {**rope, "factor": 32.0, "original_max_position_embeddings": 4096}
+    return CONFIG_MAPPING[kind](rope_parameters=given, max_position_embeddings=131072, pad_token_id=0, **fields)
+
+
+def test_a_threshold_that_real_sequences_cross_is_crossed_by_those_of_the_shrunk_model() -> None:
+    lengths = {"crossed": (8192, 32), "not crossed": (4096, 32)}
+    phi3 = {
+        name: shrink(longrope("phi3"), divide=1, layers=2, vocab_size=64, lengths=each)
+        for name, each in lengths.items()
+    }
+    thresholds = {name: each.rope_parameters["original_max_position_embeddings"] for name, each in phi3.items()}
+    assert thresholds == {"crossed": 16, "not crossed": 4096}
+    llama4 = CONFIG_MAPPING["llama4_text"]()
+    small = shrink(llama4, divide=1, layers=2, vocab_size=64, lengths=(65536, 32))
+    assert small.floor_scale == 16
+    sparse = CONFIG_MAPPING["deepseek_v32"]()
+    small = shrink(sparse, divide=1, layers=2, vocab_size=64, lengths=(8192, 32))
+    assert small.index_topk == 16  # of 2,048: the selection of keys is none in sequences that are shorter
+
+
+def test_a_threshold_that_is_not_reached_is_named() -> None:
+    config = longrope("phi3")
+    assert not_reached(config, lengths=(8192, 32))["rope_parameters.original_max_position_embeddings"] == 4096
+    assert not not_reached(config, lengths=(2048, 32))
+    shrunk = shrink(config, divide=1, layers=2, vocab_size=64, lengths=(8192, 32))
+    assert not not_reached(shrunk, lengths=(8192, 32))

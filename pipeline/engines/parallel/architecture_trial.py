@@ -61,7 +61,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     own = attention == "sdpa" and not run.plain
     has_heads = global_value(config, "num_attention_heads") is not None
     needed = separate_head or masks or topology.cp > 1 or (own and has_heads)
-    tiny = _tiny_model(config, attention, needed=needed)
+    tiny = _tiny_model(config, attention, length=run.config.data.sequence_length, needed=needed)
     if tiny is None:
         return
     _check_causal(run, config, tiny)
@@ -106,14 +106,14 @@ def has_separate_head(config: PretrainedConfig) -> bool:
     return True
 
 
-def _tiny_model(config: PretrainedConfig, attention: str, *, needed: bool) -> _TinyModel | None:
+def _tiny_model(config: PretrainedConfig, attention: str, *, length: int, needed: bool) -> _TinyModel | None:
     """A tiny model of the architecture; None where none can be built and nothing depends on it.
 
     Raises:
         ConfigError: it cannot be built, and the layout needs it.
     """
     try:
-        return _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), attention)
+        return _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V, lengths=(length, _T)), attention)
     except ConfigError:
         if needed:
             raise
@@ -271,15 +271,16 @@ class _TinyModel:
         return recorder.logits
 
     def attends_across_documents(self, layout: DecoderLayout) -> bool:
-        """Whether the logits of the second of two packed documents differ from those of that document alone."""
+        """Whether the logits of two packed documents differ from those of each document alone."""
         model = self._build_for(layout)
         positions = torch.arange(_T).unsqueeze(0)
         second = positions >= _BOUNDARY
         restarted = torch.where(second, positions - _BOUNDARY, positions)
         packed = MicroBatch(self._ids, self._ids, restarted, second.to(torch.int32))
-        alone = MicroBatch(self._ids[:, _BOUNDARY:], self._ids[:, _BOUNDARY:])
-        together = self._decoder_logits(model, layout, packed)[:, _BOUNDARY:]
-        return not _close(together, self._decoder_logits(model, layout, alone))
+        together = self._decoder_logits(model, layout, packed)
+        both = (self._ids[:, :_BOUNDARY], self._ids[:, _BOUNDARY:])
+        alone = [self._decoder_logits(model, layout, MicroBatch(ids, ids)) for ids in both]
+        return not _close(together, torch.cat(alone, dim=1))
 
     def sees_later_tokens(self) -> bool:
         """Whether another last token changes earlier logits.

@@ -24,6 +24,7 @@ from pipeline.engines.parallel.fused_head import LossFunction, LossTask, fuse_he
 from pipeline.engines.parallel.tensor import TensorParallel
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
 from pipeline.models.attention import ContextParallelAttention, RecordAttention, attention_windows, make_context
+from pipeline.models.longrope import follow_sequence_lengths, lengths_so_far, sequence_lengths
 
 
 class TokenCounter(Protocol):
@@ -84,6 +85,7 @@ class Decoder(nn.Module):
         self.causal, self.layout = causal, layout
         self._owners = owners
         self._windows = attention_windows(causal.config)
+        self._lengths = follow_sequence_lengths(causal)
         self.balancer: TokenCounter | None = None
         self.record_attention: RecordAttention | None = None
         if layout.last and layout.chunk is not None:
@@ -163,6 +165,8 @@ class Decoder(nn.Module):
     def _attention_arguments(self, batch: MicroBatch, inputs: Tensor) -> dict[str, Any]:
         length = batch.labels.shape[1]
         positions = batch.positions
+        if self._lengths is not None:
+            self._lengths.value = self._sequence_lengths(batch)
         if positions is None and self.layout.own_attention:
             chunks = self.layout.chunks or (range(length),)
             positions = torch.cat([torch.arange(each.start, each.stop, device=inputs.device) for each in chunks])[None]
@@ -180,6 +184,16 @@ class Decoder(nn.Module):
                 record=self.record_attention,
             )
         return arguments
+
+    def _sequence_lengths(self, batch: MicroBatch) -> int | Tensor:
+        """See `SequenceLengths`."""
+        if isinstance(batch, DecodingBatch):
+            assert batch.positions is not None
+            return lengths_so_far(batch.positions, batch.documents)
+        length = batch.labels.shape[1]
+        if batch.documents is None:
+            return length * self.layout.cp_size
+        return sequence_lengths(batch.documents, self.layout.chunks or (range(length),))
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, objective: LossFunction) -> tuple[Tensor, ...]:
         vocabulary = FULL_VOCABULARY if self.layout.tensor is None else self.layout.tensor.vocabulary

@@ -7,6 +7,8 @@ head size); only sizes are reduced.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -45,6 +47,17 @@ _SMALL = {
     "num_expert_group": 1,
     **dict.fromkeys(("num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"), 2),
 }
+_THRESHOLDS = (
+    # the longest sequence with the short factors of longrope, or with the temperature 1 of Llama 4
+    *("original_max_position_embeddings", "floor_scale"),
+    # positions that sparse attention selects or keeps, and blocks of recurrences and linear attention
+    *("index_topk", "indexer_budget", "keep_window_size", "attention_window_size"),
+    *("chunk_size", "mamba_chunk_size", "block_size", "index_block_size"),
+)
+"""Lengths at which a model changes what it computes."""
+_OF_POSITIONS = re.compile(
+    "position|length|window|chunk|block_size|budget|index_topk|floor_scale|context|compress_rate"
+)
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
@@ -60,7 +73,9 @@ _OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "num_decod
 DERIVED = ("qk_head_dim", "mamba_headdim", "transformers_version", "model_type", "architectures", "dtype")
 
 
-def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: int) -> PretrainedConfig:
+def shrink(
+    config: PretrainedConfig, *, divide: int, layers: int, vocab_size: int, lengths: tuple[int, int] | None = None
+) -> PretrainedConfig:
     """The config of a tiny model of the same architecture.
 
     Args:
@@ -69,6 +84,8 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
             key/value heads are divisible by it where the real ones are.
         layers: minimum number of decoder layers; more if needed for every layer type to appear.
         vocab_size: of the tiny model.
+        lengths: positions of the real model's sequences, and of the tiny model's: a threshold that the first cross is
+            half of the second. Thresholds are kept when None.
 
     Raises:
         ConfigError: transformers does not accept the small sizes for this architecture.
@@ -101,6 +118,8 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
     small |= _rope(given, config)
     small |= _states(given, hidden)
     small |= _single_layers(given, small, depth)
+    if lengths is not None:
+        small = {key: _crossed(key, value, *lengths) for key, value in small.items()}
     try:
         shrunk = type(config).from_dict(small)
     except Exception as error:  # each architecture validates in its own way
@@ -108,6 +127,35 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
         raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY) from None
     assert isinstance(shrunk, PretrainedConfig)
     return shrunk
+
+
+def not_reached(config: PretrainedConfig, *, lengths: tuple[int, int]) -> dict[str, int]:
+    """Thresholds in positions that the real model's sequences cross and the tiny model's do not: key -> positions.
+
+    Args:
+        config: of the tiny model.
+        lengths: see `shrink`.
+    """
+    real, tiny = lengths
+    found = dict(_integers(config.to_dict()))
+    return {key: value for key, value in found.items() if _OF_POSITIONS.search(key) and tiny <= value < real}
+
+
+def _integers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _integers(value, f"{prefix}{key}.")
+        elif isinstance(value, int):
+            yield prefix + key, value
+
+
+def _crossed(key: str, value: Any, real: int, tiny: int) -> Any:
+    """A value of a config; of a threshold that sequences of `real` positions cross, one that those of `tiny` cross."""
+    if isinstance(value, dict):
+        return {name: _crossed(name, each, real, tiny) for name, each in value.items()}
+    if key in _THRESHOLDS and isinstance(value, int):
+        return min(value, tiny // 2) if value < real else max(value, tiny)
+    return value
 
 
 def minimum_depth(given: dict[str, Any], total: int, layers: int) -> int:

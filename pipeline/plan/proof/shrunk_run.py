@@ -22,7 +22,7 @@ from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import CompileSection, ModelSection
 from pipeline.config.topology import Topology
 from pipeline.models.hf_config import known_keys, optional_keys, resolve_hf_config
-from pipeline.models.resize.shrink import shrink
+from pipeline.models.resize.shrink import not_reached, shrink
 from pipeline.plan.proof.case import Case
 
 SEQUENCE = 32
@@ -125,13 +125,17 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     )
     check_heads(hf_config.to_dict(), run.topology, cp_method=config.parallel.cp_method)
     topology, shard = _shrink_mesh(run)
+    lengths = config.data.sequence_length, SEQUENCE
     model = shrink(
         hf_config,
         divide=topology.tp * topology.cp,
         # one more than there are stages, so that the stages are unequal
         layers=topology.pp * run.virtual_stages + 1,
         vocab_size=VOCABULARY,
+        lengths=lengths,
     )
+    for key, positions in not_reached(model, lengths=lengths).items():
+        notes.append(f"not reached: model.config.{key} {positions}; the proof's sequences have {SEQUENCE} tokens")
     attention = config.model.attn_implementation
     if attention.startswith("flash_attention"):
         notes.append(f"{attention} needs a GPU: proven with sdpa")

@@ -103,4 +103,5 @@ def check_student(run: ResolvedRun, student: nn.Module, teacher: TeacherModel | 
             compiled=compiles(run.config.compile),
         )
     if section.on_policy is not None and section.on_policy.kv_cache:
-        check_kv_cache(student, mask_documents=run.config.data.mask_documents)
+        data = run.config.data
+        check_kv_cache(student, mask_documents=data.mask_documents, sequence_length=data.sequence_length)

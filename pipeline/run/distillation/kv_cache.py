@@ -33,12 +33,13 @@ _MULTIPLE = 2
 """Passes are padded to it, so that the cache is cropped."""
 
 
-def check_kv_cache(model: nn.Module, *, mask_documents: bool) -> None:
+def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: int) -> None:
     """Refuses a cache that an architecture or its attention cannot have.
 
     Args:
         model: a Hugging Face causal language model on meta.
         mask_documents: whether prompts hold several documents that do not see each other.
+        sequence_length: of a prompt and its continuation, positions.
 
     Raises:
         ConfigError: its logits with a cache are not those without one.
@@ -47,7 +48,7 @@ def check_kv_cache(model: nn.Module, *, mask_documents: bool) -> None:
     assert isinstance(config, PretrainedConfig)
     kind, attention = config.model_type, config._attn_implementation
     try:
-        tiny = shrink(config, divide=1, layers=2, vocab_size=_V)
+        tiny = shrink(config, divide=1, layers=2, vocab_size=_V, lengths=(sequence_length, _T))
         small = build_meta(tiny, dtype=torch.float32, attn_implementation=attention)
         materialize(small, RandomValues(small), device=torch.device("cpu"))
         layout = DecoderLayout(own_attention=attention == ATTENTION_NAME)

@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from headrace.base.errors import ConfigError
+from pipeline.engines.parallel import decoder
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.meta import build_meta
@@ -148,3 +149,14 @@ def test_supported_combinations_are_accepted_quickly(name: str) -> None:
 def test_architectures_without_tensor_parallelism_may_still_be_sharded(name: str) -> None:
     check_layout(resolved(world_size=2, **CHUNK, **MASKED, **RECOMPUTE), meta_of(name))
     assert config_of(name).model_type == name
+
+
+@pytest.mark.parametrize("sections", [MASKED, CP2])
+@pytest.mark.parametrize("kind", ["phi3_longrope", "phimoe"])
+def test_what_depends_on_the_longest_position_of_a_forward_pass_is_found_by_its_logits(
+    kind: str, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_layout(resolved(world_size=2, **sections), meta_of(kind))
+    monkeypatch.setattr(decoder, "follow_sequence_lengths", lambda _model: None)
+    with pytest.raises(ConfigError, match="mix positions by other means than attention"):
+        check_layout(resolved(world_size=2, **sections), meta_of(kind))

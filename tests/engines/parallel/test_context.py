@@ -57,6 +57,14 @@ def test_ring_attention_with_tensor_parallelism_equals_the_full_model(ranks: Ran
     compare(ranks, "gemma3_text", {"parallel": {"cp": 2, "cp_method": "ring", "tp": 2}, "loss": {"chunk": 5}}, BORDERS)
 
 
+# documents of 3, 4, 1, 11, 5 and of 13 and 11 tokens, where longrope's threshold is 10
+@pytest.mark.parametrize("borders", [None, BORDERS], ids=["one-document", "documents"])
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("name", ["phi3_longrope", "phimoe"])
+def test_longrope_takes_the_factors_of_the_whole_sequence(ranks: Ranks, name: str, method: str, borders: Any) -> None:
+    compare(ranks, name, {"parallel": {"cp": 2, "cp_method": method}}, borders)
+
+
 def test_ring_attention_supports_more_ranks_than_heads(ranks: Ranks) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": "ring"}}, None, **heads)

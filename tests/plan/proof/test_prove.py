@@ -104,6 +104,21 @@ def test_a_completep_parametrization_is_proven_from_a_smaller_base_model(tmp_pat
     assert found.depth == small.config["model"]["config"]["num_hidden_layers"] / 2
 
 
+def test_a_proof_crosses_the_threshold_of_longrope_or_names_what_it_does_not_reach(tmp_path: Path) -> None:
+    factors = [1.0, 2.0, 3.0, 4.0]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch")
+    config["data"]["sequence_length"] = 1024
+    config["model"]["config"] |= {
+        "rope_parameters": {**rope, "short_factor": factors, "long_factor": factors},
+        "max_position_embeddings": 2048,
+    }
+    config["model"]["config"].pop("head_dim", None)
+    small = shrink_run(resolve(parse(Config, config), world_size=2), steps=4, work=tmp_path)
+    assert small.config["model"]["config"]["rope_parameters"]["original_max_position_embeddings"] == 16
+    assert "not reached" not in " ".join(small.notes)
+
+
 def test_compilation_that_is_left_out_is_said(tmp_path: Path) -> None:
     notes = {}
     for enabled in (None, False):

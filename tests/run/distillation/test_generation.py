@@ -18,7 +18,7 @@ from pipeline.models.build.meta import build_meta
 from pipeline.run.distillation.generation import Generator, Prompts
 from pipeline.run.distillation.kv_cache import cache_bytes_per_token, check_kv_cache
 from pipeline.run.distillation.sampling import Sampler, noise_key
-from tests.models.architectures import CONFIGS, V, batch_of, meta_of, plain_decoder, with_weights
+from tests.models.architectures import CONFIGS, T, V, batch_of, meta_of, plain_decoder, with_weights
 
 PROMPT, NEW = 10, 12
 
@@ -114,17 +114,27 @@ def test_a_caches_bytes_are_those_of_the_architecture() -> None:
     assert cache_bytes_per_token(meta_of("deepseek_v3")) == 3 * (16 + 8) * 4  # the latent vector, and rope
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+LONGROPE = ["phi3_longrope", "phimoe"]
+
+
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in LONGROPE])
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_every_tested_architecture_can_have_a_cache(architecture: str, mask_documents: bool) -> None:
-    check_kv_cache(meta_of(architecture), mask_documents=mask_documents)
+    check_kv_cache(meta_of(architecture), mask_documents=mask_documents, sequence_length=T)
 
 
 def test_where_a_cache_would_change_the_logits_it_is_refused() -> None:
-    check_kv_cache(meta_of("llama", attention="eager"), mask_documents=False)
-    with pytest.raises(ConfigError, match=r"logits of a tiny llama are others than without"):
-        check_kv_cache(meta_of("llama", attention="eager"), mask_documents=True)  # transformers looks at one pass
+    check_kv_cache(meta_of("llama", attention="eager"), mask_documents=False, sequence_length=T)
+    with pytest.raises(ConfigError, match=r"logits of a tiny llama are others than without"):  # it looks at one pass
+        check_kv_cache(meta_of("llama", attention="eager"), mask_documents=True, sequence_length=T)
     mamba = MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2)
     model = build_meta(mamba, dtype=torch.float32, attn_implementation="eager")
     with pytest.raises(ConfigError, match=r"kv_cache = True(.|\n)*mamba"):
-        check_kv_cache(model, mask_documents=False)
+        check_kv_cache(model, mask_documents=False, sequence_length=T)
+
+
+@pytest.mark.parametrize("architecture", LONGROPE)
+def test_where_a_continuation_passes_the_threshold_of_longrope_a_cache_is_refused(architecture: str) -> None:
+    check_kv_cache(meta_of(architecture), mask_documents=False, sequence_length=10)  # up to it there are short factors
+    with pytest.raises(ConfigError, match=r"logits of a tiny phi(3|moe) are others than without"):
+        check_kv_cache(meta_of(architecture), mask_documents=False, sequence_length=T)

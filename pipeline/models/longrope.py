@@ -1,0 +1,112 @@
+"""Longrope of a sequence that is seen in parts: which of its two sets of factors applies follows from the whole length.
+
+transformers takes the long factors where the longest position of a forward pass passes
+`original_max_position_embeddings` (`modeling_rope_utils.dynamic_rope_update`; PhiMoE's scale of cosines likewise). A
+forward pass is not a sequence: a context-parallel rank has some positions of one, and a micro-batch of packed documents
+has many. Here every position gets the factors of its own sequence: of its document where documents are masked.
+
+Other types of RoPE do not depend on the length: "dynamic" changes its frequencies beyond `max_position_embeddings`
+only, and longer sequences are refused.
+
+Shapes: B samples, T positions of this rank, S of the full sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class SequenceLengths:
+    """The lengths of the sequences of the coming forward pass: of all, or int64 [B, T] of the one of each position."""
+
+    value: int | Tensor = 0
+
+
+def follow_sequence_lengths(model: nn.Module) -> SequenceLengths | None:
+    """Makes the longrope of a model depend on the lengths that are set; None where it has none."""
+    modules = [module for module in model.modules() if _thresholds(module)]
+    if not modules:
+        return None
+    hooked = [hook for hook in modules[0]._forward_hooks.values() if isinstance(hook, _Rotate)]
+    if hooked:  # by another decoder of the same model
+        return hooked[0].lengths
+    lengths = SequenceLengths()
+    for module in modules:
+        module.register_forward_hook(_Rotate(lengths), with_kwargs=True)
+    return lengths
+
+
+def sequence_lengths(documents: Tensor, chunks: Sequence[range]) -> Tensor:
+    """Length of the document of every position of this rank, int64 [B, T].
+
+    Args:
+        documents: [B, S], index of the document of every position, from 0 in each sample.
+        chunks: the positions of the sequence that this rank holds.
+    """
+    index = documents.long()
+    counts = torch.zeros_like(index).scatter_add_(1, index, torch.ones_like(index))
+    lengths = counts.gather(1, index)
+    return torch.cat([lengths[:, each.start : each.stop] for each in chunks], dim=1)
+
+
+def lengths_so_far(positions: Tensor, documents: Tensor | None) -> Tensor:
+    """As `sequence_lengths`, of sequences that are being continued: up to the last of the new positions.
+
+    Padding, which repeats the last position, does not lengthen them.
+
+    Args:
+        positions: int64 [B, T], of the new tokens in their documents.
+        documents: [B, S], of all tokens so far; None for one document.
+    """
+    if documents is None:
+        return (positions.amax(1, keepdim=True) + 1).expand_as(positions)
+    index = documents.long()
+    own = index[:, -positions.shape[1] :]
+    return torch.zeros_like(index).scatter_reduce_(1, own, positions, "amax").gather(1, own) + 1
+
+
+def _thresholds(module: nn.Module) -> dict[str | None, int]:
+    """Layer type (None for all) -> longest sequence with the short factors; empty for what is no longrope."""
+    kinds = getattr(module, "rope_type", None)
+    by_type = kinds if isinstance(kinds, dict) else {None: kinds}
+    parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", None)
+    return {
+        name: (parameters if name is None else parameters[name])["original_max_position_embeddings"]
+        for name, kind in by_type.items()
+        if kind == "longrope"
+    }
+
+
+@dataclass(frozen=True)
+class _Rotate:
+    """Forward hook of a rotary embedding: computes its output anew, for the lengths of the sequences."""
+
+    lengths: SequenceLengths
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
+        threshold = _thresholds(module).get(given.get("layer_type"))
+        if threshold is None:
+            return output
+        length = self.lengths.value
+        if isinstance(length, int):
+            return _rotated(module, given, longest=length - 1)
+        long = (length > threshold)[..., None]
+        positions = given["position_ids"]
+        with_long = _rotated(module, given, longest=threshold)
+        with_short = _rotated(module, {**given, "position_ids": positions.clamp(max=threshold - 1)}, longest=0)
+        return tuple(torch.where(long, *pair) for pair in zip(with_long, with_short, strict=True))
+
+
+def _rotated(module: nn.Module, given: dict[str, Any], *, longest: int) -> tuple[Tensor, ...]:
+    """Cosines and sines [B, T, d] as in a sequence that also has the position `longest`."""
+    positions = given["position_ids"]
+    last = positions.new_full((len(positions), 1), longest)
+    outputs = module.forward(**{**given, "position_ids": torch.cat([positions, last], dim=1)})
+    return tuple(each[..., :-1, :] for each in outputs)
