@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.config.batch import BatchSizes
 from pipeline.config.topology import sequence_chunks
-from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.data.dataset import TokenDataset, UnknownIdError, choose_windows
 from pipeline.data.documents import DocumentBoundaries
 from pipeline.data.mixture import DataMixture
 from pipeline.data.sample_order import SampleLocation
@@ -173,7 +173,11 @@ class StepLoader:
 
     def _gather(self, step: int, location: SampleLocation) -> StepBatch:
         batch, real = self._batch, self._samples_of_rows < self._batch.samples
-        rows, fim = self._mixture.rows(location), self._mixture.fim
+        fim = self._mixture.fim
+        try:
+            rows = self._mixture.rows(location)
+        except UnknownIdError as error:
+            raise error.of_sample(int(self._rows(step)[error.row])) from None
         targets, own = batch.tokens, None
         if self._mask_documents or self._mixture.packed or fim is not None:
             samples = np.arange(batch.samples) + self._first_sample(step)

@@ -13,7 +13,7 @@ from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data import megatron
-from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.dataset import TokenDataset, UnknownIdError, tokenizer_details
 from pipeline.data.documents import DocumentBoundaries, join
 from pipeline.data.files import OpenFiles
 from pipeline.data.fim import Fim, make_fim
@@ -62,10 +62,13 @@ class DataMixture:
         if present.size == 1:
             return self.sources[int(present[0])].rows(location.window)
         masks = [location.source == number for number in present]
-        parts = [
-            (mine, self.sources[number].rows(location.window[mine]))
-            for number, mine in zip(present, masks, strict=True)
-        ]
+        parts = []
+        for number, mine in zip(present, masks, strict=True):
+            try:
+                parts.append((mine, self.sources[number].rows(location.window[mine])))
+            except UnknownIdError as error:
+                error.row = int(np.flatnonzero(mine)[error.row])
+                raise
         width = self.sequence_length + 1
         rows: npt.NDArray[Any] = np.empty(
             (location.source.size, width), dtype=np.result_type(*(part.dtype for _, part in parts))

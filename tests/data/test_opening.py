@@ -210,6 +210,28 @@ def test_a_megatron_dataset_and_a_tokens_directory_are_mixed(tokens: Path, tmp_p
     assert [str(held.path) for held in open_heldout(section, mixture)] == [str(tokens)]
 
 
+@pytest.mark.parametrize("bad", [600, -3])
+def test_an_id_outside_of_the_vocabulary_is_refused_with_source_sample_and_position(
+    tokens: Path, tmp_path: Path, bad: int
+) -> None:
+    megatron(tmp_path / "web", documents=6000)  # 180,000 tokens
+    ids = np.fromfile(tmp_path / "web.bin", dtype="<i4")
+    at = ids.size // 2  # not within 65,536 of an end, where opening looks
+    ids[at] = bad
+    ids.tofile(tmp_path / "web.bin")
+    source = {"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")}
+    section = parse(DataSection, {"sources": [{"path": str(tokens)}, source], "sequence_length": T})
+    mixture, window = open_mixture(section, seed=5), at // T
+    where = rf"{tmp_path}/web: token {at % T} of window {window} is the id {bad}, and its tokenizer has 512 ids"
+    with pytest.raises(DataError, match=where):
+        mixture.sources[1].read(np.arange(mixture.sources[1].windows))
+    order = mixture.order.locate(np.arange(2 * mixture.sources[1].windows))
+    sample = int(np.flatnonzero((order.source == 1) & (order.window == window))[0])
+    loader = StepLoader(mixture, BatchSizes(8, 8, 1, 1, T), dp_rank=0, steps=(1, sample))
+    with pytest.raises(DataError, match=rf"sample {sample}: {where}"):
+        loader.gather(sample // 8 + 1)
+
+
 def test_the_fingerprint_of_a_megatron_dataset_covers_its_sizes_and_index(tokens: Path, tmp_path: Path) -> None:
     def fingerprint(prefix: Path) -> str:
         (dataset,) = opened({"path": str(prefix), "tokenizer": str(tokens / "tokenizer")}).sources
