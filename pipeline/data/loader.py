@@ -95,12 +95,20 @@ class StepBatch:
     Attributes:
         step: number of the step, from 1.
         micro_batches: in the order of gradient accumulation.
-        targets: target tokens of the whole step, over all ranks and micro-batches; the same on every rank.
+        targets: target tokens of the whole step, over all ranks and micro-batches; the same on every rank. At least 1:
+            sums over targets are divided by it.
+        has_targets: whether there are any. Without them (all masked) the step's loss is undefined.
     """
 
     step: int
     micro_batches: list[MicroBatch]
     targets: int
+    has_targets: bool = True
+
+    @classmethod
+    def of(cls, step: int, micro_batches: list[MicroBatch], targets: int) -> StepBatch:
+        """A batch with `targets` target tokens, 0 or more."""
+        return cls(step, micro_batches, max(1, targets), has_targets=targets > 0)
 
 
 class StepLoader:
@@ -196,7 +204,7 @@ class StepLoader:
             read = (torch.from_numpy(np.ascontiguousarray(_cut(each, chunks))) for each in self._logits.read(location))
             whole = replace(whole, **dict(zip(("target_ids", "target_logs"), read, strict=True)))
         sizes = batch.micro if batch.shares is None else batch.shares.sizes[self._dp_rank]
-        return StepBatch(step, [self._own(micro) for micro in whole.split(sizes)], targets)
+        return StepBatch.of(step, [self._own(micro) for micro in whole.split(sizes)], targets)
 
     def _mask_labels(self, batch: MicroBatch, location: SampleLocation, step: int, chunks: Sequence[range]) -> int:
         """Applies the loss mask to the labels; returns the number of targets of the whole step.
@@ -208,7 +216,7 @@ class StepLoader:
         loss_mask = self._mixture.loss_mask(self._mixture.order.locate(samples))[:, 1:]
         if self._mask_documents or self._mixture.packed:
             self._mixture.boundaries(samples).clear_non_targets(loss_mask, masked=self._mask_documents)
-        return max(1, int(loss_mask.sum()))  # a step without targets has a loss of 0
+        return int(loss_mask.sum())
 
     def _first_sample(self, step: int) -> int:
         return self._skips.samples(step, per_step=self._batch.samples)[0]

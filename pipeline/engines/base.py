@@ -97,7 +97,7 @@ class StepResult:
     """Result of one optimizer step; the same on every rank.
 
     Attributes:
-        loss: mean objective over the target tokens of the step, nats per token.
+        loss: mean objective over the target tokens of the step, nats per token; NaN if it has none (`GuardedStepper`).
         parts: means of the objective's named parts, and of a mixture of experts what `ExpertBalancer.end_step` returns.
         grad_norm: 2-norm of the global gradient before clipping; infinite or NaN where it was not finite.
         outcome: whether the weights were updated, and if not, why.

@@ -208,6 +208,9 @@ class Trainer:
     def _report(self, step: int, result: StepResult) -> None:
         batch, cost = self.run.batch, self._cost(self.instruments.memory.known)
         lr, parts = self.run.schedule.lr(step), result.parts
+        if math.isnan(result.loss) and not result.skipped:
+            self.sinks.event(step, event="no_targets")
+            self.display.say(f"step {step}: no token of its batch is a target (loss mask): it has no loss")
         if self.student is not None:
             parts = self.student.figures(step, parts, seconds=cost.seconds)
         self.sinks.write(

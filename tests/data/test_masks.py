@@ -145,3 +145,12 @@ def test_fim_on_a_source_with_a_loss_mask_is_refused(talks: Path) -> None:
     fim = {"rate": 0.5, "prefix": "a", "middle": "b", "suffix": "c"}
     with pytest.raises(ConfigError, match="loss mask"):
         mixture_of(talks, fim=fim)
+
+
+def test_a_step_without_targets_is_marked_and_its_divisor_is_one(talks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture, batch = mixture_of(talks), BatchSizes(4, 4, 1, 1, T)
+    assert StepLoader(mixture, batch, dp_rank=0, steps=(1, 1)).gather(1).has_targets
+    none = np.zeros((4, T + 1), dtype=np.bool_)
+    monkeypatch.setattr(mixture, "loss_mask", lambda _location: none.copy())
+    step = StepLoader(mixture, batch, dp_rank=0, steps=(1, 1)).gather(1)
+    assert (step.has_targets, step.targets) == (False, 1)

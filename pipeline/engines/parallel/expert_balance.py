@@ -103,7 +103,7 @@ class ExpertBalancer:
         seen = counts.sum(-1) > 0
         load = (counts / counts.sum(-1, keepdim=True).clamp(min=1)).where(seen[:, None], self._load.double())
         kept = torch.as_tensor(vetoed, device=self._device)
-        self._update_biases(load, kept)
+        self._update_biases(load, kept | ~seen)
         self._load.copy_(torch.where(kept, self._load.double(), load))
         return self._metrics(load, probabilities / max(targets, 1), seen.double())
 
@@ -151,7 +151,7 @@ class ExpertBalancer:
     def _update_biases(self, load: Tensor, kept: Tensor) -> None:
         for index, _, bias in self._biases.values():
             change = torch.sign(1.0 / self._experts - load[index]).float()
-            bias.add_(torch.where(kept, 0.0, change), alpha=self._rate)
+            bias.add_(torch.where(kept[index], 0.0, change), alpha=self._rate)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the state of the balancer
     def _observe(self, index: int, logits_at: int, module: nn.Module, _args: Any, output: Any) -> Any:

@@ -187,7 +187,9 @@ class GuardedStepper:
         anomaly = begun.limits.check(result.loss, result.grad_norm)
         if anomaly is not None:
             result = replace(self._handle(begun, anomaly, result), host_sums=result.host_sums)
-        if result.outcome is StepOutcome.APPLIED:
+        if not begun.batch.has_targets:
+            result = _undefined(result)
+        elif result.outcome is StepOutcome.APPLIED:
             self._detector.add(step, result.loss, result.grad_norm)
             self._streak.good(step)
         if self.needs_drain(step):
@@ -298,6 +300,11 @@ class GuardedStepper:
 
 def _limits_of(limits: SpikeLimits) -> UpdateLimits:
     return UpdateLimits(limits.thresholds.get("loss", math.inf), limits.thresholds.get("grad_norm", math.inf))
+
+
+def _undefined(result: StepResult) -> StepResult:
+    """The result of a step without targets: means over none, which enter no statistic."""
+    return replace(result, loss=math.nan, grad_norm=math.nan, parts=dict.fromkeys(result.parts, math.nan))
 
 
 def _plain(value: float) -> float | None:

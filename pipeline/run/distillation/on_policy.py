@@ -123,7 +123,7 @@ class OnPolicySamples:
         whole = with_samples(batch, rows, tokens, prompt=self._section.prompt_tokens, end_id=self._end_id)
         targets, sampled = self._counted(whole)
         self._generated[step.step] = GeneratedSamples(len(chosen), sampled, time.perf_counter() - started)
-        return StepBatch(step.step, whole.split(self._batch.micro), max(1, targets))
+        return StepBatch.of(step.step, whole.split(self._batch.micro), targets)
 
     def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
         """What a step's row of metrics has: means of the loss's parts over their own targets, and the generation.

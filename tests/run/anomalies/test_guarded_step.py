@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from headrace.base.errors import TrainingError
 from pipeline.config.sections.run import AnomaliesSection
+from pipeline.data.loader import IGNORE, StepBatch
 from pipeline.data.skips import NO_SKIPS
 from pipeline.engines.base import StepOutcome
 from pipeline.engines.objective import CrossEntropy, Loss
@@ -221,3 +223,21 @@ def test_a_resumed_run_takes_the_same_decisions_as_an_uninterrupted_one() -> Non
     assert [r.loss for r in results] == [r.loss for r in expected[20:]]
     assert second.events == whole.events
     assert second.stepper.state_dict() == whole.stepper.state_dict()
+
+
+def test_steps_without_targets_enter_no_statistic() -> None:
+    runs = Run(healthy, spikes="skip", recheck=False), Run(healthy, spikes="skip", recheck=False)
+    for run, empty in zip(runs, (range(0), range(1, 41)), strict=True):  # more than the spike detector waits for
+        for step in empty:
+            batch = step_batch(run.run, step)
+            for micro in batch.micro_batches:
+                micro.labels.fill_(IGNORE)
+            result = run.stepper.train(StepBatch.of(step, batch.micro_batches, 0), lr=1e-3)
+            assert math.isnan(result.loss)
+            assert math.isnan(result.grad_norm)
+            assert all(math.isnan(value) for value in result.parts.values())
+    plain, masked = (run.stepper.state_dict() for run in runs)
+    assert plain == masked  # no loss, no gradient norm, no streak
+    after = [runs[1].stepper.train(step_batch(runs[1].run, step), lr=1e-3) for step in (41, 42)]
+    assert [result.outcome for result in after] == [StepOutcome.APPLIED] * 2
+    assert not runs[1].events
