@@ -113,13 +113,12 @@ def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
 
 
 def _load_folder(path: Path, device: str | None) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
     from pipeline.models.folder.loading import load_model, pick_device  # noqa: PLC0415
+    from pipeline.models.tokenizer_files import load_tokenizer  # noqa: PLC0415
 
     if not (path / "tokenizer_config.json").is_file():
         raise DataError(f"{path} has no tokenizer_config.json\n  try: export the model again, with its tokenizer")
-    return load_model(path, device=device or pick_device()), AutoTokenizer.from_pretrained(path)
+    return load_model(path, device=device or pick_device()), load_tokenizer(path)
 
 
 def _merged(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

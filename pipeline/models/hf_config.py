@@ -14,6 +14,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import suggest
 from pipeline.config.rules.training import POSITIONS, check_model_config
 from pipeline.config.sections.run import ModelSection
+from pipeline.models.folder.model_folder import read_config
 from pipeline.models.layers import global_value, keep_layers
 from pipeline.models.padding import give_padding_id
 
@@ -63,12 +64,11 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
         dequantized: the weights are dequantized as they are read, whatever their scheme.
 
     Raises:
-        DataError: there is no such folder, it has no readable config.json, or its weights are quantized (except fp8).
+        DataError: see `read_config` of model_folder.py; or its weights are quantized (except fp8).
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise DataError(f"{folder}: not a Hugging Face folder (no config.json)\n  try: the path of an exported model")
+    read_config(Path(folder))
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{folder}/config.json cannot be read: {one_line(error)}") from None
     if dequantized:

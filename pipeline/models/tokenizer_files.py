@@ -1,9 +1,10 @@
-"""Copies and checks the files of a Hugging Face tokenizer."""
+"""Copies, checks and loads the files of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
 from headrace.base.errors import DataError
@@ -24,3 +25,19 @@ def check_tokenizer_folder(folder: Path) -> None:
     if not (folder / "tokenizer_config.json").is_file():
         what = "no such directory" if not folder.is_dir() else "it has no tokenizer_config.json"
         raise DataError(f"{folder}: {what}\n  try: the tokenizer/ of the tokens directory the run was trained on")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """What `AutoTokenizer` makes of a folder; code in the folder is not executed, and nobody is asked whether to.
+
+    Raises:
+        DataError: there is none that transformers loads by itself.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415  takes seconds, and a refusal should not wait for it
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        why = " ".join(str(error).split())[:300] or repr(error)
+        remedy = "a folder with a tokenizer.json that transformers loads without code of the folder"
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {why}\n  try: {remedy}") from error

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.folder.weight_files import INDEX, SINGLE
 
 SHARD_BYTES = 4 << 30
 """Largest safetensors file, for file systems and tools that are limited to 4 GiB of tensors."""
@@ -83,7 +84,7 @@ class _Files:
         """Writes the last file, and names the files by their number of all."""
         self._flush()
         if len(self._names) == 1:
-            self._part(1).rename(self._folder / "model.safetensors")
+            self._part(1).rename(self._folder / SINGLE)
             return
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._names, start=1):
@@ -91,7 +92,7 @@ class _Files:
             self._part(number).rename(self._folder / file)
             weight_map |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+        (self._folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
 
     def _flush(self) -> None:
         self._names.append(list(self._pending))

@@ -14,7 +14,6 @@ where the head is the embedding the last norm is divided by it.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +31,8 @@ from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.search import Shape
 from pipeline.compress.pruning.selection import Kept
 from pipeline.models.folder.model_folder import CONFIG
+from pipeline.models.folder.weight_files import INDEX, SINGLE
 
-INDEX = "model.safetensors.index.json"
 _EMBEDDING, _LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -53,16 +52,14 @@ def write_folder(
         sums: of the importance, for the scales of the norms.
         folder: to write into.
     """
-    index, scales = plan.source.path / INDEX, norm_scales(plan, kept, sums)
-    files = sorted(file.name for file in plan.source.path.glob("*.safetensors"))
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    scales = norm_scales(plan, kept, sums)
+    files = [file.name for file in plan.source.files]
     written: dict[str, str] = {}
     for name in files:
         if cut := _cut_file(plan, kept, name, scales=scales):
             save_file(cut, folder / name, metadata={"format": "pt"})
             written |= dict.fromkeys(cut, name)
-    if index.is_file():
+    if files != [SINGLE]:
         total = sum((folder / name).stat().st_size for name in set(written.values()))
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": written})
     write_json(folder / CONFIG, config_of(plan, shape, kept))

@@ -39,7 +39,7 @@ from pipeline.compress.quantization.work import CalibrationWork
 from pipeline.models.build.buffers import fill_buffers
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.folder.loading import empty_model, pick_device
-from pipeline.models.folder.model_folder import read_header
+from pipeline.models.folder.weight_files import INDEX, read_header
 
 Say = Callable[[str], None]
 Progress = Callable[[range, int], Iterable[int]]
@@ -234,7 +234,7 @@ def _write_shards(staging: Path, layers: list[Path], outside: dict[str, Tensor])
     weight_map = {tensor: name for name, found in tensors.items() for tensor in found}
     total = sum(info.bytes for found in tensors.values() for info in found.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
+    (staging / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
 
 
 def _link(source: Path, target: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from pipeline.evaluation.consumers.worker import Served, job_of_command_line, serve, threads
 from pipeline.models.folder.loading import check_keys
+from pipeline.models.tokenizer_files import load_tokenizer
 
 
 def load(folder: str) -> Served:
@@ -27,7 +28,7 @@ def served(model: Any, folder: str) -> Served:
     model.generation_config.eos_token_id = None  # generation goes on behind the end of a text
     # only where there is one: windows of ids need none
     found = any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if found else None
+    tokenizer = load_tokenizer(Path(folder)) if found else None
 
     def tokenize(text: str) -> list[int]:
         assert tokenizer is not None, f"{folder} has no tokenizer"

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.tokenizer_files import load_tokenizer
 
 TEMPERATURE, TOP_P = 0.8, 0.95
 """Defaults of the sampling, in the command, in the report and in Python."""
@@ -106,10 +107,8 @@ def complete(
         ConfigError: with `chat`, the tokenizer has no chat template, or one that fails.
         DataError: as `load_model`.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415  (a refusal should not wait for it)
-
     # before the model, which takes longer to load: a missing template is refused here
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     inputs = _chat_inputs(tokenizer, prompt, path) if chat else tokenizer(prompt, return_tensors="pt")
 
     import torch  # noqa: PLC0415

@@ -11,10 +11,10 @@ from typing import Any
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer
 
 from headrace.base.directory import write_json
 from pipeline.models.folder.loading import load_model, pick_device
+from pipeline.models.tokenizer_files import load_tokenizer
 
 _BOOTSTRAP = 1000  # resamplings for the standard errors of metrics that are no means
 
@@ -29,7 +29,7 @@ def main(given: str, out: str) -> None:
         return
     device = pick_device()
     model = load_model(Path(job["model"]), device=device)
-    tokenizer = AutoTokenizer.from_pretrained(job["model"], local_files_only=True)
+    tokenizer = load_tokenizer(Path(job["model"]))
     served = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=job["batch_size"], device=str(device))
     how = {"num_fewshot": job["shots"], "limit": job["limit"], "bootstrap_iters": _BOOTSTRAP, "log_samples": False}
     found = simple_evaluate(served, tasks=job["tasks"], task_manager=manager, **how)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from headrace.base.errors import DataError
@@ -19,17 +18,10 @@ from pipeline.models.build.counter import CPU
 from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.build.rectangle import Rectangle, part
 from pipeline.models.build.stored_names import TensorGroup, groups_of_files
+from pipeline.models.folder.weight_files import stored_tensors
 
 _SCALE = "_scale_inv"
 """Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """Where a tensor lies, and its shape."""
-
-    file: Path
-    shape: tuple[int, ...]
 
 
 class FromSafetensors:
@@ -49,7 +41,8 @@ class FromSafetensors:
         partial: allow other tensors in the files (a model that keeps only some layers).
 
     Raises:
-        DataError: missing or unexpected tensors, wrong shapes, or truncated files.
+        DataError: missing or unexpected tensors, wrong shapes, a tied weight that has values of its own, or what
+            `stored_tensors` refuses.
     """
 
     def __init__(
@@ -61,7 +54,7 @@ class FromSafetensors:
         partial: bool = False,
     ) -> None:
         self._folder, self._model, self._rename = Path(folder), model, rename
-        self._stored = _stored_tensors(self._folder)
+        self._stored = stored_tensors(self._folder)
         self._block = _block_size(self._folder)
         self._last: tuple[TensorGroup, dict[str, Tensor]] | None = None
         parameters, buffers = parameter_shapes(model), buffer_shapes(model)
@@ -136,6 +129,7 @@ class FromSafetensors:
         missing = sorted(name for name in parameters if self._rename(name) not in self._group_of)
         used = {name for group in self._group_of.values() for name in group.names if group.key in known}
         extra = sorted({name for group in groups for name in group.names} - used)
+        self._check_tied({group.key: group.names[0] for group in groups if group.converter is None})
         extra = [] if partial else [name for name in extra if not _ignorable(name, self._model, parameters)]
         if missing or extra:
             raise DataError(
@@ -144,6 +138,19 @@ class FromSafetensors:
                 f"  unexpected ({len(extra)}): {', '.join(extra[:5]) or '-'}\n"
                 f"  try: load it with transformers and save it again with save_pretrained, so that the names match"
             )
+
+    def _check_tied(self, names: Mapping[str, str]) -> None:
+        """Refuses a stored copy of a tied weight with other values: transformers would untie it with a warning.
+
+        Args:
+            names: name in the model -> in the files.
+        """
+        for target, source in _tied(self._model).items():
+            one, other = (names.get(self._rename(each)) for each in (target, source))
+            if one is not None and other is not None and not self._stored[one].same_values(self._stored[other]):
+                why = f"config.json ties {one} to {other}, and the files have different values for them"
+                remedy = f'"tie_word_embeddings": false in config.json, if {one} is meant; else remove it'
+                raise DataError(f"{self._folder}: {why}\n  try: {remedy}")
 
 
 def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -154,25 +161,6 @@ def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = weight.shape
     full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return weight.float() * full
-
-
-def _stored_tensors(folder: Path) -> dict[str, FileTensor]:
-    index = folder / "model.safetensors.index.json"
-    try:
-        if not index.is_file():
-            return _tensors_in(folder / "model.safetensors")
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = {name: _tensors_in(folder / name) for name in sorted(set(weight_map.values()))}
-        return {name: files[file][name] for name, file in weight_map.items()}
-    except (FileNotFoundError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise DataError(
-            f"{folder}: no complete safetensors weights ({error})\n  try: export it again, or use another folder"
-        ) from None
-
-
-def _tensors_in(path: Path) -> dict[str, FileTensor]:
-    with safe_open(path, framework="pt") as file:
-        return {name: FileTensor(path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
@@ -189,8 +177,13 @@ def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bo
     That is a rotary table of old files, a weight that the model ties to another, and what transformers ignores for this
     architecture (layers for the prediction of several tokens).
     """
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    if name not in parameters and (name in tied or name in tied.values() or name == "lm_head.weight"):
+    tied = _tied(model)
+    if name not in parameters and (name in tied or name in tied.values()):
         return True
     ignored = [r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     return any(re.search(pattern, name) for pattern in ignored)
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Name of a tied parameter -> of the one that it is."""
+    return getattr(model, "all_tied_weights_keys", None) or {}

@@ -49,7 +49,7 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
     stored = folder_names(model, names)
     section = QuantizationConfig.model_validate(_fields(folder))
     schemes = {stored[name]: _scheme(stored[name], model.get_submodule(name), section) for name in names}
-    tensors = _dequantized(_tensors(folder.path), schemes, str(section.format))
+    tensors = _dequantized(_tensors(folder), schemes, str(section.format))
     own = {f"{theirs}.": f"{name}." for name, theirs in stored.items()}
     state = {_renamed(name, own): value.to(wanted) for name, value in tensors.items()}
     _load(model, state, folder.path)
@@ -110,8 +110,8 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     model.tie_weights()  # type: ignore[operator]
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+def _tensors(folder: ModelFolder) -> dict[str, Tensor]:
+    return {name: value for file in folder.files for name, value in load_file(file).items()}
 
 
 def rounds_inputs(args: QuantizationArgs) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:

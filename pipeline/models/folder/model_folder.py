@@ -1,15 +1,8 @@
-"""Metadata of a Hugging Face model folder: config.json and the safetensors headers. No torch.
-
-A safetensors file is: uint64 little-endian length N of the header; N bytes of JSON, name -> {dtype, shape,
-data_offsets [begin, end)} counted from the end of the header; the tensors' bytes back to back. So names, shapes and
-the size the file must have are known after reading a few kilobytes.
-Source: https://github.com/huggingface/safetensors, README, "Format".
-"""
+"""Metadata of a Hugging Face model folder: config.json and the safetensors headers. No torch."""
 
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,19 +11,10 @@ from typing import Any
 from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
 from headrace.base.errors import DataError
 from pipeline.config.rules.renamed_keys import upgrade_keys
+from pipeline.models.folder.weight_files import EXPORT, TensorInfo, refuse_adapter, stored_tensors
 
 CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_EXPORT = "make one with: headrace export RUN OUT"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a safetensors file: dtype by its safetensors name (F32, BF16, I32, ...), shape, bytes on disk."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -41,28 +25,36 @@ class ModelFolder:
         path: the folder.
         config: its parsed config.json.
         tensors: tensor name -> its header entry, over all safetensors files.
-        weight_bytes: size of the safetensors files on disk, headers included.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    weight_bytes: int
 
     @classmethod
     def open(cls, path: str | Path) -> ModelFolder:
         """Reads config.json and the headers, and checks every weight file's size.
 
         Raises:
-            DataError: no such folder, no config.json, no safetensors, or a file that is truncated or damaged.
+            DataError: see `read_config` and `stored_tensors`, or a head that the config says is the embedding is not.
         """
         path = Path(path)
-        config = _read_config(path)
+        config = read_config(path)
         if (path / MANIFEST).is_file():
             check_sizes(path, read_manifest(path, kind="model"))
-        files = _weight_files(path)
-        tensors = {name: info for file in files for name, info in read_header(file).items()}
-        return cls(path, config, tensors, sum(file.stat().st_size for file in files))
+        tensors = stored_tensors(path)
+        _check_head(path, config, tensors)
+        return cls(path, config, tensors)
+
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files, by name."""
+        return sorted({info.file for info in self.tensors.values()})
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the safetensors files on disk, headers included."""
+        return sum(file.stat().st_size for file in self.files)
 
     @property
     def vocab_size(self) -> int:
@@ -115,7 +107,7 @@ class ModelFolder:
         text = self.config.get("text_config", {})
         if key in self.config or key in text or default:
             return self.config.get(key, text.get(key, *default))
-        raise DataError(f"{self.path / CONFIG} has no '{key}': not a language model's config\n  try: {_EXPORT}")
+        raise DataError(f"{self.path / CONFIG} has no '{key}': not a language model's config\n  try: {EXPORT}")
 
 
 def scheme_groups(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,58 +127,87 @@ def trained_data(path: Path) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file.
+def read_config(path: Path) -> dict[str, Any]:
+    """The parsed config.json of a model folder that has one meaning.
 
     Raises:
-        DataError: the header cannot be read, or the file does not have the length given in the header.
+        DataError: no such folder, no readable config.json, an adapter, code of its own that would have to be executed,
+            or keys that contradict each other.
     """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            # a damaged length must not cause a read of gigabytes
-            raw = json.loads(file.read(min(length, path.stat().st_size)))
-        tensors = {name: _tensor(entry) for name, entry in raw.items() if name != "__metadata__"}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: its header cannot be read ({error})\n  try: {_EXPORT}") from None
-    expected, found = 8 + length + sum(info.bytes for info in tensors.values()), path.stat().st_size
-    if found != expected:
-        why = f"has {found} bytes, and {expected} by its header: truncated or overwritten"
-        raise DataError(f"{path} {why}\n  try: copy or export it again")
-    return tensors
-
-
-def _tensor(entry: dict[str, Any]) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    return TensorInfo(entry["dtype"], tuple(entry["shape"]), end - begin)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise DataError(f"{path}: no such directory\n  try: {_EXPORT}")
+        raise DataError(f"{path}: no such directory\n  try: {EXPORT}")
+    refuse_adapter(path)
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path} has no {CONFIG}: not a Hugging Face model folder\n  try: {_EXPORT}") from None
+        raise DataError(f"{path}: not a Hugging Face folder (no {CONFIG})\n  try: {EXPORT}") from None
     except ValueError as error:
-        raise DataError(f"{path / CONFIG} is not JSON: {error}\n  try: {_EXPORT}") from None
+        raise DataError(f"{path / CONFIG} is not JSON: {error}\n  try: {EXPORT}") from None
     if not isinstance(config, dict):
-        raise DataError(f"{path / CONFIG} holds a {type(config).__name__}, not an object\n  try: {_EXPORT}")
+        raise DataError(f"{path / CONFIG} holds a {type(config).__name__}, not an object\n  try: {EXPORT}")
+    _refuse_remote_code(path, config)
+    _refuse_two_ropes(path, config)
     return config
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files; of a sharded model, those in its index, so that a missing shard is detected."""
-    index = path / "model.safetensors.index.json"
-    names = sorted(p.name for p in path.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{index} is damaged: {error!r}\n  try: {_EXPORT}") from None
-    if not names:
-        raise DataError(f"{path} holds no *.safetensors\n  try: save the model with transformers' save_pretrained")
-    missing = next((name for name in names if not (path / name).is_file()), None)
-    if missing is not None:
-        raise DataError(f"{path / missing} is missing; {index.name} lists it\n  try: copy or export the folder again")
-    return [path / name for name in names]
+def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+    """Refuses a model whose code is in its folder, which nothing here executes; known architectures do not need it."""
+    code = config.get("auto_map")
+    if not isinstance(code, dict) or not code.keys() & {"AutoConfig", "AutoModelForCausalLM"}:
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: PLC0415  takes seconds
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
+
+    kind = config.get("model_type")
+    known = CONFIG_MAPPING_NAMES if "AutoModelForCausalLM" not in code else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if kind not in known:
+        file = str(next(iter(code.values()))).partition(".")[0]
+        why = f"transformers has no model_type {kind!r}, and the code in the folder ({file}.py) is not executed here"
+        remedy = (
+            "train it with a loop of your own, which loads it with trust_remote_code=True (docs/how-to/own-loop.md),"
+            " or use a model whose architecture transformers has"
+        )
+        raise DataError(f"{path / CONFIG}: {why}\n  try: {remedy}")
+
+
+def _refuse_two_ropes(path: Path, config: dict[str, Any]) -> None:
+    """Refuses `rope_scaling` beside `rope_parameters` that says otherwise: programs take one or the other."""
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return
+    same = {"rope_type": old.get("rope_type", old.get("type", "default")), **old}
+    wrong = next((key for key, value in same.items() if key != "type" and new.get(key) != value), None)
+    if wrong is not None:
+        why = f"rope_scaling and rope_parameters differ in {wrong}: {same[wrong]!r} and {new.get(wrong)!r}"
+        raise DataError(f"{path / CONFIG}: {why}\n  try: remove the one that is not meant")
+
+
+def _check_head(path: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+    """Refuses a folder whose config ties the head to the embedding, and whose files have a head of other values.
+
+    transformers then unties them with a warning; others leave the head out. The two are the matrices [V, H] outside of
+    the layers.
+    """
+    text = {**(config.get("text_config") or {}), **config}
+    tie, vocabulary = text.get("tie_word_embeddings"), text.get("vocab_size")
+    outside = {name: info for name, info in tensors.items() if not any(word.isdigit() for word in name.split("."))}
+    wide = {name: info for name, info in outside.items() if len(info.shape) == 2 and info.shape[0] == vocabulary}
+    heads = [name for name in wide if "head" in name or name.startswith(("embed_out", "output"))]
+    if tie is False or not heads:
+        return
+    head = heads[0]
+    first = next((name for name in wide if name not in heads and wide[name].shape == wide[head].shape), None)
+    if first is None or wide[first].same_values(wide[head]) or (tie is None and not _ties_by_default(text)):
+        return
+    how = "tie_word_embeddings is true" if tie else f"{text.get('model_type')} ties them where {CONFIG} says nothing"
+    raise DataError(
+        f"{path}: {how}, and {head} and {first} have different values: some programs use the head, some leave it out\n"
+        f'  try: "tie_word_embeddings": false in {CONFIG}, if the head is meant; else remove {head} from the weights'
+    )
+
+
+def _ties_by_default(config: dict[str, Any]) -> bool:
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
+
+    kind = config.get("model_type")
+    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", False))

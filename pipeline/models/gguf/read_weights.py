@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from pipeline.models.folder.weight_files import stored_tensors
 from pipeline.models.gguf.architectures import Array
 
 
@@ -18,10 +19,7 @@ class Weights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                self._files.update(dict.fromkeys(opened.keys(), file))
+        self._files = {name: info.file for name, info in stored_tensors(folder).items()}
 
     def read(self, name: str) -> Array:
         """One tensor, fp32."""

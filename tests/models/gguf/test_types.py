@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
+
 from pipeline.models.gguf import libllama
 from pipeline.models.gguf.types import BY_GGUF, FILE_TYPES, FLOATING_POINT, ROUNDING, fitting, more_bits, type_of
 from pipeline.models.gguf.write import encoded
