@@ -10,14 +10,16 @@ from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
 from headrace.base.errors import DataError
 
 # the license is copied too: it must accompany the weights
-_COPIED = (*TOKENIZER_FILES, "*.jinja", "LICENSE*")
+_COPIED = (*TOKENIZER_FILES, "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copies a tokenizer's files, and no other files of the folder, such as weights."""
     for pattern in _COPIED:
         for file in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(file, target / file.name)
+            place = target / file.relative_to(source)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, place)
 
 
 def check_tokenizer_folder(folder: Path) -> None:

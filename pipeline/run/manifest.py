@@ -68,6 +68,7 @@ class RunManifest:
             "engine": run.config.engine,
             "curve": prepared.curve,
             "hf_config": prepared.hf_config,
+            "generation": prepared.generation,
             "tokenizer": tokenizer_details(prepared.mixture.sources[0].manifest),
         }
         details |= groups or {}

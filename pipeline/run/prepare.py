@@ -32,6 +32,7 @@ from pipeline.models.build.initial_values import InitByName, ParameterValues
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.count import ModelSize, measure
+from pipeline.models.folder.beside_weights import read_generation
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.layers import original_name
@@ -56,6 +57,7 @@ class PreparedRun:
         model: on meta.
         values: its parameters' first values.
         hf_config: its Hugging Face config as plain JSON.
+        generation: generation_config.json of `model.path`; None without one.
         size: its counts.
         store: the run's checkpoints.
         curve: the fields that decide the curve, and the fingerprints of data and folders; unchanged on resume.
@@ -70,6 +72,7 @@ class PreparedRun:
     model: nn.Module
     values: ParameterValues
     hf_config: dict[str, Any]
+    generation: dict[str, Any] | None
     size: ModelSize
     store: CheckpointStore
     curve: dict[str, Any]
@@ -131,7 +134,10 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         prints["distill.logits.fingerprint"] = logits.format.content
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(config.run, store, curve, steps=run.steps)
-    return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents, teacher, logits)
+    generation = None if config.model.path is None else read_generation(Path(config.model.path))
+    return PreparedRun(
+        run, mixture, heldout, model, values, plain, generation, size, store, curve, parents, teacher, logits
+    )
 
 
 def check_fallbacks(run: ResolvedRun, model: nn.Module) -> None:

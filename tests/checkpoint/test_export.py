@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.base.directory import read_manifest
 from pipeline.checkpoint.checkpoint import Checkpoint
@@ -174,3 +174,25 @@ def test_a_deepseek_config_names_its_router_as_published_ones_do(tmp_path: Path)
     export_module._write_config(config, model, tmp_path, torch.bfloat16, trained_positions=None)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["topk_method"], written["scoring_func"]) == ("noaux_tc", "sigmoid")
+
+
+def test_an_export_keeps_the_ends_of_generation_of_the_model_that_was_continued(tokens: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "given"
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=512, **sizes, eos_token_id=5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    generation = {"eos_token_id": [5, 7], "pad_token_id": 3, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    fields = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "configuration_novel.NovelConfig"}
+    (folder / "config.json").write_text(json.dumps({**fields, "auto_map": code}))
+    run_config = tiny_config(tokens, tmp_path / "run", model={"path": str(folder)}, engine="torch")
+    run_config["run"]["steps"] = 1
+    run_config.pop("scheduler")
+    launch("train.py", write_config(tmp_path / "c.json", run_config))
+    shutil.rmtree(folder)  # the checkpoint knows
+    assert "logit difference" in output_of(export(tmp_path / "run", tmp_path / "model"))
+    end = read_manifest(tokens, kind="tokens").details["tokenizer"]["eos_id"]
+    found = json.loads((tmp_path / "model/generation_config.json").read_text())
+    assert found == {**generation, "eos_token_id": [5, 7, end]}  # the training's documents end by another token
+    assert "auto_map" not in json.loads((tmp_path / "model/config.json").read_text())

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
+from headrace.base.directory import Manifest, parent_entry, read_manifest, staged, write_json
 from headrace.base.errors import CheckpointError, DataError
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.damage import find_damage
@@ -38,9 +38,11 @@ from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.card.card import commit_with_card
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import training_lineage
+from pipeline.models.folder.beside_weights import GENERATION, read_generation, with_end
+from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.padding import longest_sequence
 from pipeline.models.split_names import conversion
-from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokenizer
+from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokenizer, load_tokenizer
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest allowed difference of logits between two loads of the same weights: only summation order may differ."""
@@ -93,6 +95,7 @@ def export(
         buffers = computed_buffers(model, weights)
         write_weights(model, weights, buffers, staging, dtype=dtype, progress=progress)
         _write_config(config, model, staging, dtype, trained_positions=trained_positions(manifest, model))
+        _write_generation(config, manifest, staging)
         copy_tokenizer(tokenizer, staging)
         details = {
             "step": checkpoint.step,
@@ -153,7 +156,27 @@ def _write_config(
     if trained_positions is not None:
         config.max_position_embeddings = trained_positions
     config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+def _write_generation(config: PretrainedConfig, manifest: Manifest, folder: Path) -> None:
+    """That of the model that the training began with, which knows more ends of a turn than its config."""
+    given = _given_generation(manifest)
+    if given is None:
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    else:
+        write_json(folder / GENERATION, with_end(given, manifest.details["tokenizer"].get("eos_id")))
+
+
+def _given_generation(manifest: Manifest) -> dict[str, Any] | None:
+    """As the checkpoint records it; of an older one, from the folder that it began with, if that is as it was."""
+    if "generation" in manifest.details:
+        recorded: dict[str, Any] | None = manifest.details["generation"]
+        return recorded
+    parent = manifest.parents.get("model.path")
+    if parent is None or not (Path(parent["path"]) / GENERATION).is_file():
+        return None
+    folder = ModelFolder.open(parent["path"])
+    return read_generation(folder.path) if folder.fingerprint() == parent["fingerprint"] else None
 
 
 @torch.no_grad()
@@ -165,7 +188,7 @@ def _check_logits(
     The loaded model is gone before the other one gets its weights: one whole model is held at a time.
     """
     disable_progress_bar()
-    AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    load_tokenizer(folder)
     ids, exported = _logits_of_folder(folder, attention)
     gc.collect()  # a model with a cycle of references would otherwise stay
     materialize(model, weights, device=torch.device("cpu"))

@@ -14,7 +14,6 @@ where the head is the embedding the last norm is divided by it.
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from pipeline.compress.pruning.axes import EXPERTS, FFN, GROUPS, HIDDEN, LAYERS,
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.search import Shape
 from pipeline.compress.pruning.selection import Kept
+from pipeline.models.folder.beside_weights import copy_generation
 from pipeline.models.folder.model_folder import CONFIG
 from pipeline.models.folder.weight_files import INDEX, SINGLE
 
@@ -63,9 +63,7 @@ def write_folder(
         total = sum((folder / name).stat().st_size for name in set(written.values()))
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": written})
     write_json(folder / CONFIG, config_of(plan, shape, kept))
-    generation = plan.source.path / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, folder / generation.name)
+    copy_generation(plan.source.path, folder)
 
 
 def _cut_file(plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, float]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from pipeline.evaluation.heldout.measure import measure
 from pipeline.models.card.card import commit_with_card
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import lineage_of, with_step
+from pipeline.models.folder.beside_weights import copy_generation
 from pipeline.models.folder.loading import empty_model, load_model, pick_device
 from pipeline.models.gguf.write import check, write
 from pipeline.models.tokenizer_files import copy_tokenizer
@@ -147,6 +148,7 @@ def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> di
     else:
         model = load_model(plan.source.path, dtype=torch.float32)
         save(model, pack(model, plan, dtype=dtype, progress=_bar), staging)
+    copy_generation(plan.source.path, staging)
     copy_tokenizer(plan.source.path, staging)
     console.print("evaluating the result in a subprocess")
     return measure(staging, plan.config.data)

@@ -20,7 +20,6 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from pipeline.checkpoint.export.write_safetensors import METADATA
 from pipeline.compress.quantization.calibration import calibrate_layer, decoder_layers, layer_inputs
@@ -160,13 +159,10 @@ class _Parts:
         return found | {name: cast(value, self._dtype) for name, value in buffers.items() if value is not None}
 
     def write_config(self, staging: Path) -> None:
-        """config.json with its quantization section, and generation_config.json."""
+        """config.json with its quantization section."""
         config = self.model.config
         config.dtype, config.architectures = self._dtype, [type(self.model).__name__]
         config.save_pretrained(staging)
-        source = self._plan.source.path
-        if (source / "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(source).save_pretrained(staging)
         self._compressor.update_config(str(staging))
 
     def _turn_outside(self) -> None:

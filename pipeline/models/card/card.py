@@ -16,6 +16,7 @@ from headrace.base.directory import Manifest, commit, sha256_of_file
 from pipeline.models.card.lineage import KEY
 from pipeline.models.card.loading_text import how_to_load
 from pipeline.models.card.steps_text import corpus_lines, step_lines
+from pipeline.models.folder.beside_weights import drop_remote_code
 
 NAME = "README.md"
 _WEIGHTS = ("*.safetensors", "*.gguf")
@@ -48,7 +49,11 @@ def commit_with_card(
     details: Mapping[str, Any],
     replace: bool = False,
 ) -> Manifest:
-    """Writes the card of a model directory, and commits it; see `headrace.base.directory.commit`."""
+    """Writes the card of a model directory, and commits it; see `headrace.base.directory.commit`.
+
+    config.json of a folder that had code of its own stops naming files that are not here.
+    """
+    drop_remote_code(staging)
     known = write_card(staging, details)
     about: dict[str, Any] = {"config": config, "parents": parents, "details": details}
     return commit(staging, final, kind="model", replace=replace, known_sha256=known, **about)

@@ -34,7 +34,11 @@ ENTRY = ROOT / "pipeline/prune.py"
 @pytest.fixture(scope="module")
 def model(tokens: Path) -> Path:
     """Two layers, trained for a second: hidden 64, FFN 96, two key/value heads."""
-    return make_model(tokens.parent / "model", tokens)
+    folder = make_model(tokens.parent / "model", tokens)
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "configuration_novel.NovelConfig"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,14 @@ def test_the_folder_is_a_model_with_its_parents_and_numbers(made: tuple[Path, st
     text = "The mill at race 7"
     same = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
     assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == same
+
+
+def test_the_ends_of_generation_are_kept_and_no_code_is_named_that_is_not_there(
+    made: tuple[Path, str], model: Path
+) -> None:
+    name = "generation_config.json"
+    assert (made[0] / name).read_bytes() == (model / name).read_bytes()
+    assert "auto_map" not in json.loads((made[0] / "config.json").read_text())
 
 
 def test_nothing_is_left_beside_it(made: tuple[Path, str]) -> None:

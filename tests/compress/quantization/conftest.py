@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,4 +17,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tokens: Path) -> Path:
-    return make_model(tokens.parent / "model", tokens)
+    folder = make_model(tokens.parent / "model", tokens)
+    # as chat models have it; transformers takes a temperature without sampling for a mistake, and would not write it
+    generation = {"eos_token_id": [0, 7], "pad_token_id": 3, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "configuration_novel.NovelConfig"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code}))
+    return folder

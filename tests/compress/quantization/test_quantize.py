@@ -118,6 +118,12 @@ def test_packed_weights_have_the_reported_bits(int8: Made, int4: Made) -> None:
         assert result.manifest.details["after"]["weight_bytes"] == (result.path / "model.safetensors").stat().st_size
 
 
+def test_the_ends_of_generation_are_kept_and_no_code_is_named_that_is_not_there(made: Made, model: Path) -> None:
+    name = "generation_config.json"
+    assert (made.path / name).read_bytes() == (model / name).read_bytes()
+    assert "auto_map" not in json.loads((made.path / "config.json").read_text())
+
+
 def test_embeddings_and_norms_are_not_quantized(made: Made) -> None:
     tensors = ModelFolder.open(made.path).tensors
     word = {"float32": "F32", "bfloat16": "BF16"}[made.manifest.details["after"]["dtype"]]

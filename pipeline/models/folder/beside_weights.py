@@ -1,0 +1,54 @@
+"""What stands beside the weights: generation_config.json, and the names of code files. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import write_json
+from headrace.base.errors import DataError
+
+GENERATION = "generation_config.json"
+_REMOTE_CODE = "auto_map"
+
+
+def read_generation(folder: Path) -> dict[str, Any] | None:
+    """What a model folder says of generation: tokens that end it, sampling; None where it says nothing.
+
+    Raises:
+        DataError: the file is not a JSON object.
+    """
+    file = folder / GENERATION
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}\n  try: download it again, or remove it") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file} holds a {type(found).__name__}, not an object\n  try: download it again, or remove it")
+    return found
+
+
+def copy_generation(source: Path, target: Path) -> None:
+    """As it is: transformers leaves out what it finds idle, or refuses to write it."""
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, target / GENERATION)
+
+
+def with_end(generation: dict[str, Any], eos: int | None) -> dict[str, Any]:
+    """The same, in which the token that ends the documents of a training ends a generation, too."""
+    given = generation.get("eos_token_id")
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    return generation if eos is None or eos in ends else {**generation, "eos_token_id": [*ends, eos] if ends else eos}
+
+
+def drop_remote_code(folder: Path) -> None:
+    """Removes the names of Python files that are not in a written folder: programs would look for them, or ask."""
+    for name in ("config.json", "tokenizer_config.json"):
+        file = folder / name
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if found.pop(_REMOTE_CODE, None) is not None:
+            write_json(file, found)
