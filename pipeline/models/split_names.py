@@ -103,7 +103,7 @@ def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:
     """The parsed tokenizer.model of a sentencepiece BPE that llama.cpp takes.
 
     Raises:
-        ConfigError: it is a unigram model, or it changes white space.
+        ConfigError: it is a unigram model, it changes white space, or tokenizer.json is of another model.
     """
     from sentencepiece import sentencepiece_model_pb2  # noqa: PLC0415 - only sentencepiece models need protobuf
 
@@ -113,7 +113,21 @@ def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:
     proto.ParseFromString((folder / "tokenizer.model").read_bytes())
     if proto.normalizer_spec.add_dummy_prefix or proto.normalizer_spec.remove_extra_whitespaces:
         raise refused("it changes white space (add_dummy_prefix, remove_extra_whitespaces)")
+    _refuse_other_pieces(raw, [piece.piece for piece in proto.pieces])
     return proto
+
+
+def _refuse_other_pieces(raw: Mapping[str, Any], pieces: list[str]) -> None:
+    """Refuses a tokenizer.model that is not the one that tokenizer.json was made from: programs read one or the other.
+
+    Raises:
+        ConfigError: names the first id that stands for two pieces.
+    """
+    tokens = {number: token for token, number in raw["model"]["vocab"].items()}
+    for number, piece in enumerate(pieces):
+        if tokens.get(number, piece) != piece:
+            why = f"id {number} is {tokens[number]!r} in tokenizer.json and {piece!r} in tokenizer.model"
+            raise refused(why, "copy the tokenizer.model that belongs to tokenizer.json, or remove the wrong one")
 
 
 def refused(why: str, remedy: str = "serve the Hugging Face folder with vLLM or transformers") -> ConfigError:

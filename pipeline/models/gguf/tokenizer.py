@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFWriter, Keys, TokenType
 
+from pipeline.models.folder.beside_weights import GENERATION, read_generation
 from pipeline.models.split_names import refused, sentencepiece_bpe, split_name
 
 _BPE, _SENTENCEPIECE = "gpt2", "llama"
+_DEFAULT = "default"
+_ENDS = ("eos", "eot", "eom")
+"""What llama.cpp stops at: end of text, of a turn, of a message; it takes the three alike (`llama_vocab_is_eog`)."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,9 @@ class GgufTokenizer:
         types: of each token, `gguf.TokenType`.
         merges: of byte-level BPE, "left right".
         scores: of sentencepiece's pieces.
-        ids: "bos", "eos", "unknown", "padding" -> id.
+        ids: "bos", "eos", "unknown", "padding" -> id; "eot" and "eom" of the other tokens that end a generation.
         adds_bos: whether the Hugging Face tokenizer puts BOS in front.
-        chat_template: in Jinja.
+        chat_templates: name -> in Jinja; "default" is what programs use.
     """
 
     model: str
@@ -43,7 +47,7 @@ class GgufTokenizer:
     scores: list[float] | None
     ids: Mapping[str, int]
     adds_bos: bool
-    chat_template: str | None
+    chat_templates: Mapping[str, str]
 
     def write(self, writer: GGUFWriter) -> None:
         """Adds its keys."""
@@ -59,6 +63,8 @@ class GgufTokenizer:
         adders = {
             "bos": writer.add_bos_token_id,
             "eos": writer.add_eos_token_id,
+            "eot": writer.add_eot_token_id,
+            "eom": writer.add_eom_token_id,
             "unknown": writer.add_unk_token_id,
             "padding": writer.add_pad_token_id,
         }
@@ -66,8 +72,13 @@ class GgufTokenizer:
             adders[name](number)
         writer.add_add_bos_token(self.adds_bos)
         writer.add_add_eos_token(False)
-        if self.chat_template:
-            writer.add_chat_template(self.chat_template)
+        if _DEFAULT in self.chat_templates:
+            writer.add_chat_template(self.chat_templates[_DEFAULT])
+        others = sorted(self.chat_templates.keys() - {_DEFAULT})
+        for name in others:
+            writer.add_string(Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name), self.chat_templates[name])
+        if others:
+            writer.add_array(Keys.Tokenizer.CHAT_TEMPLATES, others)
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
@@ -90,19 +101,25 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
     tokens, types = _byte_level_tokens(raw, vocabulary)
     merges = [each if isinstance(each, str) else " ".join(each) for each in raw["model"]["merges"]]
     known = {token: number for number, token in enumerate(tokens)}
-    ids, adds_bos = _special_ids(about, known), _adds_bos(folder, about, known)
-    template = _chat_template(folder, about)
-    return GgufTokenizer(_BPE, split_name(raw), tokens, types, merges, None, ids, adds_bos, template)
+    ids, adds_bos = _special_ids(folder, about, known), _adds_bos(folder, about, known)
+    templates = _chat_templates(folder, about)
+    return GgufTokenizer(_BPE, split_name(raw), tokens, types, merges, None, ids, adds_bos, templates)
 
 
 def _byte_level_tokens(raw: Mapping[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
     tokens, types = _filled(vocabulary)
     for token, number in raw["model"]["vocab"].items():
         _place(tokens, types, number, token, TokenType.NORMAL)
-    for added in raw.get("added_tokens") or ():
-        kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-        _place(tokens, types, added["id"], added["content"], kind)
+    _place_added(tokens, types, raw)
     return tokens, types
+
+
+def _place_added(tokens: list[str], types: list[int], raw: Mapping[str, Any], *, begin: int = 0) -> None:
+    """Places the tokens of a tokenizer.json that were added to its model, from id `begin` on."""
+    for added in raw.get("added_tokens") or ():
+        if added["id"] >= begin:
+            kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+            _place(tokens, types, added["id"], added["content"], kind)
 
 
 def _sentencepiece(folder: Path, raw: Mapping[str, Any], about: Mapping[str, Any], *, vocabulary: int) -> GgufTokenizer:
@@ -112,10 +129,11 @@ def _sentencepiece(folder: Path, raw: Mapping[str, Any], about: Mapping[str, Any
     for number, piece in enumerate(proto.pieces):
         _place(tokens, types, number, piece.piece, TokenType(piece.type))  # the numbers of sentencepiece are gguf's
         scores[number] = piece.score
+    _place_added(tokens, types, raw, begin=len(proto.pieces))
     known = {token: number for number, token in enumerate(tokens)}
-    ids = {"unknown": proto.trainer_spec.unk_id, **_special_ids(about, known)}
-    adds_bos, template = _adds_bos(folder, about, known), _chat_template(folder, about)
-    return GgufTokenizer(_SENTENCEPIECE, "default", tokens, types, [], scores, ids, adds_bos, template)
+    ids = {"unknown": proto.trainer_spec.unk_id, **_special_ids(folder, about, known)}
+    adds_bos, templates = _adds_bos(folder, about, known), _chat_templates(folder, about)
+    return GgufTokenizer(_SENTENCEPIECE, "default", tokens, types, [], scores, ids, adds_bos, templates)
 
 
 def _filled(vocabulary: int) -> tuple[list[str], list[int]]:
@@ -129,10 +147,28 @@ def _place(tokens: list[str], types: list[int], number: int, token: str, kind: T
     tokens[number], types[number] = token, int(kind)
 
 
-def _special_ids(about: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
+def _special_ids(folder: Path, about: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
     keys = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
     found = {name: _content(about.get(key)) for name, key in keys.items()}
-    return {name: known[token] for name, token in found.items() if token is not None and token in known}
+    ids = {name: known[token] for name, token in found.items() if token is not None and token in known}
+    ends = [number for number in _ends(folder) if number != ids.get("eos")]
+    wrong = next((number for number in ends if not 0 <= number < len(known)), None)
+    if wrong is not None:
+        raise refused(f"{wrong} ends a generation, and the model has {len(known)} ids", f"remove it from {GENERATION}")
+    names = [name for name in _ENDS if name not in ids]
+    if len(ends) > len(names):
+        why = f"{len(ends) + len(_ENDS) - len(names)} tokens end a generation, and a GGUF file names {len(_ENDS)}"
+        raise refused(why, f"leave {len(_ENDS)} in eos_token_id of {GENERATION}")
+    return ids | dict(zip(names, ends, strict=False))
+
+
+def _ends(folder: Path) -> list[int]:
+    """The tokens that end a generation, as transformers has them: of generation_config.json, else of config.json."""
+    given = read_generation(folder)
+    if given is None and (folder / "config.json").is_file():
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    ends = (given or {}).get("eos_token_id")
+    return list(dict.fromkeys(ends)) if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _adds_bos(folder: Path, about: Mapping[str, Any], known: Mapping[str, int]) -> bool:
@@ -154,9 +190,11 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _chat_template(folder: Path, about: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> template; files win over tokenizer_config.json, as in transformers."""
     given = about.get("chat_template")
-    return given if isinstance(given, str) else None
+    found = {_DEFAULT: given} if isinstance(given, str) else {each["name"]: each["template"] for each in given or ()}
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files[_DEFAULT] = folder / "chat_template.jinja"
+    return {**({} if files else found), **{name: file.read_text(encoding="utf-8") for name, file in files.items()}}

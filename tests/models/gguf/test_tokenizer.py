@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -18,6 +19,7 @@ from pipeline.models.gguf.plan import plan_file
 from pipeline.models.gguf.tokenizer import read_tokenizer
 from pipeline.models.gguf.write import FILE, write
 from pipeline.models.split_names import split_name
+from pipeline.models.tokenizer_files import copy_tokenizer
 from tests.conftest import make_tokens, text_folders
 from tests.evaluation.heldout.small import VOCAB, make_tokenizer
 
@@ -37,8 +39,7 @@ def folder_with(tokenizer: Path, folder: Path) -> ModelFolder:
     size = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size()
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=64, **shape)).save_pretrained(folder)
-    for file in tokenizer.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    copy_tokenizer(tokenizer, folder)
     return ModelFolder.open(folder)
 
 
@@ -114,3 +115,85 @@ def test_a_tokenizer_that_puts_bos_in_front_says_so(tmp_path: Path) -> None:
     found = read_tokenizer(tmp_path, vocabulary=VOCAB)
     assert found.adds_bos
     assert found.ids["bos"] == fast.eos_token_id
+
+
+ASK_ENDS = """
+import ctypes, json, sys
+from pathlib import Path
+from pipeline.models.gguf.libllama import Model
+model = Model(Path(sys.argv[1]))
+is_end = model._library.llama_vocab_is_eog
+is_end.restype, is_end.argtypes = ctypes.c_bool, [ctypes.c_void_p, ctypes.c_int32]
+print(json.dumps([number for number in range(model.vocabulary_size) if is_end(model._vocabulary, number)]))
+"""
+
+
+def with_ends(folder: Path, ends: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_llama_cpp_stops_at_every_token_that_ends_a_generation(tmp_path: Path) -> None:
+    fast = make_tokenizer(tmp_path / "tokenizer")
+    source = folder_with(tmp_path / "tokenizer", tmp_path / "model")
+    ends = sorted([7, 9, fast.eos_token_id])
+    with_ends(source.path, ends)
+    write(plan_file(source, "F32"), tmp_path)
+    command = [sys.executable, "-c", ASK_ENDS, str(tmp_path / FILE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == ends
+
+
+def test_more_ends_than_a_file_can_name_are_refused_and_fewer_taken(tmp_path: Path) -> None:
+    fast = make_tokenizer(tmp_path)
+    ends = [fast.eos_token_id, 7, 8, 9]
+    with_ends(tmp_path, ends)
+    with pytest.raises(ConfigError, match=r"4 tokens end a generation.*\n.*leave 3"):
+        read_tokenizer(tmp_path, vocabulary=VOCAB)
+    with_ends(tmp_path, ends[:3])
+    assert read_tokenizer(tmp_path, vocabulary=VOCAB).ids == {"eos": fast.eos_token_id, "eot": 7, "eom": 8}
+    with_ends(tmp_path, VOCAB)
+    with pytest.raises(ConfigError, match=f"{VOCAB} ends a generation"):
+        read_tokenizer(tmp_path, vocabulary=VOCAB)
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["files", "list"])
+def test_of_several_chat_templates_the_default_is_taken_and_the_others_are_named(files: bool, tmp_path: Path) -> None:
+    from gguf import GGUFReader  # noqa: PLC0415
+
+    fast = make_tokenizer(tmp_path / "tokenizer")
+    templates = {"default": "{{ messages }}", "rag": "{{ documents }}", "tool_use": "{{ tools }}"}
+    fast.chat_template = templates
+    fast.save_pretrained(tmp_path / "tokenizer", save_jinja_files=files)
+    assert (tmp_path / "tokenizer/additional_chat_templates").is_dir() is files
+    source = folder_with(tmp_path / "tokenizer", tmp_path / "model")
+    write(plan_file(source, "F32"), tmp_path)
+    fields = GGUFReader(tmp_path / FILE).fields
+    found = {name: field.contents() for name, field in fields.items() if "chat_template" in name}
+    key = "tokenizer.chat_template"
+    assert found == {key: templates["default"], f"{key}.rag": templates["rag"]} | {
+        f"{key}.tool_use": templates["tool_use"],
+        f"{key}s": ["rag", "tool_use"],
+    }
+
+
+def test_tokens_that_were_added_to_a_sentencepiece_model_are_written_and_another_models_are_refused(
+    tmp_path: Path,
+) -> None:
+    tokens = make_tokens(tmp_path, text_folders(), tokenizer={"train": "sentencepiece-bpe", "vocab_size": 700})
+    folder = tokens / "tokenizer"
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    turn = {**raw["added_tokens"][0], "id": 700, "content": "<|turn|>", "special": True}
+    raw["added_tokens"].append(turn)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    assert read_tokenizer(folder, vocabulary=704).tokens[699:702] == [pieces(raw)[699], "<|turn|>", "[PAD701]"]
+    vocabulary = raw["model"]["vocab"]
+    last, other = pieces(raw)[699], pieces(raw)[698]
+    raw["model"]["vocab"] = {**vocabulary, last: 698, other: 699}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"id 698 is .* in tokenizer.json and .* in tokenizer.model"):
+        read_tokenizer(folder, vocabulary=704)
+
+
+def pieces(raw: dict[str, Any]) -> dict[int, str]:
+    return {number: token for token, number in raw["model"]["vocab"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -145,3 +146,16 @@ def test_windows_longer_than_a_sliding_window_that_llama_cpp_ignores_are_refused
     plan_file(make_folder(tmp_path / "gpt2", "gpt2"), "Q8_0").check_context(64)
     with pytest.raises(ConfigError, match="for 7 tokens at most"):
         plan.check_context(8)
+
+
+def test_a_head_that_is_not_the_embedding_is_refused_and_the_remedy_writes_it(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "model", "llama")  # untied
+    config = json.loads((source.path / "config.json").read_text())
+    (source.path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(
+        DataError, match=r'lm_head.weight and model.embed_tokens.weight.*\n.*"tie_word_embeddings": false'
+    ):
+        ModelFolder.open(source.path)
+    (source.path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    plan = written(ModelFolder.open(source.path), "Q8_0", tmp_path / "out")
+    assert "output.weight" in {tensor.name for tensor in plan.tensors}
