@@ -41,6 +41,8 @@ from pipeline.checkpoint.write.division import Division, divide
 from pipeline.checkpoint.write.locations import Locations, MetadataWriter
 from pipeline.checkpoint.write.plan import Coordinator
 from pipeline.models.build.rectangle import Rectangle
+from tests import warm
+from tests.support import output_of, refusal_of
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 
@@ -187,6 +189,21 @@ def test_stock_torch_loads_a_checkpoint_through_metadata_that_is_made_on_demand(
         dcp.load(loaded, storage_reader=TorchReader(tmp_path))
     assert torch.equal(loaded["weight/embed"], state["weight/embed"].parts[(0, 0)])
     assert torch.equal(loaded["buffer/count"], state["buffer/count"])
+
+
+def test_a_checkpoint_becomes_the_file_that_dcp_to_torch_save_makes(tmp_path: Path) -> None:
+    state, checkpoint = state_with_everything(), tmp_path / "run/checkpoints/step-00000007"
+    checkpoint.mkdir(parents=True)
+    named_state.write(state, checkpoint)
+    said = output_of(warm.run("-m", "pipeline", "checkpoint", "torch", checkpoint, tmp_path / "state.pt"))
+    assert "5 tensors" in said
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    assert torch.equal(found["weight/box"].flatten(), state["weight/box"].parts[(0, 0)].flatten())
+    assert torch.equal(found["buffer/count"], state["buffer/count"])
+    assert float(found["optimizer_step"]) == 3.0
+    again = warm.run("-m", "pipeline", "checkpoint", "torch", checkpoint, tmp_path / "state.pt")
+    assert "exists already" in refusal_of(again)
 
 
 def test_a_checkpoint_of_an_earlier_version_has_the_same_shards_in_the_same_places(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`headrace checkpoint ls|verify|export`: lists, verifies and exports checkpoints, without a GPU."""
+"""`headrace checkpoint ls|verify|export|torch`: lists, verifies and exports checkpoints, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from headrace.base.errors import DataError
 from pipeline.checkpoint.export import command_export
 
 EXIT_INTACT, EXIT_DAMAGED = 0, 1
@@ -19,7 +20,7 @@ _SHOWN = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `headrace checkpoint`."""
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|export")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|export|torch")
     text = "the checkpoints of a run, or the tensors of one checkpoint"
     listing = verbs.add_parser("ls", help=text, description=f"Lists {text}.")
     listing.add_argument("path", metavar="RUN|CHECKPOINT", help="a run directory, or one of its checkpoints")
@@ -34,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--all", action="store_true", help="read all checkpoints of the run")
     export = verbs.add_parser("export", help="write the model as a Hugging Face folder: as headrace export")
     command_export.add_arguments(export)
+    text = "write all tensors, optimizer states too, as one file of torch.save, as torch's dcp_to_torch_save does"
+    plain = verbs.add_parser("torch", help=text, description=f"{text.capitalize()}.")
+    plain.add_argument("path", metavar="RUN|CHECKPOINT", help="a run directory, or one of its checkpoints")
+    plain.add_argument("out", metavar="OUT.pt", help="the file to write; the whole state is held in memory once")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    verbs = {"ls": _list, "verify": _verify, "export": command_export.run}
+    verbs = {"ls": _list, "verify": _verify, "export": command_export.run, "torch": _torch}
     return verbs[arguments.verb](arguments)
 
 
@@ -90,6 +95,18 @@ def _verify(arguments: argparse.Namespace) -> int:
     if damaged:
         print(_advice(damaged, len(chosen), every=len(chosen) == len(found)))
     return EXIT_DAMAGED if damaged else EXIT_INTACT
+
+
+def _torch(arguments: argparse.Namespace) -> int:
+    from pipeline.checkpoint.export.find import find_checkpoint  # noqa: PLC0415
+    from pipeline.checkpoint.format.torch_reader import save_for_torch  # noqa: PLC0415
+
+    out = Path(arguments.out)
+    if out.exists():
+        raise DataError(f"{out} exists already\n  try: another name")
+    checkpoint = find_checkpoint(Path(arguments.path))
+    print(f"{out}: {save_for_torch(checkpoint.path, out)} tensors of {checkpoint.path}")
+    return 0
 
 
 def _advice(damaged: int, read: int, *, every: bool) -> str:

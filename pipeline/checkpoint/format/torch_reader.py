@@ -2,6 +2,9 @@
 
     dcp.load(state, storage_reader=TorchReader(directory))
 
+`torch.distributed.checkpoint.format_utils.dcp_to_torch_save` looks for torch's own `.metadata`, which is not written:
+`save_for_torch` (`headrace checkpoint torch`) makes the same file.
+
 Torch's metadata consists of Python objects, about a kilobyte of memory for every shard. Nothing here uses it.
 """
 
@@ -46,6 +49,30 @@ class TorchReader(dcp.FileSystemReader):
         metadata = to_torch_metadata(read_metadata(self._directory))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+
+def save_for_torch(directory: Path, out: Path) -> int:
+    """Writes every tensor of a checkpoint with `torch.save`: a dict, names as in the checkpoint.
+
+    Args:
+        directory: of the checkpoint.
+        out: the file, complete or absent.
+
+    Returns:
+        how many tensors.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    reader = TorchReader(directory)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    state: dict[str, Any] = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in tensors.items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    partial = out.with_name(f".{out.name}.partial")
+    torch.save(state, partial)
+    partial.rename(out)
+    return len(state)
 
 
 def to_torch_metadata(metadata: CheckpointMetadata) -> Metadata:
