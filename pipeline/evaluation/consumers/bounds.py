@@ -9,7 +9,7 @@ tokenizer) is off by whole nats.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import exp, inf, isfinite, log
 
 from pipeline.evaluation.consumers.compare import ScoreComparison
@@ -17,10 +17,11 @@ from pipeline.evaluation.consumers.compare import ScoreComparison
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest mean KL(original || compressed) in nats, and largest ratio of the perplexities."""
+    """Largest mean KL(original || compressed) in nats, and largest ratio of the perplexities; the scheme it is of."""
 
     mean_kl: float
     perplexity_ratio: float
+    scheme: str = field(default="", compare=False)
 
 
 _EIGHT_BITS, _FOUR_BITS = Bound(0.02, 1.02), Bound(0.2, 1.2)
@@ -45,7 +46,7 @@ _LARGEST_EXPONENT = log(sys.float_info.max)
 
 def bound_of(scheme: str) -> Bound:
     """The bound of a scheme; that of four bits where it is not listed."""
-    return BOUNDS.get(scheme, _UNKNOWN)
+    return replace(BOUNDS.get(scheme, _UNKNOWN), scheme=scheme)
 
 
 def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
@@ -60,7 +61,7 @@ def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
     if max_mean_kl is None:
         return known
     explained = exp(max_mean_kl) if max_mean_kl < _LARGEST_EXPONENT else inf
-    return Bound(max_mean_kl, explained + known.perplexity_ratio - 1)
+    return Bound(max_mean_kl, explained + known.perplexity_ratio - 1, scheme)
 
 
 def broken_bounds(found: ScoreComparison, bound: Bound) -> list[str]:

@@ -79,7 +79,8 @@ class Consumer:
         code = run_worker(command, environment=environment, log=job / "log", progress=progress)
         if code:
             end = (job / "log").read_text(errors="replace")[-_TAIL:]
-            remedy = self.remedy or f"a scheme that {self.name} takes (docs/reference/consumers.md)"
+            others = ", ".join(f'"{name}"' for name in CONSUMERS if name != self.name)
+            remedy = self.remedy or f'"consumers" without {self.name}, e.g. one of {others}'
             raise DataError(
                 f"{self.name} cannot score {request.model}: its process ended with exit code {code}. The end of its"
                 f" output:\n{end}\n  try: {remedy}"

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from headrace.base.directory import MANIFEST, final_name, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.evaluation.consumers import remedies
 from pipeline.evaluation.consumers.bounds import Bound, bound_of, broken_bounds
 from pipeline.evaluation.consumers.compare import compare
 from pipeline.evaluation.consumers.consumer import CONSUMERS, ConsumerPlan
@@ -100,7 +102,7 @@ def run_gate(
     Args:
         original: Hugging Face folder of the model in floating point.
         result: what was made of it.
-        bound: that holds.
+        bound: that holds, of the result's scheme.
         sample: what is scored.
         vocabulary: V of the original.
         consumers: which are run.
@@ -112,19 +114,21 @@ def run_gate(
 
     Raises:
         DataError: a consumer fails, its tokenizer gives other ids, or it is outside the bound: the message names the
-            figures and the layers that lose most.
+            figures, the layers that lose most, and what of the config can be changed.
     """
     expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
     figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
-    wrong: list[str] = []
+    wrong: dict[str, list[str]] = {}
     for consumer in consumers.run:
         say(f"scoring with {consumer.name}")
         scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
         figures[consumer.name], broken = judged(scores, expected, sample, bound)
-        wrong += [f"{consumer.name}: {each}" for each in broken]
+        wrong |= {consumer.name: [f"{consumer.name}: {each}" for each in broken]} if broken else {}
     if wrong:
-        lines = [*wrong, *attribution(original, result)]
-        raise refusal(result, lines, remedy="more bits, smaller groups, or skip the layers named above")
+        rows = attribution(original, result)
+        worst = next((name for name, _ in rows if name.rpartition(".")[2].isdigit()), None)
+        remedy = remedies.of_quantization(figures, tuple(wrong), scheme=bound.scheme, worst=worst)
+        raise _refusal(result, [*chain(*wrong.values()), _attribution_text(rows)], figures, tuple(wrong), remedy)
     return dict(sorted(figures.items()))
 
 
@@ -163,7 +167,7 @@ def run_pruned_gate(
     say("scoring with transformers")
     own = score_original(result, sample, vocabulary=vocabulary)
     figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
-    wrong: list[str] = []
+    wrong: dict[str, list[str]] = {}
     for consumer in consumers.run:
         scores = own
         if consumer.name != "transformers":
@@ -172,10 +176,12 @@ def run_pruned_gate(
         found, broken = judged(scores, expected, sample, _NO_BOUND)
         beside, unlike = judged(scores, own, sample, bound_of(scheme))
         figures[consumer.name] = {**found, "mean_kl_to_transformers": beside["mean_kl"]}
-        wrong += [f"{consumer.name}: {each}" for each in broken]
-        wrong += [f"{consumer.name} beside transformers on the same folder: {each}" for each in unlike]
+        lines = [f"{consumer.name}: {each}" for each in broken]
+        lines += [f"{consumer.name} beside transformers on the same folder: {each}" for each in unlike]
+        wrong |= {consumer.name: lines} if lines else {}
     if wrong:
-        raise refusal(result, wrong, remedy="another dtype, or leave that consumer out")
+        remedy = remedies.of_pruning(figures, tuple(wrong), scheme=scheme)
+        raise _refusal(result, list(chain(*wrong.values())), figures, tuple(wrong), remedy)
     return dict(sorted(figures.items()))
 
 
@@ -197,21 +203,25 @@ def judged(scores: Scores, reference: Scores, sample: GateSample, bound: Bound) 
     return figures, wrong
 
 
-def refusal(result: Path, lines: Sequence[str], *, remedy: str) -> DataError:
+def _refusal(
+    result: Path, lines: Sequence[str], figures: remedies.Figures, wrong: Sequence[str], remedy: str
+) -> DataError:
     """The error of a result that is not accepted.
 
     Args:
         result: its directory, under its final name or staged.
         lines: why.
-        remedy: what may help.
+        figures, wrong: see `remedies.of_quantization`.
+        remedy: what helps while it is made.
     """
     final = final_name(result)
     what = f"{result} was not accepted:" if final is None else f"{final} was not accepted, and was deleted:"
+    remedy = remedies.of_verification(figures, wrong) if final is None else remedy
     return DataError("\n  ".join([what, *lines, f"try: {remedy}"]))
 
 
-def attribution(original: Path, result: Path) -> list[str]:
-    """Which layers lose most, for people; says so where it cannot be found out.
+def attribution(original: Path, result: Path) -> list[tuple[str, float]]:
+    """Which layers lose most: name and KL in nats, largest first; empty where it cannot be found out.
 
     Each decoder layer of the original gets the compressed weights alone, and the KL divergence of its output is taken.
     """
@@ -228,7 +238,12 @@ def attribution(original: Path, result: Path) -> list[str]:
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not out.is_file():
-            return ["which layers lose most is not known: that is found for Hugging Face folders"]
-        rows: list[tuple[str, float]] = json.loads(out.read_text())
+            return []
+        return [(str(name), float(kl)) for name, kl in json.loads(out.read_text())]
+
+
+def _attribution_text(rows: Sequence[tuple[str, float]]) -> str:
+    if not rows:
+        return "which layers lose most is not known: that is found for Hugging Face folders"
     shown = ", ".join(f"{name} {kl:.3g}" for name, kl in rows[:5])
-    return [f"KL in nats with the weights of one part alone compressed, largest first: {shown}"]
+    return f"KL in nats with the weights of one part alone compressed, largest first: {shown}"

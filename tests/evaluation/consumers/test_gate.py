@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.compress.quantization.config import SCHEMES
 from pipeline.data.dataset import TokenDataset
-from pipeline.evaluation.consumers import process
-from pipeline.evaluation.consumers.bounds import Bound, bound_of, bound_within
+from pipeline.evaluation.consumers import process, remedies
+from pipeline.evaluation.consumers.bounds import BOUNDS, Bound, bound_of, bound_within, broken_bounds
 from pipeline.evaluation.consumers.command_compress import bound_of_folder
+from pipeline.evaluation.consumers.compare import ScoreComparison
 from pipeline.evaluation.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescription, describe
 from pipeline.evaluation.consumers.gate import GateSample, run_gate
@@ -232,3 +235,53 @@ def test_a_consumer_that_hangs_is_ended_and_named(tmp_path: Path, model: Path, m
     request = ScoreRequest(model, np.zeros((1, 4), np.int64), (), 8)
     with pytest.raises(DataError, match=r"(?s)transformers cannot score.*killed after 0.5 s without progress"):
         consumer.score(request)
+
+
+def told(kl: float, *, perplexity: float = 10.0, equal: int = 9) -> dict[str, Any]:
+    """Figures of a consumer."""
+    ids = {"texts": 9, "texts_with_equal_ids": equal}
+    return {"mean_kl": kl, "perplexity": perplexity, "original_perplexity": 10.0, **ids}
+
+
+@pytest.mark.parametrize(("kl", "perplexity"), [(0.3, 10.0), (0.01, 13.0), (1e-7, 10.5), (2.0, 200.0)])
+def test_the_bound_that_a_refusal_names_takes_the_figures(kl: float, perplexity: float) -> None:
+    figures = {"transformers": told(kl, perplexity=perplexity)}
+    text = remedies.of_quantization(figures, ["transformers"], scheme="W8A16", worst=None)
+    found = re.search(r'"max_mean_kl": ([\d.e+-]+),', text)
+    assert found is not None
+    comparison = ScoreComparison(kl, kl, 1.0, perplexity, 10.0, 1)
+    assert broken_bounds(comparison, bound_within("W8A16", float(found[1]))) == []
+
+
+def test_a_refusal_names_the_consumers_that_accept_a_model_and_no_bound_where_a_bound_does_not_help() -> None:
+    figures = {"llama.cpp": told(1e-5, equal=3), "transformers": told(1e-5), "vllm": {"not_run": "it is not here"}}
+    text = remedies.of_quantization(figures, ["llama.cpp"], scheme="W8A8", worst=None)
+    assert text == '"consumers": ["transformers"], if it is served by no other'
+    assert "GGUF" in remedies.of_quantization({"vllm": told(1.0, equal=0)}, ["vllm"], scheme="W8A8", worst=None)
+    infinite = {"transformers": told(float("inf"))}
+    assert "max_mean_kl" not in remedies.of_quantization(infinite, ["transformers"], scheme="W4A16", worst=None)
+    assert remedies.of_pruning(infinite, ["transformers"], scheme="float16") == '"dtype": "float32"'
+    assert "--consumers transformers" in remedies.of_verification(figures, ["llama.cpp"])
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *BOUNDS])
+def test_every_scheme_that_rounds_has_one_with_more_bits(scheme: str) -> None:
+    text = remedies.of_quantization({"transformers": told(1.0)}, ["transformers"], scheme=scheme, worst=None)
+    best = scheme in {"W8A16", "F32", "mixed", "MXFP4", "float32", "bfloat16", "float16"}
+    found = re.search(r'"scheme": "(\w+)"', text)
+    assert (found is None) is best
+    assert found is None or (found[1] in BOUNDS and bound_of(found[1]).mean_kl <= bound_of(scheme).mean_kl)
+
+
+def test_every_remedy_of_a_refused_quantization_is_taken(model: Path, tokens: Path, tmp_path: Path) -> None:
+    """The bound that is named for the loss of all layers is enough for more bits, and for fewer layers, too."""
+    fields: dict[str, Any] = {"scheme": "W4A16", "consumers": ["transformers"], "max_mean_kl": 1e-9}
+    said = refusal_of(warm.run(ENTRY, "--config", write_config(tmp_path, model, tokens, **fields)))
+    line = said.splitlines()[-1].partition("try: ")[2].replace(", if that is near enough", "")
+    ways = [json.loads(f"{{{way}}}") for way in line.split(" or ")]
+    assert [set(way) for way in ways] == [{"max_mean_kl"}, {"scheme"}, {"skip"}]
+    bounded = {**fields, "max_mean_kl": ways[0]["max_mean_kl"]}
+    for number, way in enumerate(ways):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        output_of(warm.run(ENTRY, "--config", write_config(folder, model, tokens, **bounded | way)))
