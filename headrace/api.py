@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from headrace.base import configfile
 from headrace.base.errors import DataError, HeadraceError, TrainingError
+from headrace.base.paths import refuse_url
 
 if TYPE_CHECKING:
     from pipeline.cluster.status.run import RunStatus
@@ -96,9 +97,11 @@ def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
         (model, tokenizer) of transformers; the model is in evaluation mode and has `generate`.
 
     Raises:
+        ConfigError: it is a URL.
         CheckpointError: the run has no checkpoint that can be read.
         DataError: there is no model, or it has no tokenizer.
     """
+    refuse_url(path, field="path")
     path = Path(path)
     if (path / "config.json").is_file():
         return _load_folder(path, device)

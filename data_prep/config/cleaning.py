@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Index, Section, parse, suggest
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -240,14 +241,14 @@ class UrlBlocklistSection(StepSection):
 
     step: Literal["url_blocklist"] = Field("url_blocklist", description='name of the step: "url_blocklist"')
     field: str = Field("url", min_length=1, description='field of the record that holds the URL, e.g. "url"')
-    domains: list[str] = Field(
+    domains: list[LocalPath] = Field(
         [],
         description='paths of files with one blocked domain per line, e.g. ["domains.txt"]; subdomains are blocked too',
     )
-    urls: list[str] = Field(
+    urls: list[LocalPath] = Field(
         [], description="paths of files with one blocked URL per line; scheme, fragment and final slash do not matter"
     )
-    words: list[str] = Field([], description="paths of files with one word per line that must not occur in a URL")
+    words: list[LocalPath] = Field([], description="paths of files with one word per line that must not occur in a URL")
     missing: Literal["keep", "drop"] = Field(
         "keep", description='what to do with a record without a URL: "keep" or "drop"'
     )
@@ -261,7 +262,7 @@ class WordBlocklistSection(StepSection):
     """Word blocklist: drops texts that contain a word or phrase of a list, in any case."""
 
     step: Literal["word_blocklist"] = Field("word_blocklist", description='name of the step: "word_blocklist"')
-    words: list[str] = Field(
+    words: list[LocalPath] = Field(
         min_length=1, description='paths of files with one blocked word or phrase per line, e.g. ["words.txt"]'
     )
     match: Literal["words", "substrings"] = Field(
@@ -281,7 +282,7 @@ class DecontaminateSection(StepSection):
     """
 
     step: Literal["decontaminate"] = Field("decontaminate", description='name of the step: "decontaminate"')
-    evaluations: list[str] = Field(
+    evaluations: list[LocalPath] = Field(
         min_length=1,
         description='paths of the evaluation data, e.g. ["mmlu.jsonl"]; .jsonl and .ndjson are read by record, any '
         "other file as one text, .gz is decompressed",
@@ -307,7 +308,7 @@ class DatatroveSection(StepSection):
         {}, description='keyword arguments of the filter class, e.g. {"min_doc_words": 30}; default: its own defaults'
     )
     metadata: list[str] = Field([], description='fields of the record that the filter reads, e.g. ["url"]')
-    reads: list[str] = Field(
+    reads: list[LocalPath] = Field(
         [],
         description="paths of files that the filter reads; their contents become part of the job's identity, so that a "
         "change is detected",

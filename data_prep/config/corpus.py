@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from data_prep.config.cleaning import CleaningSteps
 from data_prep.config.dedup import DedupSection
 from data_prep.config.text_policy import TextPolicy
 from headrace.base import configfile
 from headrace.base.errors import ConfigError
+from headrace.base.paths import LocalPath
 from headrace.base.section import Section, parse
 
 SourceType = Literal["text", "jsonl", "parquet", "datasets"]
@@ -134,7 +135,7 @@ class TokenizerSection(Section):
     train: TrainedKind | None = Field(
         None, description='kind to train: "bpe" (byte-level), "sentencepiece-unigram" or "sentencepiece-bpe"'
     )
-    path: str | None = Field(
+    path: LocalPath | None = Field(
         None, description="existing tokenizer to use: a Hugging Face tokenizer folder or a sentencepiece .model file"
     )
     engine: EngineChoice = Field(
@@ -163,7 +164,7 @@ class TokenizerSection(Section):
         min_length=1,
         description='beginning-of-sequence token of a trained tokenizer, e.g. "<s>"; for prepend_bos; null: none',
     )
-    chat_template: str | None = Field(
+    chat_template: LocalPath | None = Field(
         None, description="path of a Jinja chat template file; null: the one of the given tokenizer, if it has one"
     )
     special_tokens: list[str] = Field(
@@ -194,7 +195,7 @@ class TokenizerSection(Section):
 class CorpusConfig(Section):
     """Config of a data-prep job."""
 
-    output: str = Field(
+    output: LocalPath = Field(
         min_length=1,
         description='path of the tokens directory to write, e.g. "out/tokens"; on a local or shared file system',
     )
@@ -258,17 +259,6 @@ class CorpusConfig(Section):
         description="longest record that is read, in bytes: a line (jsonl), a file (text) or a text of a table; a "
         "longer one is skipped as unreadable, e.g. 268435456 (256 MiB)",
     )
-
-    @field_validator("output")
-    @classmethod
-    def _check_output(cls, output: str) -> str:
-        if "://" in output:
-            raise ValueError(
-                "the output must be a path on a local or shared file system, since finished directories get their name "
-                'by a rename, which object stores lack: write to e.g. "out/tokens" and copy the finished directory '
-                "(aws s3 cp --recursive, gcloud storage cp -r)"
-            )
-        return output
 
     @model_validator(mode="after")
     def _check_bos(self) -> CorpusConfig:

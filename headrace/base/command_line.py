@@ -14,11 +14,32 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from headrace.base.cli import guarded
+from headrace.base.errors import ConfigError
+from headrace.base.paths import refuse_url
 from headrace.base.verbs import Declare, Verb
 
 _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
 _COMPLETING = "_ARGCOMPLETE"
 """Variable by which the shell's completion function asks for completions in place of the command."""
+PATHS = frozenset(
+    [
+        "CONFIG",
+        "DIR",
+        "FILE",
+        "FOLDER",
+        "MODEL",
+        "OUT",
+        "OUT.csv",
+        "OUT.html",
+        "OUT.svg",
+        "RUN",
+        "RUN|CHECKPOINT",
+        "RUN_DIR",
+        "TOKENS",
+        "NAME|FILE",
+    ]
+)
+"""Metavars of arguments that are paths; `NAME=FOLDER` is one, too, after the `=`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +81,11 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{near}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        kind = action.metavar if isinstance(action.metavar, str) else ""
+        named, _, path = kind.partition("=") if "=" in kind else ("", "", kind)
+        if path in PATHS:
+            given = arg_string.partition("=")[2] if named else arg_string
+            refuse_url(given, field=next(iter(action.option_strings), kind))
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
@@ -122,12 +148,20 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
     if active.has_verbs and not active.words:
         active.print_help()
         return 0
-    arguments, unknown = parser.parse_known_args(words)
+    try:
+        arguments, unknown = parser.parse_known_args(words)
+    except ConfigError as error:
+        refusal = error
+        return guarded(lambda: _raise(refusal))
     if (verb := getattr(arguments, "_misplaced", None)) is not None:
         active.error(f"give the options after '{verb}'")
     if unknown:
         active.error(f"unrecognized arguments: {' '.join(unknown)}")
     return guarded(lambda: arguments._run(arguments))
+
+
+def _raise(error: ConfigError) -> NoReturn:
+    raise error
 
 
 def _without_rank(words: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import refuse_url
 from headrace.base.shipped import find_shipped
 
 SUFFIXES = (".json", ".jsonc", ".json5", ".yaml", ".yml")
@@ -37,6 +38,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         ConfigError: a file that is missing, has a syntax error, is not an object, extends itself, or repeats a key; an
             override without `=` or one that descends into something that is not an object.
     """
+    refuse_url(path, field="--config")
     path = Path(path)
     raw = _read(path if path.exists() else find_shipped(path) or path, ())
     for override in overrides:
@@ -96,6 +98,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError("extends", bases, why="it names files", remedy='write "base.json" or ["a.json", "b.json"]')
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
+        refuse_url(base, field="extends")
         merged = merge(merged, _read(path.parent / base, (*seen, path.resolve())))
     return merge(merged, own)
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError
+from headrace.base.paths import refuse_url
 from headrace.base.version import __version__
 
 MANIFEST = "manifest.json"
@@ -70,6 +71,7 @@ def final_name(path: Path) -> str | None:
 
 def fresh_staging(final: Path) -> Path:
     """An empty staging directory for `final`; what a killed process left there is deleted."""
+    refuse_url(final, field="output")
     staging = staging_path(final)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

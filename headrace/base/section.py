@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from headrace.base.errors import ConfigError, problems_in, refuse_all
 from headrace.base.json_schema import UNKNOWN_TEXT, Node, as_json, example, given, keys_at, node_at, schema_of, wanted
+from headrace.base.paths import NotAPathError
 
 
 class Section(BaseModel):
@@ -129,7 +130,9 @@ def _as_error(first: _Complaint, schema: Node, at: str) -> ConfigError:
     if first.kind == "missing":
         return ConfigError(field, why="this key is required", remedy=f"add it: {_remedy(first, schema)}")
     if first.kind == "value_error":  # a validator of ours, with words of its own
-        return ConfigError(field, first.value, why=str(first.context["error"]), remedy=_remedy(first, schema))
+        error = first.context["error"]
+        remedy = error.remedy if isinstance(error, NotAPathError) else _remedy(first, schema)
+        return ConfigError(field, first.value, why=str(error), remedy=remedy)
     return ConfigError(field, first.value, why=_why(first, schema), remedy=_remedy(first, schema))
 
 

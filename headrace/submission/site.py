@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field
 
 from headrace.base.errors import ConfigError
 from headrace.base.memory_size import bytes_of
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Section, parse
 from headrace.base.shipped import find_shipped
 
@@ -82,7 +83,7 @@ class SiteConfig(StageSettings):
     modules: list[str] = Field(
         default=[], description='Modules that every job loads, e.g. ["cuda/12.8", "python/3.12"]'
     )
-    venv: str | None = Field(
+    venv: LocalPath | None = Field(
         default=None,
         description="Virtual environment of the jobs, on a file system that all nodes see, e.g. /home/me/.venv;"
         " null: the one that headrace submit runs in, or with modules the python that they bring",
@@ -92,7 +93,7 @@ class SiteConfig(StageSettings):
         default=None,
         description="Network interface of gloo and of NCCL's bootstrap, e.g. ib0; null: that of the rendezvous",
     )
-    mounts: list[str] = Field(
+    mounts: list[LocalPath] = Field(
         default=[],
         description='Directories that jobs need, e.g. ["/scratch"]: a job ends at once where one is missing; a'
         " container gets them",

@@ -16,6 +16,7 @@ from pathlib import Path
 from zlib import crc32
 
 from headrace.base.cli import guarded
+from headrace.base.command_line import Parser
 from headrace.base.errors import ConfigError
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.commands import Commands
@@ -86,10 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m pipeline.cluster.elastic",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--nodes", required=True, metavar="NAME=ADDRESS,...", help="all hosts; the first that is alive leads")

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.base.cli import guarded, leave
+from headrace.base.command_line import Parser
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 from pipeline.cluster.node_checks.before_start import addresses_of
@@ -135,10 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m pipeline.cluster.node_checks",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--nodes", required=True, metavar="NAME=ADDRESS,...", help="all nodes, in the same order on each")

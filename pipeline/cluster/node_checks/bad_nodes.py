@@ -7,7 +7,6 @@ one. The list is for people too: a node whose entry is removed takes part again
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.base.cli import guarded
+from headrace.base.command_line import Parser
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
@@ -104,7 +104,7 @@ def _changing(run_dir: Path) -> Iterator[dict[str, BadNode]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the list of a run, or changes it."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.cluster.node_checks.bad_nodes", description=__doc__)
+    parser = Parser(prog="python -m pipeline.cluster.node_checks.bad_nodes", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--leave-out", metavar="NODE", help="leave a node out")

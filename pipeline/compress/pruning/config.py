@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Section
 from pipeline.compress.quantization.config import CalibrationSection
 from pipeline.evaluation.heldout.data import HeldOutData
@@ -96,10 +97,12 @@ class ImportanceSection(Section):
 class PruneConfig(Section):
     """Structured pruning: FFN channels, attention heads, residual channels, experts and layers are cut out."""
 
-    model: str = Field(
+    model: LocalPath = Field(
         description="Hugging Face folder of the floating-point model to prune, e.g. out/demo/models/teacher"
     )
-    output: str = Field(description="Directory of the pruned model, e.g. out/demo/models/pruned; it must not exist yet")
+    output: LocalPath = Field(
+        description="Directory of the pruned model, e.g. out/demo/models/pruned; it must not exist yet"
+    )
     target: TargetSection = Field(
         default_factory=TargetSection,
         description='How small the result has to be, e.g. {"parameters": 1e6}',

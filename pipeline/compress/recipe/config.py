@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Section
 from pipeline.evaluation.heldout.data import HeldOutData
 
@@ -13,7 +14,7 @@ from pipeline.evaluation.heldout.data import HeldOutData
 class DistillStep(Section):
     """The training that follows a pruning: the pruned model is the student, the original is the teacher."""
 
-    config: str = Field(
+    config: LocalPath = Field(
         description="Training config of the student, e.g. demo/student.json, relative to the current directory; the"
         " recipe sets model.path, distill.teacher and run.dir in it"
     )
@@ -28,11 +29,11 @@ class DistillStep(Section):
 class RecipeConfig(Section):
     """Prune, distil, quantize, export and evaluate a trained model; each step is a directory, and is done once."""
 
-    model: str = Field(
+    model: LocalPath = Field(
         description="What is compressed: a Hugging Face folder, e.g. out/demo/models/teacher, or a run directory or"
         " checkpoint, which is exported first"
     )
-    output: str = Field(
+    output: LocalPath = Field(
         description="Directory of all results, e.g. out/demo/compressed; a second start goes on with the step that was"
         " interrupted"
     )

@@ -9,13 +9,14 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Index, Section
 
 
 class SourceSection(Section):
     """One dataset of the data mixture."""
 
-    path: str = Field(
+    path: LocalPath = Field(
         description="Tokens directory written by data_prep, e.g. out/demo/tokens; or PREFIX of a Megatron-LM dataset"
         " (PREFIX.bin and PREFIX.idx)"
     )
@@ -43,13 +44,13 @@ class SourceSection(Section):
         description="Limit on repetition: a run that would take more epochs of this source is refused, e.g. 4; no limit"
         " when absent",
     )
-    tokenizer: str | None = Field(
+    tokenizer: LocalPath | None = Field(
         None,
         description="Hugging Face folder of the tokenizer that a Megatron-LM dataset was made with, e.g."
         " tokens/tokenizer,"
         " since its index does not name it",
     )
-    heldout: str | None = Field(
+    heldout: LocalPath | None = Field(
         None,
         description="Held-out data of this source in place of its own held-out split: a tokens directory with one, e.g."
         " out/valid/tokens, or PREFIX of a Megatron-LM dataset",
@@ -114,7 +115,7 @@ class DataSection(Section):
     )
     fim: FimSection | None = Field(None, description='Fill-in-the-middle training, e.g. {"rate": 0.5}; off when absent')
     prefetch: Count = Field(4, description="Steps whose batches the loader's thread reads ahead of the training")
-    stage_to: str | None = Field(
+    stage_to: LocalPath | None = Field(
         None,
         description="Directory on a disk of each node to which the tokens are copied before training, and from which"
         " they are read, e.g. /local/headrace; absent: they are read where they are",

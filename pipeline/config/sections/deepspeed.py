@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Index, Section
 
 
@@ -72,7 +73,7 @@ class OffloadOptimizerSection(Section):
         description="Where fp32 master weights and optimizer states are kept: none (on the GPU), cpu (host memory; ZeRO"
         " 1 to 3), or nvme (ZeRO-Infinity; stage 3)",
     )
-    nvme_path: str | None = Field(
+    nvme_path: LocalPath | None = Field(
         None, description="Directory on a local NVMe disk, e.g. /local_nvme; required with device nvme"
     )
     pin_memory: bool = Field(
@@ -110,7 +111,7 @@ class OffloadParamSection(Section):
         description="Where parameter shards are kept between uses: none (on the GPU), cpu (host memory) or nvme. Needs"
         " ZeRO stage 3",
     )
-    nvme_path: str | None = Field(
+    nvme_path: LocalPath | None = Field(
         None, description="Directory on a local NVMe disk, e.g. /local_nvme; required with device nvme"
     )
     pin_memory: bool = Field(
@@ -322,7 +323,7 @@ class TensorBoardSection(Section):
     enabled: bool = Field(
         False, description="true: write metrics as TensorBoard event files; needs: pip install tensorboard"
     )
-    output_path: str | None = Field(
+    output_path: LocalPath | None = Field(
         None,
         description="Directory for event files, e.g. runs/tensorboard; default: the folder tensorboard in run.dir."
         " They are written to output_path/job_name",

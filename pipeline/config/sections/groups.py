@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Section
 
 
@@ -30,7 +31,7 @@ class QuorumSection(Section):
         description="Address of this host on which the other groups connect, e.g. 10.0.0.2; another one than a loopback"
         " address needs secret_file",
     )
-    secret_file: str | None = Field(
+    secret_file: LocalPath | None = Field(
         None, description="File with the secret that all groups share, 16 bytes or more, e.g. /run/secrets/islands"
     )
     timeout_s: PositiveFloat = Field(

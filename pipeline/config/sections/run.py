@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
+from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Index, Section
 from pipeline.config.sections.compression import DistillSection, QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
@@ -44,7 +45,7 @@ class ModelSection(Section):
         description="Hugging Face model config as a JSON object; model_type names the architecture, e.g."
         ' {"model_type": "llama", "hidden_size": 512}. Weights are initialized randomly. Give it or model.path',
     )
-    path: str | None = Field(
+    path: LocalPath | None = Field(
         None,
         description="Hugging Face model folder, e.g. out/demo/model: its config and, unless model.fresh, its weights"
         " are loaded. Give it or"
@@ -192,7 +193,9 @@ class Fp8Section(Section):
 class RunSection(Section):
     """Length, directory, seed and checkpoints of the run."""
 
-    dir: str = Field(description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3")
+    dir: LocalPath = Field(
+        min_length=1, description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3"
+    )
     steps: Count | None = Field(
         None,
         description="Length of the run in optimizer steps, e.g. 10000. Give exactly one of run.steps and run.tokens",
@@ -229,7 +232,7 @@ class RunSection(Section):
         description="true: asynchronous checkpoints, written in the background from a copy in host memory; false:"
         " training waits for the write",
     )
-    in_memory_checkpoints: str | None = Field(
+    in_memory_checkpoints: LocalPath | None = Field(
         None,
         description="Directory of a tmpfs on each node, e.g. /dev/shm, that has a copy of the newest checkpoint's files"
         " of the node's ranks: a restart reads only what was lost from run.dir. Takes host memory of their size, twice"

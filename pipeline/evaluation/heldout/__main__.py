@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from headrace.base.cli import guarded
+from headrace.base.command_line import Parser
 from pipeline.evaluation.heldout import command
 
 
 def main() -> int:
     """Parses the arguments of `eval` and runs it."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluation.heldout", description=command.__doc__)
+    parser = Parser(prog="python -m pipeline.evaluation.heldout", description=command.__doc__)
     command.add_arguments(parser)
     return command.run(parser.parse_args())
 

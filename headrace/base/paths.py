@@ -1,0 +1,102 @@
+"""What is a path: one function decides, for every config key, command-line argument and call of the API that takes one.
+
+Where headrace learns to read or write URLs, it learns it here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from headrace.base.errors import ConfigError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/]|/|$)")
+"""`s3://bucket/run`, and `s3:/bucket/run`, which `pathlib` makes of it. One letter is a drive of Windows."""
+_COPIED_BY = {
+    "s3": "aws s3 sync",
+    "gs": "gcloud storage rsync -r",
+    "az": "azcopy copy --recursive",
+    "abfs": "azcopy copy --recursive",
+    "abfss": "azcopy copy --recursive",
+    "hdfs": "hdfs dfs -copyToLocal (or -copyFromLocal)",
+    "hf": "hf download (or hf upload)",
+    "http": "curl -LO",
+    "https": "curl -LO",
+}
+"""Scheme -> the program that copies between such a place and a disk."""
+
+
+class NotAPathError(ValueError):
+    """A text that is not a path of a file system.
+
+    Attributes:
+        why: the reason.
+        remedy: what to write instead.
+    """
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.why, self.remedy = why, remedy
+
+
+def is_url(text: str | Path) -> bool:
+    """Whether a text is a URL, also one that was a `Path` for a while; `zip://inner::s3://bucket/x` is one, too."""
+    return "://" in str(text) or _SCHEME.match(str(text)) is not None
+
+
+def local_path(text: str) -> str:
+    """A path of a file system of this host, as it was given; an empty text is passed on, for keys where it is "none".
+
+    Raises:
+        NotAPathError: it is a URL, begins with a `~` that no shell has replaced, or holds a null character.
+    """
+    if "\0" in text:
+        raise NotAPathError("a path has no null character", "write the path without it")
+    if is_url(text):
+        raise NotAPathError(
+            "it is a URL, and directories and files are read and written on file systems only: taken as a path it would"
+            " be a folder below the working directory",
+            _instead_of_url(text),
+        )
+    home, _, rest = text.partition("/")
+    if home.startswith("~") and not Path(home).exists():
+        expanded = os.path.expanduser(text)  # noqa: PTH111  (Path.expanduser raises for an unknown user)
+        instead = expanded if expanded != text else f"/home/{home[1:]}/{rest}"
+        raise NotAPathError(f"no shell has replaced {home}: it would be a folder of that name", f"use {instead}")
+    return text
+
+
+def refuse_url(path: str | Path, *, field: str) -> None:
+    """Refuses what is no path of a file system.
+
+    Args:
+        path: the path.
+        field: the config key or argument that it was given by.
+
+    Raises:
+        ConfigError: as `local_path`.
+    """
+    try:
+        local_path(str(path))
+    except NotAPathError as error:
+        raise ConfigError(field, str(path), why=error.why, remedy=error.remedy) from None
+
+
+def _instead_of_url(text: str) -> str:
+    found = _SCHEME.match(text)
+    scheme = found[1].lower() if found else ""
+    rest = text[found.end() :] if found else text
+    if scheme == "file":
+        return f"use /{rest.lstrip('/')}"
+    name = rest.rstrip("/").rpartition("/")[2] or "data"
+    tool = _COPIED_BY.get(scheme.removesuffix("a").removesuffix("n") if scheme in ("s3a", "s3n") else scheme)
+    copying = f"{tool} copies between the two" if tool else "copy between the two"
+    return f"use a path of a local, shared or mounted file system, e.g. /data/{name}; {copying}"
+
+
+LocalPath = Annotated[str, AfterValidator(local_path)]
+"""The type of every config key that is a path."""

@@ -1,0 +1,160 @@
+"""A URL where a path is meant is refused by every key, every argument and every writer; never taken as a folder."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base import configfile
+from headrace.base.command_line import PATHS, Parser, execute
+from headrace.base.config_kinds import KINDS, keys
+from headrace.base.directory import fresh_staging
+from headrace.base.errors import ConfigError
+from headrace.base.paths import NotAPathError, is_url, local_path
+from headrace.base.section import problems_of
+from headrace.base.verbs import VERBS
+from headrace.commands.app import run
+
+URL = "s3://bucket/run"
+NO_PATHS = {
+    "data.sources[].source",
+    "data.sources[].name",
+    "tensorboard.job_name",
+    "sources[].path",  # data prep reads URLs
+    "sources[].name",
+    "sources[].include",  # globs within a path
+    "sources[].exclude",
+    "sources[].id_field",
+    "sources[].builder",
+    "calibration.split",
+    "data.split",
+}
+"""Keys with text whose name or description speaks of files, and that are no paths."""
+SPEAKS_OF_FILES = re.compile(r"\b(director|folder|path|file\b|files\b|environment of the jobs)", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("text", ["s3://b/x", "s3:/b/x", "gs://b", "hf://o/m", "file:///x", "zip://a::s3://b/c"])
+def test_what_is_a_url_is_no_path(text: str) -> None:
+    assert is_url(text)
+    with pytest.raises(NotAPathError):
+        local_path(text)
+
+
+@pytest.mark.parametrize("text", ["", "out/run", "/data/a:b/c", "C:/data", "runs/s3", "./s3:/b", "~x/..", "a~b"])
+def test_what_a_shell_would_open_is_a_path(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "~x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert local_path(text) == text
+
+
+@pytest.mark.parametrize("text", ["file:///data/run", "file:/data/run", "~/run", "~nobody-of-that-name/run"])
+def test_the_remedy_of_a_file_url_and_of_a_home_is_a_path(text: str) -> None:
+    with pytest.raises(NotAPathError) as refused:
+        local_path(text)
+    instead = refused.value.remedy.removeprefix("use ")
+    assert instead.startswith("/")
+    assert local_path(instead) == instead
+
+
+def texts(kind: str) -> Iterator[tuple[str, Any]]:
+    """The keys of a kind of config files that hold text."""
+    for key in keys(kind):
+        nodes = [key.node, *key.node.get("anyOf", ())]
+        nodes += [each["items"] for each in nodes if "items" in each]
+        if any(each.get("type") == "string" and not {"enum", "const"} & each.keys() for each in nodes):
+            yield key.path, key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_that_is_a_path_refuses_a_url(kind: str) -> None:
+    accepted = set()
+    for path, key in texts(kind):
+        if path in NO_PATHS or not SPEAKS_OF_FILES.search(f"{path} {key.node.get('description', '')}"):
+            continue
+        listed = any(each.get("type") == "array" for each in [key.node, *key.node.get("anyOf", ())])
+        raw = nested(path, [URL] if listed else URL)
+        if not any("it is a URL" in each.why for each in problems_of(KINDS[kind].section(), raw)):
+            accepted.add(path)
+    assert not accepted, "give these keys the type LocalPath, or list them in NO_PATHS"
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """A config with one key."""
+    for name in reversed(re.findall(r"\[[^\]]*\]|[^.\[\]]+", path)):
+        if not name.startswith("["):
+            value = {name: value}
+        elif name == "[]":
+            value = [value]
+        else:
+            value = [{"step": name[1:-1], **value}]
+    return dict(value)
+
+
+def parsers() -> Iterator[tuple[str, Parser]]:
+    for verb in VERBS:
+        declare, _ = verb.load()
+        parser = Parser(prog=verb.name)
+        declare(parser)
+        yield from below(verb.name, parser)
+
+
+def below(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for verb, nested_parser in action.choices.items():
+                yield from below(f"{name} {verb}", nested_parser)
+
+
+def test_every_argument_that_is_a_path_refuses_a_url() -> None:
+    found = {
+        (name, str(action.metavar), action.help or "")
+        for name, parser in parsers()
+        for action in parser._actions
+        if isinstance(action.metavar, str) and action.help != argparse.SUPPRESS
+    }
+    spoken = re.compile(r"\b(director|folder|file\b|files\b)", re.IGNORECASE)
+    unknown = {
+        (name, metavar)
+        for name, metavar, text in found
+        if spoken.search(text) and metavar.rpartition("=")[2] not in {*PATHS, "KIND", "NAME,NAME", "VALUE,VALUE,..."}
+    }
+    assert not unknown, "add the metavar to PATHS of headrace/base/command_line.py"
+    assert {metavar for _, metavar, _ in found} >= {"OUT", "RUN", "MODEL", "TOKENS", "DIR", "FILE", "FOLDER"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "field"),
+    [
+        (["export", "runs/a", URL], "OUT"),
+        (["export", URL, "out"], "RUN"),
+        (["quantize", "--config", URL], "--config"),
+        (["eval", "--model", f"a={URL}", "--data", "tokens"], "--model"),
+        (["checkpoint", "ls", URL], "RUN|CHECKPOINT"),
+        (["schema", "--output", URL], "--output"),
+    ],
+)
+def test_a_verb_refuses_a_url_and_writes_nothing(
+    verb: list[str], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(verb) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {field} = ")
+    assert "it is a URL" in printed
+    assert "aws s3 sync" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_config_extends_and_what_a_library_call_writes_are_paths(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"extends": "s3://bucket/base.json"}')
+    with pytest.raises(ConfigError, match="it is a URL"):
+        configfile.load(tmp_path / "a.json")
+    with pytest.raises(ConfigError, match="it is a URL"):
+        fresh_staging(Path(URL))
+    assert execute(["--x", "1"], prog="p", declare=lambda parser: parser.add_argument("--y")) == 2
