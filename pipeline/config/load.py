@@ -14,6 +14,8 @@ from typing import Any
 from headrace.base import configfile
 from headrace.base.errors import ConfigError, refuse_all
 from headrace.base.section import parse, problems_of
+from pipeline.config.deepspeed.auto import with_optimizer
+from pipeline.config.deepspeed.defaults import differences
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.rules.renamed_keys import refuse_renamed
 from pipeline.config.sections.run import Config
@@ -29,11 +31,13 @@ class LoadedConfig:
         config: the validated config.
         ignored: "key = value" of DeepSpeed's keys that change nothing here.
         auto: "key = value" of keys that were "auto".
+        differs: absent keys that mean something else here than to DeepSpeed, and change the loss curve.
     """
 
     config: Config
     ignored: tuple[str, ...]
     auto: tuple[str, ...]
+    differs: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -62,10 +66,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
         why = "it has sources, output and tokenizer: it is a corpus config of data prep"
         raise ConfigError("--config", str(path), why=why, remedy=f"headrace prep --config {path}")
     refuse_renamed(raw)
-    translated = translate(raw)
+    translated = translate(with_optimizer(raw))
     if translated.refused:
         refuse_all([*translated.refused, *problems_of(Config, translated.raw)])
-    return LoadedConfig(parse(Config, translated.raw), translated.ignored, translated.auto)
+    config = parse(Config, translated.raw)
+    return LoadedConfig(config, translated.ignored, translated.auto, tuple(differences(config, raw, translated.raw)))
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

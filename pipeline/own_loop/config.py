@@ -66,7 +66,9 @@ class LoopConfig(Section):
         None, description="Learning-rate scheduler; only if your code passes no torch scheduler to prepare()"
     )
     gradient_clipping: NonNegativeFloat = Field(
-        0.0, description="Gradient clipping: largest L2 norm of the gradient of all parameters, e.g. 1.0; 0 is off"
+        1.0,
+        description="Gradient clipping: largest L2 norm of the gradient of all parameters; 1.0 when absent, as in"
+        " DeepSpeed; 0 is off",
     )
     zero_optimization: ZeroSection = ZeroSection()
     bf16: Bf16Section = Bf16Section()

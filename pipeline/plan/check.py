@@ -85,6 +85,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
             raise ConfigError("--exact", True, why="--rules-only looks at no model", remedy="give one of the two")
         check_exact(config.engine, distils=config.distill is not None)
     entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
+    entries += [Entry("differs", text, text) for text in loaded.differs]
     entries += resolved_entries(resolved)
     if not arguments.rules_only:
         _check_data(config.data, seed=config.run.seed, steps=resolved.steps, samples=resolved.batch.samples)

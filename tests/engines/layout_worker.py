@@ -98,6 +98,7 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
         "data": {"sources": [{"path": "none"}], "sequence_length": LENGTH},
         "train_batch_size": SAMPLES,
         "optimizer": {"params": {"lr": 3e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 0,
         "run": {"dir": "none", "steps": 20},
         **case,
         "model": {"config": {**MODEL, **case.get("model", {})}},

@@ -13,7 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.base.errors import ConfigError, DataError, TrainingError
 from pipeline.own_loop import LoopEngine, prepare
 
-CONFIG: dict[str, Any] = {"engine": "torch", "train_batch_size": 8, "gradient_accumulation_steps": 2}
+CONFIG: dict[str, Any] = {
+    "engine": "torch",
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0,
+}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
 
 

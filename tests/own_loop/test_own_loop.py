@@ -20,9 +20,10 @@ from tests import warm
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
 from tests.support import output_of
 
+PLAIN = {"gradient_clipping": 0}  # as the plain loop
 LAYOUTS = {
-    **{f"torch-{stage}": {"engine": "torch", "zero_optimization": {"stage": stage}} for stage in (0, 2, 3)},
-    **{f"deepspeed-{stage}": {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)},
+    **{f"torch-{stage}": {"engine": "torch", "zero_optimization": {"stage": stage}, **PLAIN} for stage in (0, 2, 3)},
+    **{f"deepspeed-{stage}": {"zero_optimization": {"stage": stage}, **PLAIN} for stage in (0, 1, 2, 3)},
 }
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
@@ -86,3 +87,14 @@ def test_no_straggler_reports_by_default_where_one_takes_seconds(tokens: Path, t
     assert report_interval(run.config.stragglers, seconds=many) is None
     assert report_interval(StragglersSection(every=7), seconds=many) == 7
     assert report_interval(StragglersSection(every=None), seconds=few) is None
+
+
+def test_an_existing_model_continued_at_the_rate_of_a_new_one_is_a_warning(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path)["model"]["config"]
+    with_ids = LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"} | {"vocab_size": 512})
+    LlamaForCausalLM(with_ids).save_pretrained(tmp_path / "model")
+    model = {"path": str(tmp_path / "model")}
+    (line,) = warnings(tokens, tmp_path, model=model, optimizer={"params": {}})
+    assert "is continued at a peak learning rate of 0.001" in line
+    assert warnings(tokens, tmp_path, model=model, optimizer={"params": {"lr": 5e-5}}) == []  # what the line suggests
+    assert warnings(tokens, tmp_path, model={**model, "fresh": True}, optimizer={"params": {}}) == []

@@ -60,6 +60,12 @@ SAMPLES_PER_DEVICE = 8
 """The Trainer's per_device_train_batch_size."""
 
 
+def with_optimizer(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, with the Trainer's optimizer where it has no section for one: files of Trainer users leave it out."""
+    absent = [path.removeprefix("optimizer.params.") for path in _TRAINER if path.startswith("optimizer.")]
+    return {"optimizer": {"params": dict.fromkeys(absent, "auto")}, **raw}
+
+
 def resolve_auto(
     raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_DEVICE
 ) -> tuple[dict[str, Any], list[str]]:

@@ -65,6 +65,7 @@ def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_D
     refused: list[ConfigError] = _refused_optimizer(named)
     kept = _sift("", named, ignored, refused)
     resolved, auto = resolve_auto(kept, micro_batch=micro_batch)
+    auto += _decay_of_torch(resolved)
     return Translated(_without_offload_to_none(resolved), tuple(ignored), tuple(auto), tuple(refused))
 
 
@@ -98,13 +99,23 @@ def _refused_optimizer(raw: dict[str, Any]) -> list[ConfigError]:
     return [ConfigError("optimizer.type", given, why=why, remedy=remedy)]
 
 
+def _decay_of_torch(raw: dict[str, Any]) -> list[str]:
+    """With `torch_adam` DeepSpeed hands the parameters to torch's AdamW, whose default decay is not DeepSpeed's 0."""
+    optimizer = raw.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
+    if not isinstance(params, dict) or params.get("torch_adam") is not True or "weight_decay" in params:
+        return []
+    params["weight_decay"] = 0.01
+    return ["optimizer.params.weight_decay = 0.01 (torch_adam)"]
+
+
 def _settle_clipping(raw: dict[str, Any]) -> list[str]:
     """Drops `optimizer.params.max_grad_norm` where it equals `gradient_clipping`, beside which Megatron writes it."""
     optimizer = raw.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     if not isinstance(params, dict) or "max_grad_norm" not in params:
         return []
-    if params["max_grad_norm"] != raw.get("gradient_clipping", 0):
+    if params["max_grad_norm"] != raw.get("gradient_clipping", 1.0):
         return []
     return [f"optimizer.params.max_grad_norm = {_json(params.pop('max_grad_norm'))}"]
 

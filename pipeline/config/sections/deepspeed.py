@@ -79,7 +79,7 @@ class OffloadOptimizerSection(Section):
     pin_memory: bool = Field(
         True,
         description="true, the default: keep offloaded states in page-locked host memory, which makes transfers faster"
-        " and takes memory that cannot be swapped out (DeepSpeed's default is false). No effect without a GPU",
+        " and takes memory that cannot be swapped out. No effect without a GPU",
     )
     buffer_count: Count | None = Field(
         None,
@@ -117,7 +117,7 @@ class OffloadParamSection(Section):
     pin_memory: bool = Field(
         True,
         description="true, the default: keep offloaded parameters in page-locked host memory, which makes transfers"
-        " faster and takes memory that cannot be swapped out (DeepSpeed's default is false). No effect without a GPU",
+        " faster and takes memory that cannot be swapped out. No effect without a GPU",
     )
     buffer_count: Count | None = Field(
         None, description="Buffers in host memory for parameters swapped from NVMe, e.g. 6; DeepSpeed's default is 5"

@@ -18,6 +18,8 @@ _EPOCHS = 4
 """Up to four a repeated token is worth nearly as much as a new one: Muennighoff et al. 2023, arXiv:2305.16264."""
 _LOOKED_AT = 50_000
 """Documents whose lengths are read, from the first shard of a source."""
+_OF_A_NEW_MODEL = 1e-3
+"""DeepSpeed's default of `lr`, for weights that are still random; the Trainer's, for trained ones, is 5e-5."""
 _COVERED, _LONGER = 0.9, 4
 """A sequence is too long when it is 4 times as long as the documents that hold 90 % of the tokens."""
 
@@ -28,6 +30,7 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
     yield from _repetition(prepared)
     yield from _sequence_length(prepared)
     yield from _experts(prepared)
+    yield from _learning_rate(prepared)
 
 
 def _vocabulary(prepared: PreparedRun) -> Iterator[str]:
@@ -91,3 +94,13 @@ def _document_lengths(file: TokenFile) -> npt.NDArray[np.int64]:
     offsets = np.append(np.asarray(file.byte_offsets[: sequences[-1] + 1]), file.tokens.size * file.dtype.itemsize)
     lengths: npt.NDArray[np.int64] = np.diff(offsets[sequences] // file.dtype.itemsize).astype(np.int64)
     return lengths
+
+
+def _learning_rate(prepared: PreparedRun) -> Iterator[str]:
+    config, peak = prepared.run.config, prepared.run.schedule.peak
+    continued = config.model.path is not None and not config.model.fresh and config.distill is None
+    if continued and config.optimizer.kind.sign_like and peak >= _OF_A_NEW_MODEL:
+        yield (
+            f"{config.model.path} is continued at a peak learning rate of {peak:g}, as weights that are still random:"
+            " it forgets much of what it knows; optimizer.params.lr of 1e-5 to 1e-4 is usual (the Trainer's: 5e-5)"
+        )

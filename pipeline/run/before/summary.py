@@ -40,7 +40,7 @@ def as_json(entries: list[Entry]) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     for entry in entries:
         found.setdefault(entry.label.replace(" ", "_").replace("-", "_"), []).append(entry.values)
-    lists = {"data", "held_out", "pipeline_stages", "warnings"}
+    lists = {"data", "differs", "held_out", "pipeline_stages", "warnings"}
     return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}
 
 

@@ -10,9 +10,10 @@ import pytest
 from tests import warm
 from tests.support import output_of
 
+PLAIN = {"gradient_clipping": 0}
 CASES = {
-    **{f"torch-{stage}": {"engine": "torch", "zero_optimization": {"stage": stage}} for stage in (0, 3)},
-    **{f"deepspeed-{stage}": {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)},
+    **{f"torch-{stage}": {"engine": "torch", "zero_optimization": {"stage": stage}, **PLAIN} for stage in (0, 3)},
+    **{f"deepspeed-{stage}": {"zero_optimization": {"stage": stage}, **PLAIN} for stage in (0, 1, 2, 3)},
     "deepspeed-0, clipped": {"zero_optimization": {"stage": 0}, "gradient_clipping": 0.15},
     "deepspeed-2, bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
 }

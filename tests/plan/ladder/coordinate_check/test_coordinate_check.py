@@ -33,6 +33,7 @@ def config(tokens: str = "tokens", **model: Any) -> Config:
         "compile": {"enabled": False},
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "betas": [0.9, 0.95]}},
+        "gradient_clipping": 0,
         "run": {"dir": "run", "steps": 5},
     }
     return parse(Config, raw)
