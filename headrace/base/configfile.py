@@ -1,4 +1,4 @@
-"""Config files in JSON, JSON with comments, and YAML: reading them, `extends`, and `--set a.b=c`.
+"""Config files in JSON, JSON with comments, YAML and TOML: reading them, `extends`, and `--set a.b=c`.
 
 The result is a plain dict; `headrace.base.section.parse` gives it a type. Objects merge key by key, everything else
 (lists too) is replaced whole. A key that appears twice in one object is refused: parsers keep the last silently.
@@ -6,6 +6,7 @@ The result is a plain dict; `headrace.base.section.parse` gives it a type. Objec
 | suffix | read as |
 |---|---|
 | `.yaml`, `.yml` | YAML 1.2: `1e-4` is a number, `no` and `off` are texts (PyYAML alone reads YAML 1.1) |
+| `.toml` | TOML |
 | any other | JSON; comments and trailing commas are allowed, as is all of JSON5 |
 """
 
@@ -23,7 +24,7 @@ from headrace.base.paths import refuse_url
 from headrace.base.shipped import find_shipped
 
 SUFFIXES = (".json", ".jsonc", ".json5", ".yaml", ".yml")
-_YAML = (".yaml", ".yml")
+_YAML, _TOML = (".yaml", ".yml"), ".toml"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,8 +115,9 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError("--config", str(path), why="no such file", remedy=remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         why = "it is a directory" if path.is_dir() else str(error)
-        raise ConfigError("--config", str(path), why=why, remedy="name a readable JSON or YAML file") from None
-    raw = _parse_yaml(text, path) if path.suffix in _YAML else _parse_json(text, path)
+        raise ConfigError("--config", str(path), why=why, remedy="name a readable JSON, YAML or TOML file") from None
+    parser = _parse_yaml if path.suffix in _YAML else _parse_toml if path.suffix == _TOML else _parse_json
+    raw = parser(text, path)
     if not isinstance(raw, dict):
         kind = {list: "a list", str: "text", type(None): "nothing"}.get(type(raw), "a single value")
         raise ConfigError("--config", str(path), why=f"it holds {kind}, not an object", remedy="wrap it in {}")
@@ -157,6 +159,16 @@ def _parse_yaml(text: str, path: Path) -> Any:
         return _refuse_size("YAML", path, error)
     except yaml.YAMLError as error:  # characters that YAML does not allow
         return _refuse_syntax("YAML", path, str(error).splitlines()[0], 1, 1)
+
+
+def _parse_toml(text: str, path: Path) -> Any:
+    import tomllib  # noqa: PLC0415
+
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        why = f"not TOML: {error}"
+        raise ConfigError("--config", str(path), why=why, remedy=f"look at {path}") from None
 
 
 def _refuse_syntax(language: str, path: Path, problem: str, line: int, column: int) -> None:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError
+from headrace.base.foreign_folders import what_it_is
 from headrace.base.paths import refuse_url
 from headrace.base.version import __version__
 
@@ -165,13 +166,13 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
     path = directory / MANIFEST
     if not directory.is_dir():
         what = "it is a file, not a directory" if directory.exists() else "no such directory"
-        raise DataError(f"{directory}: {what}\n  try: {_how_to_make(kind)}")
+        raise DataError(f"{directory}: {what}{what_it_is(directory, _how_to_make(kind))}")
     try:
         raw = json.loads(path.read_text())
         manifest = _parse(raw)
     except FileNotFoundError:
         why = f"{directory} has no {MANIFEST}: it was not finished, or not made by headrace"
-        raise DataError(f"{why}\n  try: {_how_to_make(kind)}") from None
+        raise DataError(f"{why}{what_it_is(directory, _how_to_make(kind))}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error!r}\n  try: {_how_to_make(kind)}") from None
     if raw.get(_CHECKSUM) not in (None, _checksum(raw)):

@@ -56,6 +56,19 @@ class ConfigError(HeadraceError):
         return partial(ConfigError, why=self.why, remedy=self.remedy), (self.field, self.value)
 
 
+class RefusedValueError(ValueError):
+    """What a validator of one value raises, to give the remedy with the reason: `headrace.base.section` names the key.
+
+    Attributes:
+        why: the reason.
+        remedy: what to write instead.
+    """
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.why, self.remedy = why, remedy
+
+
 class CombinedConfigError(ConfigError):
     """Several things that are wrong with one config, in one message. Its fields are those of the first.
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, RefusedValueError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/]|/|$)")
 """`s3://bucket/run`, and `s3:/bucket/run`, which `pathlib` makes of it. One letter is a drive of Windows."""
@@ -30,19 +30,6 @@ _COPIED_BY = {
 """Scheme -> the program that copies between such a place and a disk."""
 
 
-class NotAPathError(ValueError):
-    """A text that is not a path of a file system.
-
-    Attributes:
-        why: the reason.
-        remedy: what to write instead.
-    """
-
-    def __init__(self, why: str, remedy: str) -> None:
-        super().__init__(why)
-        self.why, self.remedy = why, remedy
-
-
 def is_url(text: str | Path) -> bool:
     """Whether a text is a URL, also one that was a `Path` for a while; `zip://inner::s3://bucket/x` is one, too."""
     return "://" in str(text) or _SCHEME.match(str(text)) is not None
@@ -52,12 +39,12 @@ def local_path(text: str) -> str:
     """A path of a file system of this host, as it was given; an empty text is passed on, for keys where it is "none".
 
     Raises:
-        NotAPathError: it is a URL, begins with a `~` that no shell has replaced, or holds a null character.
+        RefusedValueError: it is a URL, begins with a `~` that no shell has replaced, or holds a null character.
     """
     if "\0" in text:
-        raise NotAPathError("a path has no null character", "write the path without it")
+        raise RefusedValueError("a path has no null character", "write the path without it")
     if is_url(text):
-        raise NotAPathError(
+        raise RefusedValueError(
             "it is a URL, and directories and files are read and written on file systems only: taken as a path it would"
             " be a folder below the working directory",
             _instead_of_url(text),
@@ -66,7 +53,7 @@ def local_path(text: str) -> str:
     if home.startswith("~") and not Path(home).exists():
         expanded = os.path.expanduser(text)  # noqa: PTH111  (Path.expanduser raises for an unknown user)
         instead = expanded if expanded != text else f"/home/{home[1:]}/{rest}"
-        raise NotAPathError(f"no shell has replaced {home}: it would be a folder of that name", f"use {instead}")
+        raise RefusedValueError(f"no shell has replaced {home}: it would be a folder of that name", f"use {instead}")
     return text
 
 
@@ -82,7 +69,7 @@ def refuse_url(path: str | Path, *, field: str) -> None:
     """
     try:
         local_path(str(path))
-    except NotAPathError as error:
+    except RefusedValueError as error:
         raise ConfigError(field, str(path), why=error.why, remedy=error.remedy) from None
 
 

@@ -13,9 +13,8 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from headrace.base.errors import ConfigError, problems_in, refuse_all
+from headrace.base.errors import ConfigError, RefusedValueError, problems_in, refuse_all
 from headrace.base.json_schema import UNKNOWN_TEXT, Node, as_json, example, given, keys_at, node_at, schema_of, wanted
-from headrace.base.paths import NotAPathError
 
 
 class Section(BaseModel):
@@ -89,6 +88,10 @@ def suggest(word: str, known: list[str]) -> str | None:
     return near[0] if near else None
 
 
+_DTYPES = frozenset({"fp16", "bf16", "fp32", "fp64", "fp8", "int8", "float16", "bfloat16", "float32"})
+"""Words one letter apart that are no typos of each other."""
+
+
 class _Complaint:
     """What pydantic found wrong with one value."""
 
@@ -117,21 +120,26 @@ def _problems(error: ValidationError, schema: Node, at: str) -> list[ConfigError
         )
         if deepest.kind != "extra_forbidden" and all(each.loc != deepest.loc for each in others):
             others.append(deepest)
-    return [_as_error(each, schema, at) for each in [*unknown, *others]]
+    listed: set[tuple[str, ...]] = set()
+    return [_as_error(each, schema, at, listed) for each in [*unknown, *others]]
 
 
-def _as_error(first: _Complaint, schema: Node, at: str) -> ConfigError:
+def _as_error(first: _Complaint, schema: Node, at: str, listed: set[tuple[str, ...]]) -> ConfigError:
+    """The error of one complaint; the keys of a section are listed once, in the first error that needs them."""
     field = ".".join([*([at] if at else []), *first.loc]) or "the config"
     if first.kind == "extra_forbidden":
-        known = keys_at(schema, first.loc[:-1])
+        known, section = keys_at(schema, first.loc[:-1]), tuple(first.loc[:-1])
         near = suggest(first.loc[-1], known)
-        remedy = f"did you mean '{near}'?" if near else f"the keys here are: {', '.join(sorted(known))}"
+        remedy = f"did you mean '{near}'?" if near else "remove it"
+        if not near and section not in listed:
+            listed.add(section)
+            remedy += f"; the keys here are: {', '.join(sorted(known))}"
         return ConfigError(field, first.value, why="there is no such key", remedy=remedy)
     if first.kind == "missing":
         return ConfigError(field, why="this key is required", remedy=f"add it: {_remedy(first, schema)}")
     if first.kind == "value_error":  # a validator of ours, with words of its own
         error = first.context["error"]
-        remedy = error.remedy if isinstance(error, NotAPathError) else _remedy(first, schema)
+        remedy = error.remedy if isinstance(error, RefusedValueError) else _remedy(first, schema)
         return ConfigError(field, first.value, why=str(error), remedy=remedy)
     return ConfigError(field, first.value, why=_why(first, schema), remedy=_remedy(first, schema))
 
@@ -151,7 +159,7 @@ def _remedy(found: _Complaint, schema: Node) -> str:
         word for each in [node, *node.get("anyOf", ())] for word in each.get("enum", ()) if isinstance(word, str)
     ]
     near = suggest(found.value, choices) if isinstance(found.value, str) else None
-    if near:
+    if near and found.value not in _DTYPES:
         return f"did you mean '{near}'?"
     above = ([*found.loc[:end]] for end in range(len(found.loc), 0, -1))
     described = next((each for each in (node_at(schema, loc) for loc in above) if each and "description" in each), node)

@@ -82,7 +82,13 @@ class BatchSizes:
 
 
 def resolve_batch(
-    config: Config, *, dp: int, elastic: bool = False, min_micro_batches: int = 1, multiple_of: int = 1
+    config: Config,
+    *,
+    dp: int,
+    elastic: bool = False,
+    min_micro_batches: int = 1,
+    multiple_of: int = 1,
+    model_ranks: int = 1,
 ) -> BatchSizes:
     """Derives the batch sizes that the config leaves out.
 
@@ -92,6 +98,7 @@ def resolve_batch(
         elastic: pad a batch that does not divide, and derive the accumulation from dp.
         min_micro_batches: smallest accumulation that the pipeline schedule runs with.
         multiple_of: the accumulation has to be a multiple of this.
+        model_ranks: processes of one data rank, pp x cp x tp, for remedies.
 
     Raises:
         ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
@@ -101,7 +108,7 @@ def resolve_batch(
     if config.parallel.elastic or config.launch.fallback_layouts:
         _require_fixed_sizes(config)
     if not elastic or total is None:
-        return BatchSizes(*split_batch(total, micro, accumulation, dp=dp), dp, length)
+        return BatchSizes(*split_batch(total, micro, accumulation, dp=dp, model_ranks=model_ranks), dp, length)
     largest = micro or -(-total // (dp * (accumulation or 1)))  # in as many micro-batches as where the batch divides
     split = split_padded_batch(total, largest, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
     given = {
@@ -178,8 +185,15 @@ def part_of_batch(
     return replace(batch, micro=micro, accumulation=accumulation, shares=None, part=tuple(ranges))
 
 
-def split_batch(total: int | None, micro: int | None, accumulation: int | None, *, dp: int) -> tuple[int, int, int]:
+def split_batch(
+    total: int | None, micro: int | None, accumulation: int | None, *, dp: int, model_ranks: int = 1
+) -> tuple[int, int, int]:
     """Global batch size, micro-batch size and gradient accumulation steps, from those of them that are given.
+
+    Args:
+        total, micro, accumulation: as the config has them.
+        dp: data-parallel ranks.
+        model_ranks: processes of one data rank, for remedies.
 
     Raises:
         ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
@@ -187,35 +201,48 @@ def split_batch(total: int | None, micro: int | None, accumulation: int | None, 
     if total is None:
         if micro is None:
             why = "neither it nor train_micro_batch_size_per_gpu is given"
-            raise ConfigError("train_batch_size", why=why, remedy='add "train_batch_size": samples per step')
+            if accumulation is not None:
+                why += f", and gradient_accumulation_steps {accumulation} alone is no batch size"
+            remedy = f'add "train_batch_size": {8 * (accumulation or 1) * dp}, or another number of samples per step'
+            raise ConfigError("train_batch_size", why=why, remedy=remedy)
         accumulation = accumulation or 1
         total = micro * accumulation * dp
     if micro is None:
         accumulation = accumulation or 1
-        _check_divides(total, dp * accumulation, by=f"dp {dp} x gradient_accumulation_steps {accumulation}", unit=dp)
+        by = f"dp {dp} x gradient_accumulation_steps {accumulation}"
+        _check_divides(total, dp * accumulation, by=by, unit=dp, dp=dp, model_ranks=model_ranks)
         micro = total // (dp * accumulation)
-    _check_divides(
-        total, dp * micro, by=f"dp {dp} x train_micro_batch_size_per_gpu {micro}", unit=dp * micro, micro=micro
-    )
+    by = f"dp {dp} x train_micro_batch_size_per_gpu {micro}"
+    _check_divides(total, dp * micro, by=by, unit=dp * micro, micro=micro, dp=dp, model_ranks=model_ranks)
     derived = total // (dp * micro)
     if accumulation is not None and accumulation != derived:
+        fitting, rest = divmod(total, micro * accumulation)
+        started = "" if rest else f", or {_started(fitting * model_ranks)}"
         raise ConfigError(
             "gradient_accumulation_steps",
             accumulation,
             why=f"train_batch_size {total} = micro-batch {micro} x accumulation x dp {dp} needs {derived}",
-            remedy=f"set it to {derived}, or leave it out to derive it from the others",
+            remedy=f"set it to {derived}, or leave it out to derive it from the others{started}",
         )
     return total, micro, derived
 
 
-def _check_divides(total: int, part: int, *, by: str, unit: int, micro: int | None = None) -> None:
+def _started(processes: int) -> str:
+    return f"start {processes} processes (headrace check --processes {processes})"
+
+
+def _check_divides(
+    total: int, part: int, *, by: str, unit: int, dp: int, model_ranks: int, micro: int | None = None
+) -> None:
     if total % part == 0:
         return
     below, above = total // part * part, (total // part + 1) * part
     near = f"{below} or {above}" if below else str(above)
     remedy = f"use {near}"
     if unit > 1:
-        remedy += f", a number of processes that divides {total}, or parallel.elastic true, which pads the batch"
+        fewer = [ranks for ranks in range(1, dp) if total % (part // dp * ranks) == 0]
+        remedy += f", {_started(fewer[-1] * model_ranks)}" if fewer else ""
+        remedy += ", or parallel.elastic true, which pads the batch"
         if micro is None:
             remedy += f", with a fixed train_micro_batch_size_per_gpu such as {max(1, total // part)}"
     raise ConfigError("train_batch_size", total, why=f"it is not divisible by {by}", remedy=remedy)

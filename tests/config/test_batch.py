@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.batch import BatchSizes, resolve_batch, split_padded_batch
+from pipeline.config.batch import BatchSizes, resolve_batch, split_batch, split_padded_batch
 from pipeline.config.sections.run import Config
 
 MINIMAL = {
@@ -122,3 +122,20 @@ def test_an_elastic_run_requires_the_sizes_that_would_depend_on_the_number_of_pr
     del keys[missing]
     with pytest.raises(ConfigError, match=rf"{missing}\n.*parallel\.elastic"):
         resolve_batch(parse(Config, {**MINIMAL, **keys, "parallel": {"elastic": True}}), dp=2, elastic=True)
+
+
+def test_a_batch_that_fits_more_processes_says_how_many_and_they_fit() -> None:
+    sizes = {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    with pytest.raises(ConfigError, match="--processes 8"):
+        resolved(dp=1, **sizes)
+    assert resolved(dp=8, **sizes).accumulation == 8
+    with pytest.raises(ConfigError, match="start 8 processes"):
+        split_batch(256, 16, None, dp=3, model_ranks=4)
+    assert split_batch(256, 16, None, dp=2) == (256, 16, 8)
+
+
+def test_accumulation_alone_is_refused_with_a_batch_that_it_divides() -> None:
+    with pytest.raises(ConfigError) as refused:
+        split_batch(None, None, 5, dp=3)
+    total = int(refused.value.remedy.split(": ")[1].split(",")[0])
+    assert split_batch(total, None, 5, dp=3) == (120, 8, 5)

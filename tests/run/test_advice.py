@@ -98,3 +98,15 @@ def test_an_existing_model_continued_at_the_rate_of_a_new_one_is_a_warning(token
     assert "is continued at a peak learning rate of 0.001" in line
     assert warnings(tokens, tmp_path, model=model, optimizer={"params": {"lr": 5e-5}}) == []  # what the line suggests
     assert warnings(tokens, tmp_path, model={**model, "fresh": True}, optimizer={"params": {}}) == []
+
+
+def test_a_trainers_checkpoint_is_said_to_give_its_weights_alone(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path)["model"]["config"]
+    with_ids = LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"} | {"vocab_size": 512})
+    folder = tmp_path / "checkpoint-9"
+    LlamaForCausalLM(with_ids).save_pretrained(folder)
+    low = {"params": {"lr": 5e-5}}
+    assert warnings(tokens, tmp_path, model={"path": str(folder)}, optimizer=low) == []
+    (folder / "trainer_state.json").write_text("{}")
+    (line,) = warnings(tokens, tmp_path, model={"path": str(folder)}, optimizer=low)
+    assert "optimizer state, schedule and step are not" in line

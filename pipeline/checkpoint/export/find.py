@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.base.errors import CheckpointError
+from headrace.base.foreign_folders import what_it_is
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.naming import LATEST, step_of
 from pipeline.checkpoint.store import CheckpointStore
@@ -40,4 +41,4 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 def _not_found(path: Path) -> CheckpointError:
     why = "no such directory" if not path.is_dir() else "it has no finished checkpoint"
-    return CheckpointError(f"{path}: {why}\n  try: a run.dir that has trained, or one of its checkpoints")
+    return CheckpointError(f"{path}: {why}{what_it_is(path, 'a run.dir that has trained, or one of its checkpoints')}")

@@ -94,7 +94,8 @@ def resolve_auto(
         shown = json.dumps(values[path]) if path in values else _DERIVED.get(path, "its default")
         listed.append(f"{path} = {shown}")
     for path in values.keys() - set(named):
-        if path == "bf16.enabled" and any(name.endswith("16.enabled") for name in named):
+        mixed = path == "bf16.enabled" and any(name.endswith("16.enabled") for name in named)
+        if mixed or path == "train_micro_batch_size_per_gpu":
             _put(resolved, path, values[path])
             listed.append(f"{path} = {json.dumps(values[path])}")
     return resolved, listed
@@ -171,9 +172,10 @@ def _enabled(raw: Mapping[str, Any], name: str) -> Any:
 
 
 def _batch(raw: Mapping[str, Any], named: list[str], size: int | None) -> dict[str, Any]:
-    total, micro = "train_batch_size", "train_micro_batch_size_per_gpu"
+    total, micro, accumulation = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     open_ = all(key in named or raw.get(key) is None for key in (total, micro))
-    return {micro: size} if size is not None and open_ and micro in named else {}
+    asked = any(key in named for key in (total, micro, accumulation))
+    return {micro: size} if size is not None and open_ and asked else {}
 
 
 def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:

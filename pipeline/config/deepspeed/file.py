@@ -22,6 +22,7 @@ from pipeline.config.deepspeed.keys import (
     REFUSED_OPTIMIZER_PARAMS,
     REFUSED_ZERO,
 )
+from pipeline.config.foreign_files import known_elsewhere
 from pipeline.config.sections.optimizers import OPTIMIZERS, REFUSED_TYPES
 
 
@@ -133,6 +134,8 @@ def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list
         elif key in table:
             why = "DeepSpeed's key, not supported here"
             refused.append(ConfigError(path, value, why=why, remedy=table[key]))
+        elif not at and (elsewhere := known_elsewhere(key, value)) is not None:
+            refused.append(elsewhere)
         elif isinstance(value, dict) and path.split(".")[0] in _SECTIONS:
             kept[key] = _sift(f"{path}.", value, ignored, refused)
         else:

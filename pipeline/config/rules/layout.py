@@ -41,7 +41,7 @@ def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> To
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         near = max(1, world_size // model_ranks) * model_ranks
         why = f"{world_size} processes are not a multiple of {model_ranks} ({product})"
-        remedy = f"start {near} or {near + model_ranks} processes, or change the section"
+        remedy = f"start {near} or {near + model_ranks} processes (check: --processes {near}), or change the section"
         raise ConfigError("parallel", why=why, remedy=remedy)
     return Topology(dp=world_size // model_ranks, **sizes)
 

@@ -321,7 +321,8 @@ def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, 
     if config.parallel.shares is not None:
         return topology, shared_batch(config, topology)
     least, multiple = micro_batch_constraints(config.parallel, topology)
-    sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple}
+    model_ranks = topology.world_size // topology.dp
+    sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple, "model_ranks": model_ranks}
     return topology, resolve_batch(config, elastic=elastic, **sizes)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
+from headrace.base.errors import RefusedValueError
 from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Index, Section
 from pipeline.config.sections.compression import DistillSection, QuantizationAwareSection
@@ -470,6 +471,14 @@ class Config(Section):
         description="dtype in which gradients are reduced over the data ranks: fp32, or bf16 with bf16 enabled, which"
         " sends half the bytes and rounds every rank's gradient; they are accumulated over micro-batches in fp32 still",
     )
+
+    @field_validator("communication_data_type", mode="before")
+    @classmethod
+    def _without_fp16(cls, value: Any) -> Any:
+        if value == "fp16":
+            raise RefusedValueError("a sum over ranks in fp16 overflows where its terms do not", "remove it: fp32")
+        return value
+
     wandb: WandbSection = WandbSection()
     tensorboard: TensorBoardSection = TensorBoardSection()
     steps_per_print: Count | None = Field(

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
 from headrace.base.errors import DataError
+from headrace.base.foreign_folders import what_it_is
 from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.models.folder.weight_files import EXPORT, TensorInfo, refuse_adapter, stored_tensors
 
@@ -140,7 +141,8 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path}: not a Hugging Face folder (no {CONFIG})\n  try: {EXPORT}") from None
+        why = f"{path}: not a Hugging Face folder (no {CONFIG})"
+        raise DataError(f"{why}{what_it_is(path, EXPORT)}") from None
     except ValueError as error:
         raise DataError(f"{path / CONFIG} is not JSON: {error}\n  try: {EXPORT}") from None
     if not isinstance(config, dict):

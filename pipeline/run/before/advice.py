@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.tokenfile import TokenFile
+from headrace.base.foreign_folders import is_trainer_checkpoint
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.models.hf_config import VOCAB_MULTIPLE
 from pipeline.run.prepare import PreparedRun
@@ -31,6 +33,7 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
     yield from _sequence_length(prepared)
     yield from _experts(prepared)
     yield from _learning_rate(prepared)
+    yield from _what_is_dropped(prepared)
 
 
 def _vocabulary(prepared: PreparedRun) -> Iterator[str]:
@@ -103,4 +106,13 @@ def _learning_rate(prepared: PreparedRun) -> Iterator[str]:
         yield (
             f"{config.model.path} is continued at a peak learning rate of {peak:g}, as weights that are still random:"
             " it forgets much of what it knows; optimizer.params.lr of 1e-5 to 1e-4 is usual (the Trainer's: 5e-5)"
+        )
+
+
+def _what_is_dropped(prepared: PreparedRun) -> Iterator[str]:
+    model = prepared.run.config.model
+    if model.path is not None and not model.fresh and is_trainer_checkpoint(Path(model.path)):
+        yield (
+            f"{model.path} is a checkpoint of the Hugging Face Trainer: its weights are taken, its optimizer state,"
+            " schedule and step are not, so that this is a new run with a warmup of its own"
         )

@@ -14,8 +14,8 @@ from headrace.base import configfile
 from headrace.base.command_line import PATHS, Parser, execute
 from headrace.base.config_kinds import KINDS, keys
 from headrace.base.directory import fresh_staging
-from headrace.base.errors import ConfigError
-from headrace.base.paths import NotAPathError, is_url, local_path
+from headrace.base.errors import ConfigError, RefusedValueError
+from headrace.base.paths import is_url, local_path
 from headrace.base.section import problems_of
 from headrace.base.verbs import VERBS
 from headrace.commands.app import run
@@ -41,7 +41,7 @@ SPEAKS_OF_FILES = re.compile(r"\b(director|folder|path|file\b|files\b|environmen
 @pytest.mark.parametrize("text", ["s3://b/x", "s3:/b/x", "gs://b", "hf://o/m", "file:///x", "zip://a::s3://b/c"])
 def test_what_is_a_url_is_no_path(text: str) -> None:
     assert is_url(text)
-    with pytest.raises(NotAPathError):
+    with pytest.raises(RefusedValueError):
         local_path(text)
 
 
@@ -54,7 +54,7 @@ def test_what_a_shell_would_open_is_a_path(text: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("text", ["file:///data/run", "file:/data/run", "~/run", "~nobody-of-that-name/run"])
 def test_the_remedy_of_a_file_url_and_of_a_home_is_a_path(text: str) -> None:
-    with pytest.raises(NotAPathError) as refused:
+    with pytest.raises(RefusedValueError) as refused:
         local_path(text)
     instead = refused.value.remedy.removeprefix("use ")
     assert instead.startswith("/")

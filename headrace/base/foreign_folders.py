@@ -1,0 +1,164 @@
+"""Folders of other tools, recognised by the files in them: what each is, and how what is in it comes here.
+
+One table, used wherever a folder is opened: `model.path`, data, runs and checkpoints. Names alone are looked at, of the
+folder and of those one below, so that a folder on a slow disk costs a listing or two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+
+_LOOKED_AT = 1000
+"""Names of a folder that are looked at: folders of tokens may have very many."""
+TRAINED_BY_TRAINER = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+"""What a checkpoint of the Hugging Face Trainer has beside a model; one with DeepSpeed or FSDP has the first alone."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A kind of folder that another tool writes.
+
+    Attributes:
+        name: what it is, and whose.
+        marks: patterns of paths in it, `/` for a folder below; each has to be there.
+        remedy: what to do.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    remedy: str
+
+
+_TOKENS = 'then run headrace prep over it, with a source {"type": "jsonl", "path": "texts.jsonl"}'
+_TEXT = f"detokenize it with its own tokenizer to JSON lines (a field text for each document), {_TOKENS}"
+_WEIGHTS = 'then give the folder as "model": {"path": ...}: its weights are taken, its optimizer state is not'
+_UNIVERSAL = (
+    "python -m deepspeed.utils.zero_to_fp32 FOLDER OUT --safe_serialization on the ZeRO checkpoint that it was made of,"
+    f" copy config.json and the tokenizer to OUT, {_WEIGHTS}"
+)
+
+KINDS = (
+    Foreign(
+        "a checkpoint of DeepSpeed (ZeRO)",
+        ("*/*zero_pp_rank_*_optim_states.pt",),
+        "python FOLDER/zero_to_fp32.py FOLDER OUT --safe_serialization, copy config.json and the tokenizer to OUT,"
+        f" {_WEIGHTS}",
+    ),
+    Foreign(
+        "a checkpoint of DeepSpeed (ZeRO), of one step",
+        ("*zero_pp_rank_*_optim_states.pt",),
+        "python -m deepspeed.utils.zero_to_fp32 FOLDER_ABOVE OUT --safe_serialization, copy config.json and the"
+        f" tokenizer to OUT, {_WEIGHTS}",
+    ),
+    Foreign("a universal checkpoint of DeepSpeed", ("zero/*", "mp_rank_*_model_states.pt"), _UNIVERSAL),
+    Foreign("a folder of universal checkpoints of DeepSpeed", ("*/zero", "latest_universal"), _UNIVERSAL),
+    Foreign(
+        "a checkpoint of DeepSpeed without ZeRO",
+        ("*/mp_rank_*_model_states.pt",),
+        "load its key module with torch.load, save it by your model's save_pretrained, " + _WEIGHTS,
+    ),
+    Foreign(
+        "a checkpoint of Megatron-LM (torch)",
+        ("*/mp_rank_*/model_optim_rng.pt",),
+        f"convert it to a Hugging Face folder with Megatron-LM's tools/checkpoint or Megatron Bridge, {_WEIGHTS}",
+    ),
+    Foreign(
+        "a checkpoint of Megatron-LM",
+        ("latest_checkpointed_iteration.txt",),
+        f"convert it to a Hugging Face folder with Megatron-LM's tools/checkpoint or Megatron Bridge, {_WEIGHTS}",
+    ),
+    Foreign(
+        "a distributed checkpoint of torch (DCP)",
+        (".metadata", "*.distcp"),
+        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt, load it into your model, save"
+        f" it by save_pretrained, {_WEIGHTS}",
+    ),
+    Foreign(
+        "the output folder of the Hugging Face Trainer",
+        ("checkpoint-*/trainer_state.json",),
+        "name one of its checkpoints, FOLDER/checkpoint-N, as model.path: its weights are taken, its optimizer,"
+        " schedule and step are not",
+    ),
+    Foreign(
+        "a checkpoint of the Hugging Face Trainer",
+        ("trainer_state.json",),
+        "give it as model.path: its weights are taken, its optimizer, schedule and step are not",
+    ),
+    Foreign("a folder of model shards of litdata (index.json, chunks)", ("index.json", "chunk-*.bin"), _TEXT),
+    Foreign("a folder of MDS shards of MosaicML streaming", ("index.json", "shard.*.mds*"), _TEXT),
+    Foreign(
+        "a dataset of datasets.save_to_disk", ("dataset_info.json", "*.arrow"), f"export it with to_json, {_TOKENS}"
+    ),
+    Foreign("a dataset of datasets.save_to_disk", ("dataset_dict.json",), f"export each split with to_json, {_TOKENS}"),
+    Foreign("tokens of datatrove or nanotron", ("*.ds", "*.ds.index"), _TEXT),
+    Foreign("tokens of llm.c", ("*_train_*.bin",), _TEXT),
+    Foreign("tokens of OLMo (flat .npy)", ("*.npy",), _TEXT),
+    Foreign(
+        "tokens of Megatron-LM",
+        ("*.bin", "*.idx"),
+        "name the files without their suffix, FOLDER/NAME for FOLDER/NAME.bin and .idx, with data.sources.0.tokenizer"
+        " and data.sources.0.heldout",
+    ),
+    Foreign(
+        "a checkpoint of nanotron",
+        ("checkpoint_metadata.json", "model/*"),
+        f"convert it with nanotron's examples/llama/convert_nanotron_to_hf.py, {_WEIGHTS}",
+    ),
+    Foreign(
+        "a checkpoint of OLMo",
+        ("config.yaml", "model_and_optim/*"),
+        f"convert it with OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py, {_WEIGHTS}",
+    ),
+    Foreign("a Hugging Face model folder", ("config.json", "*.safetensors"), "give it as model.path"),
+    Foreign(
+        "a tokens directory of headrace",
+        ("manifest.json", "tokenizer/*"),
+        "give it as data.sources.0.path, or --data",
+    ),
+)
+"""The kinds; the first whose marks are all there is taken."""
+
+
+def recognise(folder: Path) -> Foreign | None:
+    """What a folder or file of another tool is, its remedy with the folder's name; None of a folder that is not known."""
+    try:
+        names = [folder.name] if folder.is_file() else list(_names(folder))
+    except OSError:
+        return None
+    for kind in KINDS:
+        if all(any(fnmatchcase(name, mark) for name in names) for mark in kind.marks):
+            named = kind.remedy.replace("FOLDER_ABOVE", str(folder.parent)).replace("FOLDER", str(folder))
+            return Foreign(kind.name, kind.marks, named)
+    return None
+
+
+def is_trainer_checkpoint(folder: Path) -> bool:
+    """Whether a model folder is a checkpoint of the Hugging Face Trainer: more than a model."""
+    return any((folder / name).is_file() for name in TRAINED_BY_TRAINER)
+
+
+def what_it_is(folder: Path, otherwise: str) -> str:
+    """For an error of a folder that is not what is needed: what it is and what to do, else `otherwise` as the remedy."""
+    found = recognise(folder)
+    return f"; it is {found.name}\n  try: {found.remedy}" if found else f"\n  try: {otherwise}"
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Names in a folder, and of the folders in it those below, two deep: `global_step9/mp_rank_00/x.pt`."""
+    for entry in _entries(folder):
+        yield entry.name
+        if entry.is_dir():
+            for below in _entries(Path(entry.path)):
+                yield f"{entry.name}/{below.name}"
+                if below.is_dir() and below.name.startswith("mp_rank_"):
+                    yield from (f"{entry.name}/{below.name}/{each.name}" for each in _entries(Path(below.path)))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return sorted(islice(entries, _LOOKED_AT), key=lambda entry: entry.name)

@@ -1,0 +1,149 @@
+"""Configs and keys of other tools: recognised by their keys, named, and said in the terms of a run's config."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.errors import ConfigError
+
+BASE = "ds_configs/zero3.json"
+"""The shipped config that a remedy starts from."""
+
+
+def _names(ours: str, *theirs: str) -> dict[str, str]:
+    return dict.fromkeys(theirs, ours)
+
+
+NAMES: dict[str, str] = {
+    **_names("parallel.pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"),
+    **_names("parallel.pp", "pipe_parallel_size", "pp_size", "pp_degree"),
+    **_names("parallel.tp", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
+    **_names("parallel.tp", "model_parallel_size", "tp_size", "tp_degree"),
+    **_names("parallel.cp", "context_parallel_size", "context_parallel_degree", "cp_size"),
+    **_names("train_micro_batch_size_per_gpu", "micro_batch_size", "per_device_train_batch_size", "local_batch_size"),
+    **_names("train_micro_batch_size_per_gpu", "device_train_microbatch_size", "batch_size_per_device"),
+    **_names("train_batch_size", "global_batch_size", "global_train_batch_size"),
+    **_names("gradient_accumulation_steps", "batch_accumulation_per_replica"),
+    **_names("gradient_clipping", "max_grad_norm", "clip_grad", "gradient_clip_val", "grad_clip"),
+    **_names("optimizer.params.lr", "learning_rate", "lr"),
+    **_names("optimizer.params.weight_decay", "weight_decay"),
+    **_names("data.sequence_length", "seq_length", "seq_len", "sequence_len", "sequence_length", "max_seq_length"),
+    **_names("data.sequence_length", "max_seq_len", "cutoff_len", "max_sequence_length"),
+    **_names("run.steps", "max_steps", "train_iters", "train_steps", "max_train_steps"),
+    **_names("run.seed", "seed"),
+    **_names("run.dir", "output_dir", "save_folder"),
+    **_names("run.checkpoint_every", "save_steps", "checkpoint_interval", "checkpoint_factor", "save_interval"),
+    **_names("run.keep_checkpoints", "save_total_limit"),
+    **_names("evaluation.every", "eval_steps", "eval_interval"),
+}
+"""Another tool's name for a key, with `_` for `-` -> the key here. Values have the same meaning."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Another tool, by the config that it reads.
+
+    Attributes:
+        name: the tool.
+        marks: groups of keys at the top of the file; all of one group are there.
+        instead: what to do in place of carrying over its keys; empty for that.
+    """
+
+    name: str
+    marks: tuple[frozenset[str], ...]
+    instead: str = ""
+
+
+def _tool(name: str, *marks: str, instead: str = "") -> Tool:
+    return Tool(name, tuple(frozenset(each.split()) for each in marks), instead)
+
+
+TOOLS = (
+    _tool("accelerate", "compute_environment distributed_type", "distributed_type num_machines num_processes"),
+    _tool("GPT-NeoX", "pipe_parallel_size model_parallel_size", "num_layers pos_emb", "train_iters lr_decay_style"),
+    _tool("NeMo", "trainer exp_manager", "trainer model name"),
+    _tool("LLaMA-Factory", "model_name_or_path finetuning_type", "model_name_or_path template dataset"),
+    _tool("axolotl", "base_model datasets", "base_model sequence_len", "base_model micro_batch_size"),
+    _tool("torchtitan", "job training", "training parallelism", "metrics training optimizer lr_scheduler"),
+    _tool("nanotron", "general parallelism tokens", "checkpoints general tokenizer"),
+    _tool("OLMo", "save_folder device_train_microbatch_size", "run_name save_folder global_train_batch_size"),
+    _tool("LLM Foundry", "train_loader max_seq_len", "train_loader max_duration"),
+    _tool("torchtune", "tokenizer checkpointer loss", "checkpointer optimizer epochs"),
+    _tool("the Hugging Face Trainer", "output_dir per_device_train_batch_size", "output_dir num_train_epochs"),
+    _tool(
+        "transformers (config.json of a model)",
+        "model_type architectures",
+        "model_type hidden_size",
+        instead='give its folder as "model": {"path": ...} in a run\'s config',
+    ),
+)
+
+
+def refuse_foreign(raw: Mapping[str, Any], path: str) -> None:
+    """Refuses a config of another tool, with what of it can be carried over.
+
+    Args:
+        raw: the parsed file.
+        path: the file, for the message.
+
+    Raises:
+        ConfigError: names the tool, and a command with its values.
+    """
+    keys = frozenset(_plain(key) for key in raw)
+    if {"data", "run"} <= keys:
+        return
+    tool = next((tool for tool in TOOLS if any(marks <= keys for marks in tool.marks)), None)
+    if tool is None:
+        return
+    marks = max((each for each in tool.marks if each <= keys), key=len)
+    why = f"it is a config of {tool.name} (it has {', '.join(sorted(marks))}), not of a run here"
+    raise ConfigError("--config", path, why=why, remedy=tool.instead or _carried(raw))
+
+
+def known_elsewhere(key: str, value: object) -> ConfigError | None:
+    """The refusal of a key at the top of a config by which other tools name one of ours; None of any other key."""
+    ours = NAMES.get(_plain(key))
+    if ours is None:
+        return None
+    why = "there is no such key; other tools have it"
+    return ConfigError(key, value, why=why, remedy=f"use {ours} = {json.dumps(value, default=str)}")
+
+
+def _carried(raw: Mapping[str, Any]) -> str:
+    """The values of a file in our terms, as words of a command line; a DeepSpeed file that it names, first."""
+    found: dict[str, object] = {}
+    deepspeed = ""
+    for key, value in _leaves(raw):
+        ours = NAMES.get(_plain(key))
+        if ours and ours not in found and _is_plain(value):
+            found[ours] = value
+        if key in ("deepspeed", "deepspeed_config_file") and isinstance(value, str):
+            deepspeed = value
+    sets = "".join(f" --set {shlex.quote(f'{key}={_word(value)}')}" for key, value in found.items())
+    start = f"headrace check --config {BASE}{sets}, then your model and data in a file of your own"
+    return f'add "model", "data" and "run" to {deepspeed}, its DeepSpeed file; or {start}' if deepspeed else start
+
+
+def _leaves(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield str(key), value
+
+
+def _is_plain(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return number or (isinstance(value, str) and 0 < len(value) < 80 and "://" not in value and "$" not in value)
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _plain(key: object) -> str:
+    return str(key).replace("-", "_")

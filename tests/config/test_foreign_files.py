@@ -1,0 +1,134 @@
+"""Configs of other tools are named, with what of them can be carried over; their names for our keys lead to ours."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import ConfigError, problems_in
+from pipeline.config.foreign_files import NAMES, TOOLS
+from pipeline.config.load import load_config, read_config
+from pipeline.config.sections.run import Config
+from tests.conftest import tiny_config, write_config
+
+FILES = {
+    "accelerate": (
+        "default_config.yaml",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
+        "  deepspeed_config_file: ds.json\nnum_machines: 1\nnum_processes: 8\n",
+    ),
+    "NeMo": (
+        "megatron_gpt.yaml",
+        "name: gpt\ntrainer:\n  max_steps: 100\n  gradient_clip_val: 1.0\nexp_manager: {}\nmodel:\n"
+        "  micro_batch_size: 4\n  global_batch_size: 64\n  tensor_model_parallel_size: 2\n  seq_length: 128\n",
+    ),
+    "LLaMA-Factory": (
+        "qwen_sft.yaml",
+        "model_name_or_path: Qwen/Qwen3-4B\nstage: sft\nfinetuning_type: full\ntemplate: qwen3\ndataset: identity\n"
+        "cutoff_len: 256\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-5\n",
+    ),
+    "axolotl": (
+        "llama.yml",
+        "base_model: NousResearch/Llama-3.2-1B\ndatasets:\n  - path: tatsu-lab/alpaca\nsequence_len: 256\n"
+        "micro_batch_size: 2\nlearning_rate: 2e-5\ndeepspeed: deepspeed_configs/zero3.json\n",
+    ),
+    "torchtitan": (
+        "llama3_8b.toml",
+        '[job]\ndump_folder = "./outputs"\n[model]\nname = "llama3"\nflavor = "8B"\n[optimizer]\nlr = 3e-4\n'
+        "[training]\nlocal_batch_size = 1\nseq_len = 256\nsteps = 1000\n[parallelism]\ntensor_parallel_degree = 1\n",
+    ),
+    "GPT-NeoX": (
+        "20B.yml",
+        '{"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144, "seq-length": 128,'
+        ' "pos-emb": "rotary", "optimizer": {"type": "Adam", "params": {"lr": 0.97e-4}}, "train-iters": 150000,'
+        ' "zero_optimization": {"stage": 1}, "lr-decay-style": "cosine", "train_micro_batch_size_per_gpu": 4}',
+    ),
+    "nanotron": (
+        "config_tiny_llama.yaml",
+        "general:\n  project: debug\nparallelism:\n  dp: 2\ntokens:\n  sequence_length: 256\n  micro_batch_size: 2\n"
+        "checkpoints: {}\ntokenizer: {}\n",
+    ),
+    "OLMo": ("OLMo-1B.yaml", "run_name: a\nsave_folder: out\nglobal_train_batch_size: 64\nmax_sequence_length: 128\n"),
+    "LLM Foundry": ("mpt.yaml", "max_seq_len: 128\ntrain_loader: {}\nglobal_train_batch_size: 16\n"),
+    "torchtune": ("full.yaml", "tokenizer: {}\ncheckpointer: {}\noptimizer: {lr: 2e-5}\nepochs: 1\nloss: {}\n"),
+    "the Hugging Face Trainer": (
+        "args.json",
+        '{"output_dir": "out", "per_device_train_batch_size": 4, "max_steps": 9}',
+    ),
+    "transformers": ("config.json", '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'),
+}
+
+
+def test_every_tool_of_the_table_is_tried() -> None:
+    assert [tool.name.partition(" (")[0] for tool in TOOLS] == sorted(
+        FILES, key=[tool.name.partition(" (")[0] for tool in TOOLS].index
+    )
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_a_config_of_another_tool_is_named_and_what_is_printed_can_be_run(tool: str, tmp_path: Path) -> None:
+    name, text = FILES[tool]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read_config(tmp_path / name)
+    assert f"it is a config of {tool}" in refused.value.why
+    assert len(str(refused.value)) < 1000
+    if "--config" in refused.value.remedy:
+        words = shlex.split(refused.value.remedy.replace("; or ", " ").partition(", then your model")[0])
+        sets = [value for flag, value in itertools.pairwise(words) if flag == "--set"]
+        load_config(words[words.index("--config") + 1], sets)
+
+
+def test_the_deepspeed_file_of_a_tools_config_is_named(tmp_path: Path) -> None:
+    for tool, path in (("accelerate", "ds.json"), ("axolotl", "deepspeed_configs/zero3.json")):
+        name, text = FILES[tool]
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=f'"run" to {path}, its DeepSpeed file'):
+            read_config(tmp_path / name)
+
+
+def test_a_config_of_ours_is_none_of_another_tool(tmp_path: Path) -> None:
+    read_config(write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run")))
+
+
+@pytest.mark.parametrize("key", ["pipeline_parallel_size", "tensor-parallel-size", "learning_rate", "max_steps"])
+def test_another_tools_name_of_a_key_leads_to_ours(key: str, tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "tokens", tmp_path / "run")
+    with pytest.raises(ConfigError) as refused:
+        read_config(write_config(tmp_path / "c.json", {**raw, key: 1}))
+    words = refused.value.remedy.removeprefix("use ").replace(" = ", "=")
+    assert refused.value.field == key
+    read_config(write_config(tmp_path / "c.json", raw), [words])
+
+
+def test_every_name_leads_to_a_key_that_is_there() -> None:
+    for ours in set(NAMES.values()):
+        section = Config
+        for name in ours.split("."):
+            field = section.model_fields[name]
+            section = field.annotation if isinstance(field.annotation, type) else section
+
+
+def test_keys_that_are_unknown_are_said_once_and_briefly(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "tokens", tmp_path / "run")
+    strange = {f"zzzqqq{number}": number for number in range(40)}
+    with pytest.raises(ConfigError) as refused:
+        read_config(write_config(tmp_path / "c.json", {**raw, **strange}))
+    assert len(problems_in(refused.value)) == 40
+    assert len(str(refused.value)) < 6000
+    assert str(refused.value).count("the keys here are") == 1
+
+
+def test_toml_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        '[run]\ndir = "runs/a"\nsteps = 5\n[data]\nsequence_length = 32\nsources = [{path = "tokens"}]\n'
+        '[model.config]\nmodel_type = "llama"\n'
+    )
+    assert load_config(path).run.steps == 5
+    path.write_text("[run\n")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(path)

@@ -1,0 +1,88 @@
+"""A folder of another tool is named wherever a folder is opened, with what brings it here; ours and unknown ones not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.base.directory import read_manifest
+from headrace.base.errors import CheckpointError, DataError
+from headrace.base.foreign_folders import KINDS, recognise
+from pipeline.checkpoint.export.find import find_checkpoint
+from pipeline.models.folder.model_folder import ModelFolder
+
+FOLDERS = {
+    "a checkpoint of DeepSpeed (ZeRO)": (
+        "latest",
+        "zero_to_fp32.py",
+        "global_step9/mp_rank_00_model_states.pt",
+        "global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ),
+    "a checkpoint of DeepSpeed (ZeRO), of one step": ("zero_pp_rank_0_mp_rank_00_optim_states.pt",),
+    "a universal checkpoint of DeepSpeed": ("mp_rank_00_model_states.pt", "zero/lm_head.weight/fp32.pt"),
+    "a folder of universal checkpoints of DeepSpeed": ("latest_universal", "global_step9_universal/zero/x/fp32.pt"),
+    "a checkpoint of DeepSpeed without ZeRO": ("latest", "global_step9/mp_rank_00_model_states.pt"),
+    "a checkpoint of Megatron-LM (torch)": ("iter_0000100/mp_rank_00/model_optim_rng.pt",),
+    "a checkpoint of Megatron-LM": ("latest_checkpointed_iteration.txt", "iter_0000100/__0_0.distcp"),
+    "a distributed checkpoint of torch (DCP)": (".metadata", "__0_0.distcp"),
+    "the output folder of the Hugging Face Trainer": ("checkpoint-9/trainer_state.json", "training_args.bin"),
+    "a checkpoint of the Hugging Face Trainer": ("trainer_state.json", "optimizer.pt"),
+    "a folder of model shards of litdata": ("index.json", "chunk-0-0.bin"),
+    "a folder of MDS shards of MosaicML streaming": ("index.json", "shard.00000.mds.zstd"),
+    "a dataset of datasets.save_to_disk": ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"),
+    "a dataset of datasets.save_to_disk, by split": ("dataset_dict.json", "train/dataset_info.json"),
+    "tokens of datatrove or nanotron": ("00000_tokens.ds", "00000_tokens.ds.index", "00000_tokens.ds.metadata"),
+    "tokens of llm.c": ("fineweb_train_000001.bin", "fineweb_val_000000.bin"),
+    "tokens of OLMo (flat .npy)": ("part-0-00000.npy",),
+    "tokens of Megatron-LM": ("web_text_document.bin", "web_text_document.idx"),
+    "a checkpoint of nanotron": ("checkpoint_metadata.json", "model/model_config.json"),
+    "a checkpoint of OLMo": ("config.yaml", "model_and_optim/.metadata"),
+    "a Hugging Face model folder": ("config.json", "model-00001-of-00002.safetensors"),
+    "a tokens directory of headrace": ("manifest.json", "tokenizer/tokenizer.json"),
+}
+
+
+def made(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def test_every_kind_of_the_table_is_tried(tmp_path: Path) -> None:
+    found = [recognise(made(tmp_path / str(n), names)) for n, names in enumerate(FOLDERS.values())]
+    assert [(each.name, each.marks) for each in found if each] == [(kind.name, kind.marks) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_of_another_tool_is_named_with_a_remedy(kind: str, tmp_path: Path) -> None:
+    folder = made(tmp_path / "given", FOLDERS[kind])
+    found = recognise(folder)
+    assert found is not None
+    assert kind.startswith(found.name.partition(" (index")[0])
+    assert "FOLDER" not in found.remedy
+    if "manifest.json" not in FOLDERS[kind]:
+        with pytest.raises(DataError, match="; it is a|; it is t") as refused:
+            read_manifest(folder, kind="tokens")
+        assert found.remedy in str(refused.value)
+    if "config.json" not in FOLDERS[kind]:
+        with pytest.raises(DataError) as as_model:
+            ModelFolder.open(folder)
+        assert found.remedy in str(as_model.value)
+    with pytest.raises(CheckpointError) as as_run:
+        find_checkpoint(folder)
+    assert found.remedy in str(as_run.value)
+
+
+def test_a_file_of_tokens_is_named(tmp_path: Path) -> None:
+    (tmp_path / "part-0.npy").touch()
+    with pytest.raises(DataError, match="it is tokens of OLMo"):
+        read_manifest(tmp_path / "part-0.npy", kind="tokens")
+
+
+def test_what_is_not_known_is_not_guessed(tmp_path: Path) -> None:
+    assert recognise(made(tmp_path / "a", ("notes.txt", "data.bin", "x/y.pt"))) is None
+    assert recognise(tmp_path / "nothing") is None
+    with pytest.raises(DataError, match="make one with: headrace prep"):
+        read_manifest(tmp_path / "a", kind="tokens")
