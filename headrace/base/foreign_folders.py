@@ -89,11 +89,9 @@ KINDS = (
         ("trainer_state.json",),
         "give it as model.path: its weights are taken, its optimizer, schedule and step are not",
     ),
-    Foreign("a folder of model shards of litdata (index.json, chunks)", ("index.json", "chunk-*.bin"), _TEXT),
+    Foreign("a folder of chunks of litdata", ("index.json", "chunk-*.bin"), _TEXT),
     Foreign("a folder of MDS shards of MosaicML streaming", ("index.json", "shard.*.mds*"), _TEXT),
-    Foreign(
-        "a dataset of datasets.save_to_disk", ("dataset_info.json", "*.arrow"), f"export it with to_json, {_TOKENS}"
-    ),
+    Foreign("a dataset of datasets.save_to_disk", ("dataset_info.json", "*.arrow"), f"export it by to_json, {_TOKENS}"),
     Foreign("a dataset of datasets.save_to_disk", ("dataset_dict.json",), f"export each split with to_json, {_TOKENS}"),
     Foreign("tokens of datatrove or nanotron", ("*.ds", "*.ds.index"), _TEXT),
     Foreign("tokens of llm.c", ("*_train_*.bin",), _TEXT),
@@ -125,7 +123,7 @@ KINDS = (
 
 
 def recognise(folder: Path) -> Foreign | None:
-    """What a folder or file of another tool is, its remedy with the folder's name; None of a folder that is not known."""
+    """What a folder or file of another tool is, its remedy with the folder's name; None where it is not known."""
     try:
         names = [folder.name] if folder.is_file() else list(_names(folder))
     except OSError:
@@ -143,7 +141,7 @@ def is_trainer_checkpoint(folder: Path) -> bool:
 
 
 def what_it_is(folder: Path, otherwise: str) -> str:
-    """For an error of a folder that is not what is needed: what it is and what to do, else `otherwise` as the remedy."""
+    """Ends an error of a folder that is not what is needed: what it is and what to do, else `otherwise`."""
     found = recognise(folder)
     return f"; it is {found.name}\n  try: {found.remedy}" if found else f"\n  try: {otherwise}"
 

@@ -50,8 +50,12 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
         _refuse_several_modalities(config)
     if config.vocab_size < tokenizer["vocab_size"]:
         why = f"the dataset's tokenizer has {tokenizer['vocab_size']} ids"
-        remedy = "use the tokenizer the model was made with, or leave model.config.vocab_size out"
-        raise ConfigError("model.config.vocab_size", config.vocab_size, why=why, remedy=remedy)
+        field, remedy = "model.config.vocab_size", "leave it out: it is then taken from the tokenizer"
+        if section.path is not None:  # its embedding has the rows it has
+            field = "model.path"
+            why = f"{section.path} has {config.vocab_size} ids, and {why}"
+            remedy = "prepare the data with the model's tokenizer: tokenizer.path of the corpus config"
+        raise ConfigError(field, section.path or config.vocab_size, why=why, remedy=remedy)
     check_model_config(_shared_integers(config), sequence_length=sequence_length)
     return config
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPTJConfig, LlamaConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.meta import build_meta
 from pipeline.models.flash_attention import check_flash_attention, unfit
 from tests.engines.layout_worker import resolved
@@ -52,3 +53,18 @@ def test_fp32_is_refused() -> None:
     section = run.config.model.model_copy(update={"attn_implementation": "flash_attention_3"})
     with pytest.raises(ConfigError, match="take 16-bit numbers"):
         check_layout(run.config.model_copy(update={"model": section}), run.topology)
+
+
+def test_our_own_attention_is_called_as_the_config_calls_it() -> None:
+    """A model without transformers' interface of attentions: the value that is refused is the one that was given."""
+    with pytest.raises(ConfigError) as refused:
+        build_meta(
+            GPTJConfig(n_embd=32, n_layer=1, n_head=2, rotary_dim=8),
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+        )
+    assert refused.value.value == "sdpa"
+    assert refused.value.remedy.startswith("use eager")
+    build_meta(
+        GPTJConfig(n_embd=32, n_layer=1, n_head=2, rotary_dim=8), dtype=torch.float32, attn_implementation="eager"
+    )

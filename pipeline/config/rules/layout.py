@@ -101,13 +101,14 @@ def check_layout(config: Config, topology: Topology) -> None:
     check_on_policy(config.distill, topology, sequence_length=config.data.sequence_length, fp8=config.fp8)
 
 
-def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:
+def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str, trained: bool = False) -> None:
     """Checks that attention heads and the vocabulary divide over tp ranks, and heads over cp ranks with ulysses.
 
     Args:
         model: a Hugging Face config; keys it does not have are not checked.
         topology: the mesh.
         cp_method: `parallel.cp_method`.
+        trained: the sizes are those of weights that there are, and cannot be changed.
 
     Raises:
         ConfigError: names the largest number of ranks that works.
@@ -115,20 +116,19 @@ def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str)
     tp, cp = topology.tp, topology.cp
     heads = model.get("num_attention_heads")
     head_ranks = cp if cp_method == "ulysses" else 1
-    _check_divides("parallel.tp", tp, heads, "num_attention_heads")
-    _check_divides("parallel.tp", tp, model.get("num_key_value_heads"), "num_key_value_heads")
-    _check_divides("parallel.tp", tp, model.get("vocab_size"), "vocab_size")
+    for name in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+        _check_divides("parallel.tp", tp, model.get(name), name, trained=trained)
     if heads and (heads // tp) % head_ranks:
         near = max(n for n in range(1, cp) if (heads // tp) % n == 0)
         why = f"ulysses splits {heads // tp} heads ({heads} / tp {tp}) over cp ranks, and {cp} does not divide them"
         raise ConfigError("parallel.cp", cp, why=why, remedy=f"use {near}, or parallel.cp_method ring")
 
 
-def _check_divides(field: str, ranks: int, count: int | None, name: str) -> None:
+def _check_divides(field: str, ranks: int, count: int | None, name: str, *, trained: bool) -> None:
     if count and count % ranks:
         near = max(n for n in range(1, ranks) if count % n == 0)
         above = -(-count // ranks) * ranks
-        remedy = f"use {near}, or {name} {above}"
+        remedy = f"use {near}" + ("" if trained else f", or model.config.{name} {above}")
         raise ConfigError(field, ranks, why=f"it does not divide model.config.{name} ({count})", remedy=remedy)
 
 

@@ -453,8 +453,8 @@ class Config(Section):
     )
     gradient_clipping: NonNegativeFloat = Field(
         1.0,
-        description="Gradient clipping: largest L2 norm of the gradient of all parameters; 1.0 when absent, as in"
-        " DeepSpeed; 0 is off",
+        description="Gradient clipping: largest L2 norm of the gradient of all parameters, e.g. 1.0, the default, as"
+        " in DeepSpeed; 0 is off",
     )
     zero_optimization: ZeroSection = ZeroSection()
     bf16: Bf16Section = Bf16Section()

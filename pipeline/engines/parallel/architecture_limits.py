@@ -39,7 +39,8 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     check_padded_positions(model, sequence_length=run.batch.sequence_length)
     if not run.plain:
         _refuse_dropout(run, config)
-    check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method)
+    trained = run.config.model.path is not None
+    check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method, trained=trained)
     if topology.tp > 1:
         check_tp_plan(model, tp=topology.tp)
     if topology.pp > 1:

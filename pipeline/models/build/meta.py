@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.buffers import frozen_to_buffers, keep_in_fp32
 from pipeline.models.flash_attention import install_remedy
 from pipeline.models.hf_config import one_line
@@ -31,7 +32,8 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
         why = f"transformers refuses it: {one_line(error)}"
         if attn_implementation != "eager" and _builds(config, dtype):
             remedy = install_remedy(attn_implementation) or _EAGER
-            raise ConfigError("model.attn_implementation", attn_implementation, why=why, remedy=remedy) from None
+            given = "sdpa" if attn_implementation == ATTENTION_NAME else attn_implementation  # as the config has it
+            raise ConfigError("model.attn_implementation", given, why=why, remedy=remedy) from None
         raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
     model.config.use_cache = False
     frozen_to_buffers(model)

@@ -15,7 +15,7 @@ from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology
-from pipeline.runtime.launch import detect, place_of_pod, supervise, supervise_pod
+from pipeline.runtime.launch import Launch, detect, place_of_pod, supervise, supervise_pod
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
 
@@ -63,7 +63,7 @@ def resolve_run(
         if launch.rank == 0:
             _print_notes(loaded)
         return run
-    _check_nproc(arguments.nproc, launch.launcher)
+    _check_nproc(arguments.nproc, launch)
     run = resolve(config, world_size=arguments.nproc, begun=begun)
     processes = run.topology.world_size
     if run.spare:
@@ -78,7 +78,7 @@ def start_processes(arguments: argparse.Namespace) -> None:
     """With `--nproc N`, or in a pod, starts processes with the same command line, and exits with their exit code."""
     if arguments.nproc is None:
         return _start_pod(lambda _world_size: None)
-    _check_nproc(arguments.nproc, detect().launcher)
+    _check_nproc(arguments.nproc, detect())
     if arguments.nproc > 1:
         _supervise(arguments.nproc)
     return None
@@ -125,12 +125,14 @@ def has_begun(run_dir: str, *, train_batch_size: int | None) -> bool:
     return before.get("train_batch_size") == train_batch_size
 
 
-def _check_nproc(processes: int, launcher: str) -> None:
+def _check_nproc(processes: int, launch: Launch) -> None:
     if processes < 1:
         raise ConfigError("--nproc", processes, why="it is a number of processes", remedy="use 1 or more")
-    if launcher != "python":
-        why = f"the processes are started by {launcher} already"
-        raise ConfigError("--nproc", processes, why=why, remedy="use one of the two")
+    if launch.launcher != "python":
+        given = ", ".join(f"{name}={os.environ.get(name, '')}" for name in launch.variables)
+        why = f"the processes are started by {launch.launcher} already, by the environment ({given})"
+        remedy = f"leave --nproc out; or, where these are left over, unset {' '.join(launch.variables)}"
+        raise ConfigError("--nproc", processes, why=why, remedy=remedy)
 
 
 def _without_nproc(words: Sequence[str]) -> list[str]:

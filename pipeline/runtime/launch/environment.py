@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from zlib import crc32
 
 from headrace.base.errors import ConfigError
@@ -44,6 +44,7 @@ class Launch:
         world_size: number of processes.
         local_rank: rank among the processes of this host.
         master: address:port of rank 0; port 0 for a single process, which may use any.
+        variables: the environment variables that it was read from.
     """
 
     launcher: str
@@ -51,6 +52,7 @@ class Launch:
     world_size: int
     local_rank: int
     master: str
+    variables: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.launcher}: {self.world_size} process{'es' if self.world_size > 1 else ''}"
@@ -143,7 +145,9 @@ def detect(environ: Mapping[str, str] = os.environ, *, parent: int | None = None
         why = f"{launcher.world_size} is {world_size}"
         raise ConfigError(launcher.rank, rank, why=why, remedy="unset the variables of an earlier launcher")
     master = _master(launcher, environ, world_size, parent or os.getppid())
-    return Launch(launcher.name, rank, world_size, local_rank, master)
+    read = (launcher.marker, launcher.rank, launcher.world_size, launcher.local_rank)
+    variables = tuple(dict.fromkeys(name for name in read if name in environ))
+    return Launch(launcher.name, rank, world_size, local_rank, master, variables)
 
 
 def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:

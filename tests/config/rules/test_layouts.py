@@ -12,7 +12,9 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
+from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import FEATURES, LAYOUTS, resolve
+from pipeline.config.topology import Topology
 from tests.conftest import ROOT, tiny_config, write_config
 
 SELECTED_BY: dict[str, tuple[str, ...]] = {
@@ -102,8 +104,8 @@ REFUSALS = [
     (["parallel.tp=2", "tensor_parallel.autotp_size=4"], "give one of the two"),
     (["parallel.tp=2", "parallel.cp=4", "data.sequence_length=36"], "use 32 or 40"),
     (["parallel.tp=8"], "model.config.num_attention_heads"),
-    (["parallel.tp=4"], "use 2, or num_key_value_heads 4"),
-    (["parallel.tp=2", "model.config.vocab_size=511"], "use 1, or vocab_size 512"),
+    (["parallel.tp=4"], "use 2, or model.config.num_key_value_heads 4"),
+    (["parallel.tp=2", "model.config.vocab_size=511"], "use 1, or model.config.vocab_size 512"),
     (["parallel.cp=8"], "use 4, or parallel.cp_method ring"),
     (["parallel.cp=2", "model.attn_implementation=eager"], "use sdpa"),
     (["data.mask_documents=true", "model.attn_implementation=eager"], "use sdpa"),
@@ -207,3 +209,14 @@ def test_an_elastic_run_on_fewer_processes_than_one_model_replica_is_refused(tmp
     path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run"))
     with pytest.raises(ConfigError, match="start 4 or 8 processes"):
         resolve(load_config(path, ["parallel.tp=4", "parallel.elastic=true"]), world_size=3)
+
+
+def test_a_size_of_trained_weights_is_not_to_be_changed() -> None:
+    """A model from `model.path` has the vocabulary that it has; one that is initialized may have another."""
+    sizes, topology = {"vocab_size": 513}, Topology(dp=1, tp=2)
+    with pytest.raises(ConfigError, match=r"use 1, or model\.config\.vocab_size 514"):
+        check_heads(sizes, topology, cp_method="ulysses")
+    with pytest.raises(ConfigError) as refused:
+        check_heads(sizes, topology, cp_method="ulysses", trained=True)
+    assert refused.value.remedy == "use 1"
+    check_heads({"vocab_size": 514}, topology, cp_method="ulysses")

@@ -97,6 +97,7 @@ def test_nproc_under_another_launcher_is_refused(work: Path) -> None:
     command = [sys.executable, TRAIN, "--nproc", "2", "--config", "c.json"]
     said = refusal_of(subprocess.run(command, env=environ, capture_output=True, text=True, check=False, cwd=work))
     assert "started by environment already" in said
+    assert "unset RANK WORLD_SIZE" in said  # and with them unset it starts: every other test here
 
 
 # A rank script without torch, to test what the supervisor does with it.
