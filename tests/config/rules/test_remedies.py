@@ -42,8 +42,8 @@ REMOVED = re.compile(r"^(remove it|leave it out|leave it)")
 RENAMED = re.compile(r"^did you mean '([\w.]+)'\?")
 ASSIGNED = re.compile(r"^use ([a-z_]+(?:\.[a-z_]+)*) = (\S+)$")
 PATH = re.compile(r"^use (?:a path of .* e\.g\. )?(/[\w/.-]+)")
-SET = re.compile(r"^(?:use|set it to) (\[[^]]*\]|\d[\w.]*)")
-WITHIN = re.compile(r"(?:e\.g\.|use at most) (\[[^]]*\]|\d[\w.]*)")
+SET = re.compile(r"^(?:use|set it to) (\[[^]]*\]|\d(?:[\w.]*\w)?)")
+WITHIN = re.compile(r"(?:e\.g\.|use at most) (\[[^]]*\]|\d(?:[\w.]*\w)?)")
 EXAMPLE = re.compile(r"^(\"[^\"]*\"|\[[^]]*\]|[\w.+-]+)(?: \(|$)")
 PROSE = {
     "zero_optimization.stage=4",  # the stages and what they are
