@@ -9,12 +9,14 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import suggest
 from pipeline.config.rules.training import POSITIONS, check_model_config
 from pipeline.config.sections.run import ModelSection
 from pipeline.models.folder.model_folder import read_config
+from pipeline.models.folder.text_part import TEXT_ALONE
 from pipeline.models.layers import global_value, keep_layers
 from pipeline.models.padding import give_padding_id
 
@@ -39,7 +41,7 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
     """
     if section.config is not None:
         config = _from_section(section.config, tokenizer, sequence_length)
-        _refuse_several_modalities(config)
+        _refuse_several_modalities(config, folder=False)
         if "pad_token_id" not in section.config:
             give_padding_id(config, tokenizer.get("eos_id"))
     else:
@@ -47,7 +49,7 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
         config = read_hf_config(section.path)
         if section.keep_layers is not None:
             config = keep_layers(config, section.keep_layers)
-        _refuse_several_modalities(config)
+        _refuse_several_modalities(config, folder=True)
     if config.vocab_size < tokenizer["vocab_size"]:
         why = f"the dataset's tokenizer has {tokenizer['vocab_size']} ids"
         field, remedy = "model.config.vocab_size", "leave it out: it is then taken from the tokenizer"
@@ -77,7 +79,23 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
         raise DataError(f"{folder}/config.json cannot be read: {one_line(error)}") from None
     if dequantized:
         del config.quantization_config
-    return _without_quantization(config, folder)
+    return _text_part(_without_quantization(config, folder))
+
+
+def _text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The decoder of a model of several modalities, where that computes what the whole does for text."""
+    if config.model_type not in TEXT_ALONE:
+        return config
+    text = config.get_text_config(decoder=True)
+    kind = TEXT_ALONE[config.model_type] or text.model_type
+    fields = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures")}
+    rope = fields.get("rope_parameters") or {}
+    fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    alone = AutoConfig.for_model(kind, **fields)
+    tied = getattr(config, "tie_word_embeddings", None)
+    if tied is not None:  # the head belongs to the whole
+        alone.tie_word_embeddings = tied
+    return alone
 
 
 def _without_quantization(config: PretrainedConfig, folder: str | Path) -> PretrainedConfig:
@@ -139,8 +157,15 @@ def _made(kind: str, derived: dict[str, Any], fields: dict[str, Any]) -> Pretrai
         return AutoConfig.for_model(kind, **derived | dict.fromkeys(absent, derived["eos_token_id"]), **fields)
 
 
-def _refuse_several_modalities(config: PretrainedConfig) -> None:
+_OWN_LOOP = "train it with a loop of your own (docs/how-to/own-loop.md)"
+
+
+def _refuse_several_modalities(config: PretrainedConfig, *, folder: bool) -> None:
     """Refuses a model of texts and images or sounds: only its language model would get gradients.
+
+    Args:
+        config: of the model.
+        folder: whether it is that of `model.path`, whose weights another architecture would not have.
 
     Raises:
         ConfigError: names the `model_type` of its language model.
@@ -150,8 +175,11 @@ def _refuse_several_modalities(config: PretrainedConfig) -> None:
     if text.model_type == config.model_type and not others:
         return
     why = f"it has parts besides a decoder of text ({', '.join(others) or 'text_config'}), which text cannot train"
-    alone = text.model_type != config.model_type and text.model_type in CONFIG_MAPPING
-    remedy = f"use {text.model_type}" if alone else "use a model of text, e.g. llama"
+    alone = text.model_type != config.model_type and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    remedy = f"use {text.model_type}" if alone and not folder else "use a model of text, e.g. llama"
+    if folder:
+        families = ", ".join(TEXT_ALONE)
+        remedy = f"{_OWN_LOOP}, or a folder whose text part is trained alone ({families})"
     raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=remedy)
 
 

@@ -18,7 +18,8 @@ from pipeline.models.build.counter import CPU
 from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.build.rectangle import Rectangle, part
 from pipeline.models.build.stored_names import TensorGroup, groups_of_files
-from pipeline.models.folder.weight_files import stored_tensors
+from pipeline.models.folder.text_part import text_is_nested, text_tensors
+from pipeline.models.folder.weight_files import TensorInfo, stored_tensors
 
 _SCALE = "_scale_inv"
 """Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
@@ -55,6 +56,8 @@ class FromSafetensors:
     ) -> None:
         self._folder, self._model, self._rename = Path(folder), model, rename
         self._stored = stored_tensors(self._folder)
+        if text_is_nested(self._folder, str(getattr(model.config, "model_type", ""))):
+            self._stored = text_tensors(self._stored)
         self._block = _block_size(self._folder)
         self._last: tuple[TensorGroup, dict[str, Tensor]] | None = None
         parameters, buffers = parameter_shapes(model), buffer_shapes(model)
@@ -84,8 +87,9 @@ class FromSafetensors:
         return part(self._full(name, group), box)
 
     def _slice(self, name: str, box: Rectangle) -> Tensor:
-        with safe_open(self._stored[name].file, framework="pt") as file:
-            mapped: Tensor = file.get_slice(name)[box.slices] if box.sizes else file.get_tensor(name)
+        stored = self._stored[name]
+        with safe_open(stored.file, framework="pt") as file:
+            mapped: Tensor = file.get_slice(stored.name)[box.slices] if box.sizes else file.get_tensor(stored.name)
             return mapped.clone(memory_format=torch.contiguous_format)  # reads the pages of the box
 
     def _full(self, name: str, group: TensorGroup) -> Tensor:
@@ -97,12 +101,10 @@ class FromSafetensors:
         return self._last[1][self._rename(name)]
 
     def _tensor(self, name: str) -> Tensor:
-        with safe_open(self._stored[name].file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor = _whole(self._stored[name])
         if name + _SCALE not in self._stored:
             return tensor
-        with safe_open(self._stored[name + _SCALE].file, framework="pt") as file:
-            return scaled(tensor, file.get_tensor(name + _SCALE), self._block)
+        return scaled(tensor, _whole(self._stored[name + _SCALE]), self._block)
 
     def _results(
         self, groups: list[TensorGroup], known: Collection[str]
@@ -161,6 +163,12 @@ def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = weight.shape
     full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return weight.float() * full
+
+
+def _whole(stored: TensorInfo) -> Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(stored.name)
+    return tensor
 
 
 def _block_size(folder: Path) -> tuple[int, int]:

@@ -35,6 +35,7 @@ class TensorInfo:
         dtype: by its safetensors name (F32, BF16, I32, ...).
         shape: of the tensor.
         bytes: on disk.
+        name: in the file.
         file: that it is in.
         begin: its first byte in the file.
     """
@@ -42,6 +43,7 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
+    name: str = field(compare=False)
     file: Path = field(compare=False)
     begin: int = field(compare=False)
 
@@ -117,7 +119,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             # a damaged length must not cause a read of gigabytes
             raw = json.loads(file.read(min(length, path.stat().st_size)))
         entries = {name: entry for name, entry in raw.items() if name != "__metadata__"}
-        tensors = {name: _tensor(entry, path, 8 + length) for name, entry in entries.items()}
+        tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in entries.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: its header cannot be read ({error})\n  try: {EXPORT}") from None
     expected, found = 8 + length + sum(info.bytes for info in tensors.values()), path.stat().st_size
@@ -127,9 +129,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor(entry: dict[str, Any], path: Path, data: int) -> TensorInfo:
+def _tensor(name: str, entry: dict[str, Any], path: Path, data: int) -> TensorInfo:
     begin, end = entry["data_offsets"]
-    return TensorInfo(entry["dtype"], tuple(entry["shape"]), end - begin, path, data + begin)
+    return TensorInfo(entry["dtype"], tuple(entry["shape"]), end - begin, name, path, data + begin)
 
 
 def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from data_prep.formats.tokenfile import TokenFile
 from headrace.base.foreign_folders import is_trainer_checkpoint
 from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.models.folder.text_part import text_is_nested
 from pipeline.models.hf_config import VOCAB_MULTIPLE
 from pipeline.run.prepare import PreparedRun
 
@@ -28,12 +29,22 @@ _COVERED, _LONGER = 0.9, 4
 
 def advice(prepared: PreparedRun) -> Iterator[str]:
     """One line for each setting that looks like a mistake, with what to do. Nothing is refused."""
+    yield from _text_part(prepared)
     yield from _vocabulary(prepared)
     yield from _repetition(prepared)
     yield from _sequence_length(prepared)
     yield from _experts(prepared)
     yield from _learning_rate(prepared)
     yield from _what_is_dropped(prepared)
+
+
+def _text_part(prepared: PreparedRun) -> Iterator[str]:
+    path, kind = prepared.run.config.model.path, str(prepared.hf_config.get("model_type"))
+    if path is not None and text_is_nested(Path(path), kind):
+        yield (
+            f"model.path = {path} holds a model of several modalities: its decoder ({kind}) is trained and exported"
+            f" alone, without what reads images"
+        )
 
 
 def _vocabulary(prepared: PreparedRun) -> Iterator[str]:

@@ -1,0 +1,54 @@
+"""The language model inside a model of several modalities: its architecture, and the names of its weights.
+
+What text alone is computed by is a decoder that transformers also has by itself: Gemma 3 without its vision tower is
+`gemma3_text`, Llava's is `llama`. Where its positions have three parts (Qwen-VL), those of text are equal, which is
+plain rotation. Only families are here of which a test has compared the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.models.folder.weight_files import TensorInfo
+
+TEXT_ALONE = {
+    **dict.fromkeys(("gemma3", "llava", "mistral3", "llava_next", "internvl", "idefics3"), None),
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
+"""`model_type` -> that of the decoder; None for the one that its `text_config` names."""
+
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""Of the decoder in files, as published and as transformers 5 writes them -> in the decoder alone."""
+
+
+def text_is_nested(folder: Path, model_type: str) -> bool:
+    """Whether a folder holds a model of several modalities, and the model that is built is its decoder."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    outer = config.get("model_type")
+    return outer in TEXT_ALONE and outer != model_type
+
+
+def text_tensors(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Those of the decoder, by the names that it has alone."""
+    plain = {"model.": "model."} if not any(name.startswith(tuple(_NESTED)) for name in stored) else {}
+    names = {**_PREFIXES, **plain}
+    found = {}
+    for name, info in stored.items():
+        prefix = next((prefix for prefix in names if name.startswith(prefix)), None)
+        if prefix is not None:
+            found[names[prefix] + name.removeprefix(prefix)] = info
+    return found
+
+
+_NESTED = [prefix for prefix in _PREFIXES if prefix != "lm_head."]
