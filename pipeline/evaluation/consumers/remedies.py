@@ -44,7 +44,7 @@ def of_quantization(figures: Figures, wrong: Sequence[str], *, scheme: str, wors
             ways.append(f'"scheme": "{_MORE_BITS[scheme]}"')
         if worst is not None:
             layer = "re:" + worst.replace(".", r"\.") + r"\..*"
-            ways.append(f'"skip": {json.dumps(["lm_head", layer])}')
+            ways.append(f'{json.dumps(layer)} added to "skip"')
     return " or ".join([*ways, *_without(figures, wrong)]) or _OTHER_PROGRAM
 
 
