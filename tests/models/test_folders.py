@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, LlamaConfig, PretrainedConfig
 
-from headrace.base.errors import DataError
+from headrace.base.errors import ConfigError, DataError
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.folder.loading import load_model
@@ -217,6 +217,11 @@ def test_a_folder_with_code_of_its_own_is_refused_without_a_question(
     code = {"AutoConfig": "configuration_novel.NovelConfig", "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM"}
     config_changed(folder, auto_map=code)
     read(folder)  # transformers has the architecture itself
+    config_changed(folder, model_type="vit")  # which transformers has, and not as a model of language
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_model(folder)
+    with pytest.raises(ConfigError, match="transformers refuses it"):
+        build_meta(read_hf_config(folder), dtype=torch.float32, attn_implementation="eager")
     config_changed(folder, model_type="novel")
     refused(folder, "configuration_novel.py", "'novel'", "own-loop", readers=("folder", "loading"))
     with pytest.raises(DataError, match="not executed"):

@@ -27,7 +27,9 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+            # None, the default, would ask whether to execute code that config.json names
+            how = {"attn_implementation": attn_implementation, "trust_remote_code": False}
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
         why = f"transformers refuses it: {one_line(error)}"
         if attn_implementation != "eager" and _builds(config, dtype):

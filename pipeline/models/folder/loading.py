@@ -42,7 +42,7 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
         DataError: the folder holds no model, transformers refuses it, or its tensors do not match the architecture.
     """
     logging.disable_progress_bar()  # its bars would interleave with ours
-    how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
     folder = ModelFolder.open(path)
     if needs_own_loader(folder):
         from pipeline.models.folder.compressed_folder import load_compressed  # noqa: PLC0415  imports compressed_tensors
@@ -100,7 +100,7 @@ def empty_model(path: Path) -> Any:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
 

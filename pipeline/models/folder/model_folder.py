@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
     """Refuses a model whose code is in its folder, which nothing here executes; known architectures do not need it."""
     code = config.get("auto_map")
-    if not isinstance(code, dict) or not code.keys() & {"AutoConfig", "AutoModelForCausalLM"}:
+    if not isinstance(code, dict) or not code.keys() & {"AutoConfig", "AutoModelForCausalLM"} or _has_package(config):
         return
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: PLC0415  takes seconds
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
@@ -170,6 +171,13 @@ def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
             " or use a model whose architecture transformers has"
         )
         raise DataError(f"{path / CONFIG}: {why}\n  try: {remedy}")
+
+
+def _has_package(config: dict[str, Any]) -> bool:
+    """Whether transformers has a package of the architecture's name, without the seconds that importing it takes."""
+    found, kind = find_spec("transformers"), str(config.get("model_type") or "")
+    places = (found and found.submodule_search_locations) or ()
+    return kind.isidentifier() and any((Path(place) / "models" / kind).is_dir() for place in places)
 
 
 def _refuse_two_ropes(path: Path, config: dict[str, Any]) -> None:
