@@ -69,11 +69,12 @@ class Source(Section):
         description='field (jsonl) or column (parquet, datasets) that holds the text, e.g. "content", or '
         '"meta.text" for a field of an object (struct)',
     )
-    messages_field: str | None = Field(
+    messages_field: str | list[str] | None = Field(
         None,
         min_length=1,
-        description='field or column with the list of chat messages, e.g. "messages"; set it for a source of '
-        "conversations",
+        description='field or column with the list of chat messages, e.g. "messages" or "conversations"; or the fields '
+        'of what the user and, the last one, the assistant says, e.g. ["instruction", "input", "output"]; set it for a '
+        "source of conversations",
     )
     tools_field: str | None = Field(
         None, description='for conversations: field with the tools that the chat template lists, e.g. "tools"'
@@ -110,12 +111,18 @@ class Source(Section):
                 raise ValueError(f"kwargs.{key}: {why}")
         if not self.paths and self.builder is None:
             raise ValueError("the list of paths is empty: give at least one path")
-        if self.messages_field is None and (self.tools_field is not None or self.learn != "assistant"):
-            raise ValueError("tools_field and learn apply to conversations only, and the source has no messages_field")
-        if self.messages_field is not None and self.type == "text":
-            raise ValueError("messages_field needs records: the type must be jsonl, parquet or datasets, not text")
         if self.label == TOKENIZER_PARENT:
             raise ValueError(f"the name '{TOKENIZER_PARENT}' is reserved for the tokenizer in the manifest")
+        return self
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> Source:
+        if self.messages_field is None and (self.tools_field is not None or self.learn != "assistant"):
+            raise ValueError("tools_field and learn apply to conversations only, and the source has no messages_field")
+        if isinstance(self.messages_field, list) and (len(self.messages_field) < 2 or "" in self.messages_field):
+            raise ValueError('a list as messages_field names two fields or more, e.g. ["prompt", "completion"]')
+        if self.messages_field is not None and self.type == "text":
+            raise ValueError("messages_field needs records: the type must be jsonl, parquet or datasets, not text")
         return self
 
     @property

@@ -63,7 +63,10 @@ class BadRecordCount:
         shown = _listed(first, found)
         remedy = f"repair them, or set max_bad_{noun} to {found} or more to skip them"
         if all(bad.reason == NO_TEXT for bad in first):
-            remedy = f"set text_field of the source to the key that holds the text, or {remedy}"
+            chats = {source.label for source in self._config.sources if source.messages_field is not None}
+            talks = any(bad.source in chats for bad in first)
+            field, what = ("messages_field", "messages") if talks else ("text_field", "text")
+            remedy = f"set {field} of the source to the key that holds the {what}, or {remedy}"
         raise DataError(f"{found} unreadable {noun} so far, max_bad_{noun} is {limit}:\n{shown}\n  try: {remedy}")
 
 

@@ -17,7 +17,7 @@ from data_prep.sources.arrow_values import (
     json_value,
     may_be_messages,
 )
-from data_prep.sources.conversation import conversation_line
+from data_prep.sources.conversation import conversation_hint, conversation_line, prompt_and_answer
 from data_prep.sources.records import TOO_LONG, BadRecord, TextBatch, WantedFields, too_long
 from headrace.base.errors import ConfigError
 
@@ -33,28 +33,34 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> bo
             bytes nor JSON, or that of messages no lists.
     """
     text = "messages_field" if wanted.conversation else "text_field"
-    for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
+    said = [*wanted.prompt, wanted.text]
+    named = [*((text, name) for name in said), ("id_field", wanted.id), ("tools_field", wanted.tools)]
+    for key, column in named:
         if column is not None and _field(schema, column) is None:
-            raise ConfigError(
-                f"{at}.{key}",
-                column,
-                why=f"{path} has no such column",
-                remedy=f"its columns are: {', '.join(_names(schema))}",
-            )
-    for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
+            hint = "" if wanted.conversation else conversation_hint(schema.names)
+            remedy = f"its columns are: {', '.join(_names(schema))}{hint}"
+            raise ConfigError(f"{at}.{key}", column, why=f"{path} has no such column", remedy=remedy)
+    for key, column in named:
         if column is not None and schema.names.count(column) > 1:
             why = f"{path} has {schema.names.count(column)} columns of this name"
             raise ConfigError(f"{at}.{key}", column, why=why, remedy="rename the columns, or name another one")
+    for name in said:
+        _check_type(schema, name, path=path, at=f"{at}.{text}", wanted=wanted)
     kind = _field(schema, wanted.text).type
-    fits, what = (may_be_messages, "of messages") if wanted.conversation else (_may_be_text, "of strings")
-    if not fits(kind):
-        best = holds_objects if wanted.conversation else is_text
-        fitting = [name for name in _names(schema) if best(_field(schema, name).type)]
-        remedy = f"columns {what}: {', '.join(fitting) or 'none'}"
-        why = f"the column in {path} has the type {kind}"
-        raise ConfigError(f"{at}.{text}", wanted.text, why=why, remedy=remedy)
     tools = wanted.conversation and wanted.tools is not None and _field(schema, wanted.tools).type
     return wanted.conversation and (has_optional_keys(kind) or (tools and has_optional_keys(tools, depth=1)))
+
+
+def _check_type(schema: Any, name: str, *, path: str, at: str, wanted: WantedFields) -> None:
+    """Checks that a column can hold texts, or messages."""
+    kind = _field(schema, name).type
+    fits, best, what = (_may_be_text, is_text, "of strings")
+    if wanted.conversation:
+        fits, best, what = (may_be_messages, holds_objects, "of messages")
+    if not fits(kind):
+        fitting = [other for other in _names(schema) if best(_field(schema, other).type)]
+        remedy = f"columns {what}: {', '.join(fitting) or 'none'}"
+        raise ConfigError(at, name, why=f"the column in {path} has the type {kind}", remedy=remedy)
 
 
 def _may_be_text(kind: Any) -> bool:
@@ -171,18 +177,22 @@ def _cell(cell: Any) -> Any:
 
 def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
     """Conversations as lines of JSON; an exception for a row that is not one."""
-    messages = _column(batch, wanted.text)
+    said = [_column(batch, name) for name in (*wanted.prompt, wanted.text)]
     tools = pa.nulls(batch.num_rows) if wanted.tools is None else _column(batch, wanted.tools)
-    cells = zip(_raw_cells(messages), _raw_cells(tools), strict=True)
-    return [_conversation(*pair, messages.type, tools.type) for pair in cells]
+    kinds = [column.type for column in (*said, tools)]
+    return [_conversation(row, kinds) for row in zip(*map(_raw_cells, (*said, tools)), strict=True)]
 
 
-def _conversation(messages: Any, tools: Any, kind: Any, tools_kind: Any) -> Any:
-    for cell in (messages, tools):
+def _conversation(row: tuple[Any, ...], kinds: list[Any]) -> Any:
+    """The line of a row of the prompt's fields (if any), messages or answer, and tools; an exception if it has none."""
+    for cell in row:
         if isinstance(cell, UnicodeDecodeError):
             return cell
     try:
-        return conversation_line(json_value(messages, kind, keep=_ALWAYS), json_value(tools, tools_kind))
+        *prompt, messages = (json_value(cell, kind, keep=_ALWAYS) for cell, kind in zip(row[:-1], kinds, strict=False))
+        if prompt:
+            messages = prompt_and_answer(prompt, messages)
+        return conversation_line(messages, json_value(row[-1], kinds[-1]))
     except (ValueError, TypeError) as error:  # ConversationError among them
         return error
 

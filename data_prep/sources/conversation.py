@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -18,7 +19,7 @@ def conversation_line(messages: Any, tools: Any = None) -> str:
     """Serializes a conversation as one line of JSON, which readers pass on as the document's text.
 
     Messages that are a string of JSON, or strings of JSON in a list, are parsed; those of ShareGPT (`from`, `value`)
-    become messages with a role.
+    get a role.
 
     Raises:
         ConversationError: the messages are not a non-empty list of objects with a "role".
@@ -26,8 +27,7 @@ def conversation_line(messages: Any, tools: Any = None) -> str:
     messages = _parsed(messages, what="the messages")
     if not isinstance(messages, list) or not messages:
         raise ConversationError("not a list of messages")
-    if any(isinstance(message, str) for message in messages):
-        messages = [_parsed(message, what="a message") for message in messages]
+    messages = [_with_role(_parsed(message, what="a message")) for message in messages]
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConversationError("a message without a role")
@@ -71,10 +71,67 @@ def message_text(line: str) -> str:
     return "\n".join(content for content in contents if isinstance(content, str))
 
 
-def conversation_problem(messages: Any) -> tuple[str, str] | None:
-    """Reason and detail if `conversation_line` refuses the messages, else None."""
-    try:
-        conversation_line(messages)
-    except (ConversationError, TypeError) as error:
-        return "not a conversation", str(error)
-    return None
+def prompt_and_answer(prompt: Sequence[Any], answer: Any) -> list[Any]:
+    """The messages of a conversation of one turn, from fields such as `instruction`, `input` and `output`.
+
+    Args:
+        prompt: what the user says: strings, of which those that are not empty are joined by line ends (None counts as
+            empty); or lists of messages.
+        answer: what the assistant says: a string or a list of messages.
+
+    Raises:
+        ConversationError: a field is something else, or one side says nothing.
+    """
+    if isinstance(answer, list):
+        lists = [part for part in prompt if part is not None]
+        if all(isinstance(part, list) for part in lists):
+            return [message for part in (*lists, answer) for message in part]
+    for part in (*prompt, answer):
+        if part is not None and not isinstance(part, str):
+            raise ConversationError(f"a field of messages_field holds a {type(part).__name__}, not a string")
+    asked = "\n".join(part for part in prompt if part)
+    if not asked or not answer:
+        raise ConversationError(f"the fields of what the {'assistant' if asked else 'user'} says are empty")
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    "system": "system",
+    "function_call": "assistant",
+}
+"""Names in `from`, as ShareGPT and the tools that read its format have them, and the roles they stand for."""
+
+
+def _with_role(message: Any) -> Any:
+    """A message, with `role` and `content` if it has ShareGPT's `from` and `value`.
+
+    Raises:
+        ConversationError: an unknown name, or a function call that is no JSON.
+    """
+    if not isinstance(message, dict) or "role" in message or "from" not in message:
+        return message
+    name, value = message["from"], message.get("value")
+    if name not in _SHAREGPT_ROLES:
+        raise ConversationError(f"a message from {name!r}, which is none of: {', '.join(_SHAREGPT_ROLES)}")
+    rest = {key: item for key, item in message.items() if key not in ("from", "value")}
+    if name != "function_call":
+        return {"role": _SHAREGPT_ROLES[name], "content": value} | rest
+    calls = _parsed(value, what="a function call")
+    functions = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in functions]} | rest
+
+
+def conversation_hint(names: Iterable[str]) -> str:
+    """What to write for rows with such fields where they are conversations; "" if they do not look like any."""
+    known = list(names)
+    for field in ("messages", "conversations"):
+        if field in known:
+            return f' (conversations: "messages_field": "{field}")'
+    for fields in (("instruction", "input", "output"), ("prompt", "completion"), ("prompt", "response")):
+        found = [field for field in fields if field in known]
+        if {fields[0], fields[-1]} <= set(found):
+            return f' (conversations: "messages_field": {orjson.dumps(found).decode()})'
+    return ""

@@ -15,7 +15,12 @@ import orjson
 
 from data_prep.sources import json_array
 from data_prep.sources.bytesource import DAMAGE, DECOMPRESSION_ERRORS, DamagedFileError, Digest
-from data_prep.sources.conversation import conversation_line, conversation_problem
+from data_prep.sources.conversation import (
+    ConversationError,
+    conversation_hint,
+    conversation_line,
+    prompt_and_answer,
+)
 from data_prep.sources.lines import SkippedLine, blocks, count_lines
 from data_prep.sources.records import (
     BATCH_DOCUMENTS,
@@ -219,12 +224,19 @@ def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str
         record: dict[str, Any] = orjson.loads(line)
         add_nested(record, wanted.nested)
         if wanted.conversation:
-            record[wanted.text] = conversation_line(record[wanted.text], record.get(wanted.tools or ""))
+            record[wanted.text] = _conversation(record, wanted)
         if type(record[wanted.text]) is str and (wanted.id is None or isinstance(record[wanted.id], str | int)):
             return record
     except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or the field is missing
         pass
     return _problem(bytes(line), wanted)
+
+
+def _conversation(record: dict[str, Any], wanted: WantedFields) -> str:
+    messages = record[wanted.text]
+    if wanted.prompt:
+        messages = prompt_and_answer([record.get(name) for name in wanted.prompt], messages)
+    return conversation_line(messages, record.get(wanted.tools or ""))
 
 
 def _problem(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
@@ -243,9 +255,13 @@ def _problem(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
 
 def _record_problem(record: dict[str, Any], wanted: WantedFields) -> tuple[str, str]:
     if wanted.text not in record:
-        return NO_TEXT, f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
-    if wanted.conversation and (problem := conversation_problem(record[wanted.text])):
-        return problem
+        hint = "" if wanted.conversation else conversation_hint(record)
+        return NO_TEXT, f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}{hint}"
+    try:
+        if wanted.conversation:
+            _conversation(record, wanted)
+    except (ConversationError, TypeError) as error:
+        return "not a conversation", str(error)
     if not wanted.conversation and not isinstance(record[wanted.text], str):
         return "text is not a string", f"'{wanted.text}' is a {type(record[wanted.text]).__name__}"
     return "no id", f"'{wanted.id}' is missing, or neither a string nor an integer"

@@ -20,8 +20,11 @@ def wanted_fields(source: Source, others: Sequence[str] = (), *, max_bytes: int 
     """
     chat = source.messages_field is not None
     tools = source.tools_field if chat else None
-    text = source.messages_field or source.text_field
-    return WantedFields(text, source.id_field, tuple(others), conversation=chat, tools=tools, max_bytes=max_bytes)
+    given = source.messages_field or source.text_field
+    *prompt, text = [given] if isinstance(given, str) else given
+    return WantedFields(
+        text, source.id_field, tuple(others), conversation=chat, prompt=tuple(prompt), tools=tools, max_bytes=max_bytes
+    )
 
 
 def unit_digest(unit: Unit) -> Digest:

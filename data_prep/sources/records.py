@@ -65,10 +65,11 @@ class WantedFields:
     A name with dots, such as `meta.text`, is a field of that name if a record has it, or else a path through objects.
 
     Attributes:
-        text: field of the text, or of the messages of a conversation.
+        text: field of the text, or of the messages of a conversation, or, with `prompt`, of its answer.
         id: field of the document id, which every record must have; None: the position identifies the document.
         others: further fields, which may be missing.
         conversation: whether `text` holds messages, which are passed on as one line of JSON.
+        prompt: for conversations of one turn, the fields of what the user says.
         tools: for conversations, the field of their tools, or None.
         max_bytes: length of the longest record that is read, see `max_record_bytes` of the config; None: no limit.
     """
@@ -77,6 +78,7 @@ class WantedFields:
     id: str | None = None
     others: tuple[str, ...] = ()
     conversation: bool = False
+    prompt: tuple[str, ...] = ()
     tools: str | None = None
     max_bytes: int | None = None
 
@@ -88,7 +90,7 @@ class WantedFields:
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read from a table."""
-        return tuple(dict.fromkeys((self.text, *([self.tools] if self.tools else []), *self.extra)))
+        return tuple(dict.fromkeys((*self.prompt, self.text, *([self.tools] if self.tools else []), *self.extra)))
 
     @cached_property
     def nested(self) -> tuple[str, ...]:
