@@ -17,7 +17,6 @@ from pathlib import Path
 
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, normal_forms, random_texts
 from data_prep.tokenizer.engines import CANDIDATES, Engine, EngineName, Tokens, find_mismatch, installed, open_engine
-from data_prep.tokenizer.fingerprint import MODEL_FILE
 from data_prep.tokenizer.load import reference_of
 from headrace.base.errors import ConfigError, DataError
 
@@ -81,10 +80,7 @@ def _of_sentencepiece(folder: Path) -> tuple[list[str], str | None]:
     """Texts to compare on, and what no engine that reads tokenizer.json can express, or None."""
     from data_prep.tokenizer import sentencepiece_model  # noqa: PLC0415 - few jobs need it
 
-    model = sentencepiece_model.read_beside(folder)
-    if model is None:
-        why = f"{folder}: by its tokenizer_config.json its ids are those of a sentencepiece model, and it has none"
-        raise DataError(f"{why}\n  try: copy {MODEL_FILE} into it")
+    model = sentencepiece_model.reference_model(folder)
     return sentencepiece_model.texts_of_pieces(model), sentencepiece_model.inexact_because(model)
 
 

@@ -25,8 +25,7 @@ class SentencepieceEngine:
     name: EngineName = "sentencepiece"
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool) -> None:
-        model = sentencepiece_model.read_beside(folder)
-        assert model is not None
+        model = sentencepiece_model.reference_model(folder)
         tokenizer = load(folder)
         self._processor = sentencepiece_model.open_processor(model)
         pieces = sentencepiece_model.pieces_of(model)

@@ -15,7 +15,8 @@ from typing import Any
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data_prep.tokenizer.fingerprint import MODEL_FILES
+from data_prep.tokenizer.fingerprint import MODEL_FILE, MODEL_FILES
+from data_prep.tokenizer.load import REFERENCE, TOKENIZER_CONFIG
 from headrace.base.errors import DataError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -103,6 +104,20 @@ def read_beside(folder: Path) -> bytes | None:
                 _parse(model)
                 return model
     return None
+
+
+def reference_model(folder: Path) -> bytes:
+    """The sentencepiece model of a folder whose ids are those of such a model.
+
+    Raises:
+        DataError: the folder has none any more.
+    """
+    model = read_beside(folder)
+    if model is None:
+        why = f"by {TOKENIZER_CONFIG} of the tokenizer its ids are those of a sentencepiece model, and it has none"
+        remedy = f"copy {MODEL_FILE} beside it, or remove {REFERENCE} there for the ids of its tokenizer.json"
+        raise DataError(f"{why}\n  try: {remedy}")
+    return model
 
 
 def open_processor(model: bytes) -> Any:

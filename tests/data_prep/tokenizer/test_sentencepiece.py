@@ -134,6 +134,22 @@ def test_a_folder_with_a_tokenizer_json_and_another_model_says_so(work: Path) ->
     assert "give different ids" in line
 
 
+def test_a_copy_that_has_lost_the_model_is_refused_until_either_remedy_is_taken(work: Path) -> None:
+    """`save_pretrained` of transformers leaves the model out."""
+    (work / "m.model").write_bytes(trained("character map"))
+    folder = imported(work)
+    (folder / "tokenizer.model").unlink()
+    with pytest.raises(DataError, match=r"copy tokenizer\.model beside it, or remove reference_ids"):
+        choose_engine("auto", folder, parse_special_tokens=False, sample=[])
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["reference_ids"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert choose_engine("auto", folder, parse_special_tokens=False, sample=[]).engine == "tokenizers"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"reference_ids": "sentencepiece"}))
+    (folder / "tokenizer.model").write_bytes((work / "m.model").read_bytes())
+    assert choose_engine("auto", folder, parse_special_tokens=False, sample=[]).engine == "sentencepiece"
+
+
 def test_conversations_get_the_ids_of_sentencepiece_between_special_tokens(work: Path) -> None:
     model = trained("character map")
     (work / "m.model").write_bytes(model)
