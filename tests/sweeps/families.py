@@ -141,7 +141,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """Family -> keys that its tiny model needs besides `SIZES`."""
 
-_DROPOUT = ("dropout", "pdrop", "layerdrop", "_drop")
+_DROPOUT = ("dropout", "pdrop", "layerdrop", "_drop", "jitter")
 
 
 def families() -> list[str]:

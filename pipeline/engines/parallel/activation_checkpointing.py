@@ -55,27 +55,25 @@ def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> N
         )
 
 
-def apply_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
+def apply_activation_checkpointing(model: nn.Module, memory: MemorySection, *, random: bool = False) -> None:
     """Enables activation checkpointing in every n-th decoder layer of a model.
+
+    Args:
+        model: whose layers are changed in place.
+        memory: the config's section.
+        random: its layers may draw random numbers (dropout, jitter of a router), which recomputation draws again.
 
     Raises:
         ConfigError: as `check_activation_checkpointing`.
     """
     if memory.activation_checkpointing == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if memory.activation_checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for index, layer in enumerate(_layers(model)):
         if index % memory.every_n_layers == 0:
             layer.forward = _checkpointed(layer, layer.forward, options)
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether any rate of dropout in the model's config is not 0: only then are random numbers drawn in a layer."""
-    fields = model.config.to_dict()  # type: ignore[union-attr, operator]
-    rates = [value for key, value in fields.items() if "drop" in key and isinstance(value, float)]
-    return any(rates)
 
 
 def _checkpointed(layer: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from pipeline.engines.parallel.expert_check import check_experts
 from pipeline.engines.parallel.fp8 import check_fp8
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.quantization_aware import check_quantization_aware
+from pipeline.engines.parallel.random_numbers import check_random_numbers
 from pipeline.engines.parallel.tensor import check_tp_plan
 from pipeline.models.padding import check_padded_positions
 
@@ -38,7 +39,9 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     _refuse_router_loss(config)
     check_padded_positions(model, sequence_length=run.batch.sequence_length)
     if not run.plain:
-        _refuse_dropout(run, config)
+        where = "model.config" if run.config.model.path is None else f"{run.config.model.path}/config.json"
+        _refuse_dropout(config, where=where)
+        check_random_numbers(config, where=where)
     trained = run.config.model.path is not None
     check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method, trained=trained)
     if topology.tp > 1:
@@ -63,7 +66,7 @@ def _refuse_router_loss(config: PretrainedConfig) -> None:
         raise ConfigError("model.config.output_router_logits", True, why=why, remedy=remedy)
 
 
-def _refuse_dropout(run: ResolvedRun, config: PretrainedConfig) -> None:
+def _refuse_dropout(config: PretrainedConfig, *, where: str) -> None:
     """Refuses dropout: it draws from each process's own generator, so no two layouts would train the same model."""
     dropouts = {
         key: value
@@ -75,6 +78,5 @@ def _refuse_dropout(run: ResolvedRun, config: PretrainedConfig) -> None:
             zeros = ", ".join(
                 f'"{name}": 0.0' for name, given in dropouts.items() if isinstance(given, float) and given
             )
-            where = "model.config" if run.config.model.path is None else f"{run.config.model.path}/config.json"
             why = "the dropout masks would depend on the layout, and a resumed run would not reproduce them"
             raise ConfigError(f"model.config.{key}", value, why=why, remedy=f"set {zeros} in {where}")

@@ -76,7 +76,8 @@ def assemble(
     causal = copy.deepcopy(model)
     owners = parameter_owners(causal)
     shapes = {name: tuple(p.shape) for name, p in causal.named_parameters()}
-    apply_activation_checkpointing(causal, run.config.memory)  # before keep_stage: every n-th layer of the full model
+    # before keep_stage: every n-th layer of the full model
+    apply_activation_checkpointing(causal, run.config.memory, random=run.plain)
     if stage is not None and stage.count > 1:
         keep_stage(causal, stage)
     local_modules = set(causal.modules())

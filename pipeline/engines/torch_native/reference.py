@@ -68,7 +68,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self._kind = section.kind
         self.rank, self.deferred = 0, False
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._objective, self._device = objective, device
+        self._objective, self._device, self._seed = objective, device, run.config.run.seed
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
         self._balancer = make_balancer(run.config.moe, model, device=device)
         scales = update_scales(model, run.config.model)
@@ -91,6 +91,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
         """See `Engine.begin_step`."""
+        torch.manual_seed(self._seed + step.step)  # of dropout and jitter, which a resumed run draws again
         if self._balancer is not None:
             self._balancer.begin_step(self._scaler.value / step.targets)
         train = partial(self._train, targets=step.targets)

@@ -26,6 +26,10 @@ MASKED: dict[str, Any] = {"data": {"sources": [{"path": "n"}], "sequence_length"
 RECOMPUTE: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
+_NOISY_EXPERTS = {
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.01},
+}
 _SCALED = {"logits_scaling": 8.0, "embedding_multiplier": 12.0}
 
 
@@ -58,6 +62,17 @@ def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn
             ("llama", {"attention_dropout": 0.1}),
             {},
             r"model.config.attention_dropout = 0.1.*set \"attention_dropout\": 0.0",
+        ),
+        (
+            ("phimoe", {"router_jitter_noise": 0.02, "input_jitter_noise": 0.03}),
+            {},
+            r"router_jitter_noise = 0.02.*two forward.*\"router_jitter_noise\": 0.0, \"input_jitter_noise\": 0.0",
+        ),
+        (("mixtral", {"router_jitter_noise": 0.1}), {}, r"router_jitter_noise = 0.1.*in training differ.*0.0 in model"),
+        (
+            ("dbrx", {"d_model": 32, "n_heads": 4, "n_layers": 2, **_NOISY_EXPERTS}),
+            {},
+            r"ffn_config.moe_jitter_eps = 0.01.*in training differ",
         ),
         (("mixtral", {"output_router_logits": True}), {}, r"depends on the layout.*moe.balance to aux_loss"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from headrace.base.errors import TrainingError
 from pipeline.config.sections.run import AnomaliesSection
 from pipeline.data.loader import IGNORE, StepBatch
 from pipeline.data.skips import NO_SKIPS
-from pipeline.engines.base import StepOutcome
+from pipeline.engines.base import NO_UPDATE, StepOutcome
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.run.anomalies.guarded_step import GuardedStepper, Rollback
@@ -241,3 +242,17 @@ def test_steps_without_targets_enter_no_statistic() -> None:
     after = [runs[1].stepper.train(step_batch(runs[1].run, step), lr=1e-3) for step in (41, 42)]
     assert [result.outcome for result in after] == [StepOutcome.APPLIED] * 2
     assert not runs[1].events
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_the_reference_draws_again_what_a_step_has_drawn(recomputed: str) -> None:
+    keys = {"model": {"attention_dropout": 0.3}, "memory": {"activation_checkpointing": recomputed}}
+    engine = Run(healthy, keys=keys).engine
+    batches = [step_batch(resolved(CASE, processes=1), 1), step_batch(resolved(CASE, processes=1), 1)]
+    first, second = (engine.train_step(each, lr=0.0, limits=NO_UPDATE) for each in batches)
+    other = engine.train_step(replace(batches[0], step=2), lr=0.0, limits=NO_UPDATE)
+    assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+    assert other.loss != first.loss
+    plain = Run(healthy, keys={**keys, "memory": {"activation_checkpointing": "none"}}).engine
+    expected = plain.train_step(batches[0], lr=0.0, limits=NO_UPDATE)
+    assert first.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)  # recomputation draws the same

@@ -1,0 +1,105 @@
+"""Pre-flight check that a model draws no random numbers in training, on a tiny model of its architecture.
+
+Each process draws from its own generator: with random numbers no two layouts would train the same model, and a resumed
+run would not reproduce them. They are found by what they do, two forward passes that differ, not by the name of a key
+(routers of PhiMoE and Mixtral have jitter). The reference may draw them: it seeds them by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.architecture_trial import RandomValues
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta
+from pipeline.models.resize.shrink import shrink
+
+_V, _T = 32, 16
+_NO_RATES = ("norm", "range", "scale", "multiplier", "theta", "factor")
+"""Words in the keys of small numbers that are no rates of random numbers."""
+
+
+def check_random_numbers(config: PretrainedConfig, *, where: str) -> None:
+    """Refuses a model whose forward pass in training is random.
+
+    Args:
+        config: of the real model. One of which no tiny model can be built or run is left to other checks.
+        where: what the message calls the file or section in which keys are set.
+
+    Raises:
+        ConfigError: names the keys that turn it off.
+    """
+    try:
+        small = shrink(config, divide=1, layers=2, vocab_size=_V)
+        if not _random(small):
+            return
+    except Exception:  # each architecture fails in its own way; `check_architecture` says how
+        return
+    why = "two forward passes of a tiny model in training differ: random numbers would depend on the layout"
+    needed = _needed(small)
+    if not needed:
+        kind = config.model_type
+        raise ConfigError("model.config.model_type", kind, why=why, remedy="use engine reference, which seeds them")
+    zeros = ", ".join(f'"{key}": 0.0' for key in needed)
+    value = dict(_rates(config.to_dict()))[needed[0]]
+    raise ConfigError(f"model.config.{needed[0]}", value, why=why, remedy=f"set {zeros} in {where}")
+
+
+def _needed(small: PretrainedConfig) -> list[str]:
+    """The rates that have to be 0 for equal passes; none where no rates turn the random numbers off."""
+    keys = [key for key, _ in _rates(small.to_dict())]
+    if _still_random(small, keys):
+        return []
+    for key in list(keys):
+        others = [each for each in keys if each != key]
+        if not _still_random(small, others):
+            keys = others
+    return keys
+
+
+def _still_random(small: PretrainedConfig, keys: Sequence[str]) -> bool:
+    """Whether a model is random with these keys at 0, or cannot be built so."""
+    fields = small.to_dict()
+    for key in keys:
+        *sections, last = key.split(".")
+        section = fields
+        for name in sections:
+            section = section[name]
+        section[last] = 0.0
+    try:
+        return _random(type(small).from_dict(fields))
+    except Exception:  # each architecture validates in its own way
+        return True
+
+
+def _rates(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Numbers between 0 and 1 of a config, also of its sections."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            yield from _rates(value, f"{prefix}{key}.")
+        elif isinstance(value, float) and 0 < value < 1 and not any(word in key for word in _NO_RATES):
+            yield prefix + key, value
+
+
+@torch.no_grad()
+def _random(small: PretrainedConfig) -> bool:
+    """Whether two forward passes in training have other logits."""
+    model: Any = build_meta(small, dtype=torch.float32, attn_implementation="eager")
+    materialize(model, RandomValues(model), device=torch.device("cpu"))
+    model.train()
+    ids = torch.arange(_T)[None] % _V
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first, second = (_logits(model, ids) for _ in range(2))
+    return not torch.equal(first, second)
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.nan_to_num()
