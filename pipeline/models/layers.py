@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 
-_LAYER = re.compile(r"^(.*?\.(?:layers|h|blocks)\.)(\d+)(\..*)$")
+_LAYER = re.compile(r"^(.*?\.(?:layers|layer|h|blocks)\.)(\d+)(\..*)$")
 
 
 def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
@@ -28,13 +28,51 @@ def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
     if differ(config):
         why = "its config names single layers by their numbers (per_layer_config)"
         raise ConfigError("model.keep_layers", list(layers), why=why, remedy="remove it, or use another model")
+    if getattr(config, "num_kv_shared_layers", None):
+        why = "its last layers attend to the keys of layers before them (num_kv_shared_layers), wherever these are"
+        raise ConfigError("model.keep_layers", list(layers), why=why, remedy="keep all layers, or use another model")
     kept = copy.deepcopy(config)
     kept.num_hidden_layers = len(layers)
-    for key, value in config.to_dict().items():
-        # lists with one entry per layer, such as layer_types of models with sliding windows
-        if isinstance(value, list) and len(value) == total and key.startswith("layer"):
-            setattr(kept, key, [value[i] for i in layers])
+    for key, value in of_kept_layers(config.to_dict(), layers, total=total).items():
+        setattr(kept, key, value)
     return kept
+
+
+_NUMBERS = ("mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_idxs", "global_attn_layers")
+"""Keys whose lists hold the numbers of single layers."""
+_FIRST = ("first_k_dense_replace", "num_dense_layers")
+"""Keys with the number of first layers that have no experts."""
+
+
+def of_kept_layers(fields: dict[str, Any], layers: Sequence[int], *, total: int) -> dict[str, Any]:
+    """What a config says of single layers, for the layers that are kept: the keys that change.
+
+    Lists with one entry per layer (layer_types, no_rope_layers), lists of their numbers (mlp_only_layers), the number
+    of first layers (first_k_dense_replace), the first and last of a range (moe_layer_start_index), a period
+    (decoder_sparse_step, whose layers become a list of numbers). What else depends on the position of a layer is found
+    by `check_kept_layers`.
+    """
+    new: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key in _NUMBERS and isinstance(value, list):
+            new[key] = [at for at, layer in enumerate(layers) if layer in value]
+        elif isinstance(value, list) and len(value) == total and "layer" in key:
+            new[key] = [value[layer] for layer in layers]
+        elif key in _FIRST and isinstance(value, int):
+            new[key] = sum(layer < value for layer in layers)
+    first, last = fields.get("moe_layer_start_index"), fields.get("moe_layer_end_index")
+    if isinstance(first, int):
+        end = last if isinstance(last, int) and last >= 0 else total - 1
+        inside = [at for at, layer in enumerate(layers) if first <= layer <= end]
+        new |= {
+            "moe_layer_start_index": min(inside, default=len(layers)),
+            "moe_layer_end_index": max(inside, default=-1),
+        }
+    step = fields.get("decoder_sparse_step")
+    if isinstance(step, int) and step > 1:
+        dense = [*(fields.get("mlp_only_layers") or []), *(n for n in range(total) if (n + 1) % step)]
+        new |= {"decoder_sparse_step": 1, "mlp_only_layers": [at for at, n in enumerate(layers) if n in dense]}
+    return new
 
 
 def differ(config: PretrainedConfig) -> bool:

@@ -32,6 +32,7 @@ from pipeline.compress.pruning.selection import Kept
 from pipeline.models.folder.beside_weights import copy_generation
 from pipeline.models.folder.model_folder import CONFIG
 from pipeline.models.folder.weight_files import INDEX, SINGLE
+from pipeline.models.layers import of_kept_layers
 
 _EMBEDDING, _LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
@@ -177,18 +178,9 @@ def _of_heads(plan: PruningPlan, shape: Shape) -> dict[str, Any]:
 
 
 def _of_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
-    """Lists with one entry per layer, of the layers that are kept, also where transformers derives them by number."""
+    """What names single layers, for those that are kept, also where transformers derives it by number."""
     total = plan.anatomy.sizes[LAYERS]
     if len(kept.layers) == total:
         return {}
     whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True).to_dict()
-    lists = {key: each for key, each in whole.items() if isinstance(each, list) and len(each) == total}
-    left = {key: [each[n] for n in kept.layers.tolist()] for key, each in lists.items() if key.startswith("layer")}
-    return left | (_of_dense_layers(plan, kept) if "decoder_sparse_step" in whole else {})
-
-
-def _of_dense_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
-    """Which of the kept layers have no experts (Qwen-MoE), all by their new numbers; a step counts from old ones."""
-    routed = {tensor.layer for tensor in plan.anatomy.tensors.values() if tensor.expert is not None}
-    dense = [number for number, layer in enumerate(kept.layers.tolist()) if layer not in routed]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return of_kept_layers(whole, kept.layers.tolist(), total=total)

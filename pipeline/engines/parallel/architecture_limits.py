@@ -13,10 +13,12 @@ from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.compilation import check_compile
 from pipeline.engines.parallel.expert_check import check_experts
 from pipeline.engines.parallel.fp8 import check_fp8
+from pipeline.engines.parallel.kept_layers import check_kept_layers
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.quantization_aware import check_quantization_aware
 from pipeline.engines.parallel.random_numbers import check_random_numbers
 from pipeline.engines.parallel.tensor import check_tp_plan
+from pipeline.models.hf_config import read_hf_config
 from pipeline.models.padding import check_padded_positions
 
 _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
@@ -37,6 +39,9 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     config, topology = model.config, run.topology
     assert isinstance(config, PretrainedConfig)
     _refuse_router_loss(config)
+    section = run.config.model
+    if section.path is not None and section.keep_layers is not None:
+        check_kept_layers(read_hf_config(section.path), section.keep_layers)
     check_padded_positions(model, sequence_length=run.batch.sequence_length)
     if not run.plain:
         where = "model.config" if run.config.model.path is None else f"{run.config.model.path}/config.json"

@@ -1,0 +1,104 @@
+"""Pre-flight check of `model.keep_layers`: a tiny model with the layers left out computes what the whole one does then.
+
+A config may name layers by their position in more ways than are known here (GPT-2 divides attention by the number of
+the layer). So it is tried: the logits of the kept layers are those of the original whose other layers do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues
+from pipeline.models.build.counter import CPU
+from pipeline.models.build.materialize import materialize
+from pipeline.models.build.meta import build_meta
+from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.decoder_layers import decoder_layers
+from pipeline.models.hf_config import one_line
+from pipeline.models.layers import keep_layers, original_name
+from pipeline.models.resize.shrink import shrink
+
+_V, _T = 32, 16
+
+
+def check_kept_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Refuses layers whose computation changes with their position.
+
+    Args:
+        config: of the original model. One of which no tiny model can be built is left to other checks.
+        layers: `model.keep_layers`; in another order than the original's the logits are compared in the
+            original's, and in theirs that every layer finds its parameters.
+
+    Raises:
+        ConfigError: see above.
+    """
+    wanted = sorted(layers)
+    try:
+        whole = shrink(config, divide=1, layers=config.num_hidden_layers, vocab_size=_V)
+    except ConfigError:
+        return
+    try:
+        original = _built(whole)
+        values = RandomValues(original)
+        materialize(original, values, device=torch.device("cpu"))
+        expected = _logits(original, without=set(range(whole.num_hidden_layers)) - set(wanted))
+    except Exception as error:  # each architecture fails in its own way
+        raise _refused(config, layers, f"leaving out layers of a tiny one fails: {one_line(error)}") from None
+    try:
+        kept = _built(keep_layers(whole, wanted))
+        materialize(kept, _OriginalValues(original, wanted), device=torch.device("cpu"))
+        found = _logits(kept)
+        if wanted != list(layers):
+            materialize(
+                _built(keep_layers(whole, layers)), _OriginalValues(original, layers), device=torch.device("cpu")
+            )
+    except ConfigError as error:
+        if error.field == "model.keep_layers":
+            raise
+        raise _refused(config, layers, f"a tiny model with only these is refused: {error.why}") from None
+    except Exception as error:
+        raise _refused(config, layers, f"a tiny model with only these fails: {one_line(error)}") from None
+    if not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max()):
+        raise _refused(config, layers, "a tiny model with only these computes something else than the original's")
+
+
+def _refused(config: PretrainedConfig, layers: Sequence[int], what: str) -> ConfigError:
+    why = f"layers of {config.model_type} may depend on their position: {what}"
+    return ConfigError("model.keep_layers", list(layers), why=why, remedy="leave it out, or use another model")
+
+
+class _OriginalValues(RandomValues):
+    """The values of the whole model's parameters, under the names that they have in the model of the kept layers."""
+
+    def __init__(self, whole: nn.Module, layers: Sequence[int]) -> None:
+        super().__init__(whole)
+        self._original = original_name(layers)
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        return super().value(self._original(name), box=box, device=device)
+
+
+def _built(config: PretrainedConfig) -> nn.Module:
+    return build_meta(config, dtype=torch.float32, attn_implementation="eager")
+
+
+@torch.no_grad()
+def _logits(model: Any, *, without: set[int] = frozenset()) -> Tensor:  # type: ignore[assignment]
+    """The logits [1, T, V] of a model some of whose layers return their input."""
+    layers = decoder_layers(model)
+    hooks = [layers[number].register_forward_hook(_input, with_kwargs=True) for number in without]
+    logits: Tensor = model.eval()(input_ids=torch.arange(_T)[None] % _V, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def _input(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
