@@ -12,8 +12,9 @@ from typing import Any
 from pipeline.config.sections.deepspeed import WandbSection
 
 STEP = "train_step"
-"""The x axis of all W&B charts. W&B's own step only grows: rows of an earlier step, after a rollback or of a checkpoint
-written in the background, would be dropped."""
+"""The x axis of all W&B charts. W&B's own step only grows; it is that of the run until a rollback, after which it goes
+on growing. So a run that is killed and resumed offline, where W&B knows nothing of its rows before, goes on from there.
+"""
 
 
 class WandbSink:
@@ -49,6 +50,7 @@ class WandbSink:
             print(f"warning: W&B cannot be reached ({error}); recording offline, in {run_dir}", file=sys.stderr)
             self._run = wandb.init(**settings, mode="offline")
         self._warned = False
+        self._newest, self._ahead = -1, 0
         self._try(lambda: self._run.define_metric(STEP))
         self._try(lambda: self._run.define_metric("*", step_metric=STEP))
 
@@ -56,7 +58,12 @@ class WandbSink:
         """Logs the numbers of a row with its step; names of rows other than steps are prefixed with their kind."""
         prefix = "" if kind == "step" else f"{kind}/"
         numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
-        self._try(lambda: self._run.log({STEP: step, **numbers}))
+        if kind == "step" and step + self._ahead <= self._newest:  # after a rollback
+            self._ahead = self._newest + 1 - step
+        late = step + self._ahead < self._newest  # of a checkpoint written in the background
+        self._newest = max(self._newest, step + self._ahead)
+        row = numbers if late else {STEP: step, **numbers}
+        self._try(lambda: self._run.log(row, step=self._newest))
 
     def close(self) -> None:
         """Finishes the W&B run."""

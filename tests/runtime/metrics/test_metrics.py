@@ -9,12 +9,17 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from headrace.base.section import parse
+from pipeline.config.sections.deepspeed import WandbSection
 from pipeline.runtime.metrics.journal import Journal, read_rows
 from pipeline.runtime.metrics.mfu import mfu, peak_flops
 from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity
+from pipeline.runtime.metrics.wandb_sink import WandbSink
 from tests import warm
 from tests.conftest import command_line, losses, room_for, tiny_config, write_config
 from tests.runtime.metrics.offline import logged
@@ -99,7 +104,33 @@ def test_wandb_without_a_login_records_offline_under_the_run(tokens: Path, tmp_p
     subprocess.run(command, check=True, capture_output=True, env=environment)
     rows = logged(tmp_path / "run")
     assert [row["train_step"] for row in rows if "loss" in row] == [1, 2, 3]
+    assert [row["_step"] for row in rows if "loss" in row] == [1, 2, 3]
     assert {row["loss"] for row in rows if "loss" in row} == set(losses(tmp_path / "run").values())
+
+
+def test_wandbs_own_step_is_that_of_the_run_after_a_kill_and_only_grows_after_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[tuple[int, dict[str, Any]]] = []
+
+    class Recorded:
+        def define_metric(self, *_name: str, **_options: Any) -> None: ...
+
+        def log(self, row: dict[str, Any], *, step: int) -> None:
+            rows.append((step, row))
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_settings: Recorded(), errors=None))
+    sink = WandbSink(parse(WandbSection, {"enabled": True}), tmp_path, config={})  # of a run that was killed at step 9
+    sink.write("event", 8, seconds=0.5)
+    for step in (9, 10):
+        sink.write("step", step, loss=1.0)
+    sink.write("eval", 10, loss=2.0)
+    sink.write("event", 9, seconds=1.0)  # of a checkpoint that took a step
+    sink.write("step", 9, loss=3.0)  # after a rollback
+    sink.write("step", 10, loss=4.0)
+    assert [step for step, _ in rows] == [8, 9, 10, 10, 10, 11, 12]
+    assert [row.get("train_step") for _, row in rows] == [8, 9, 10, 10, None, 9, 10]
 
 
 def test_training_continues_when_the_wandb_process_dies(
