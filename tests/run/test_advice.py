@@ -39,6 +39,18 @@ def test_a_sensible_run_has_no_warning(tokens: Path, tmp_path: Path) -> None:
     assert warnings(tokens, tmp_path) == []
 
 
+def test_end_of_text_that_is_padding_too_is_named_since_its_embedding_stays_as_it_is(
+    tokens: Path, tmp_path: Path
+) -> None:
+    model = tiny_config(tokens, tmp_path)["model"]
+    eos = prepare(resolved(tokens, tmp_path)).mixture.sources[0].manifest.details["tokenizer"]["eos_id"]
+    model["config"]["pad_token_id"] = eos
+    (line,) = warnings(tokens, tmp_path, model=model)
+    assert line.startswith(f"the padding id is that of end-of-text ({eos})")
+    model["config"]["pad_token_id"] = None  # the remedy
+    assert warnings(tokens, tmp_path, model=model) == []
+
+
 def test_rows_of_the_embedding_that_no_token_has_are_counted(tokens: Path, tmp_path: Path) -> None:
     model = tiny_config(tokens, tmp_path)["model"]
     model["config"]["vocab_size"] = 4096

@@ -36,6 +36,7 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
     yield from _experts(prepared)
     yield from _learning_rate(prepared)
     yield from _what_is_dropped(prepared)
+    yield from _padding(prepared)
 
 
 def _text_part(prepared: PreparedRun) -> Iterator[str]:
@@ -92,6 +93,21 @@ def _experts(prepared: PreparedRun) -> Iterator[str]:
         yield (
             "nothing balances the experts: a few may get most tokens, and the others stay untrained;"
             " set moe.balance to aux_loss, or to bias where the architecture has a correction bias"
+        )
+
+
+def _padding(prepared: PreparedRun) -> Iterator[str]:
+    table = prepared.model.get_input_embeddings()  # type: ignore[operator]
+    eos, padding = (
+        tokenizer_details(prepared.mixture.sources[0].manifest).get("eos_id"),
+        getattr(table, "padding_idx", None),
+    )
+    if eos is not None and padding == eos:
+        where = prepared.run.config.model.path
+        yield (
+            f"the padding id is that of end-of-text ({eos}): transformers gives the padding row of the embedding no"
+            f" gradient, so that end-of-text keeps its first value as an input; set pad_token_id to null in"
+            f" {'model.config' if where is None else f'{where}/config.json'}, or to an id that does not occur"
         )
 
 
