@@ -120,8 +120,10 @@ def families() -> Sweep:
         title="every causal language model of transformers, trained, exported and loaded again",
         what="A cell is an architecture (`model_type`), as a tiny model. It trains 3 steps on two processes under"
         " ZeRO-1, ZeRO-3 and FSDP2; every run is exported, the export is loaded by transformers, and its held-out loss"
-        " must be the run's to 1e-4 nats. Where headrace's own attention is refused, eager is used. What did not"
-        " pass is listed with the property of the architecture that forces the refusal, or with the fault.",
+        " must be the run's to 1e-4 nats. It trains with its sequence divided in two (cp 2), to the same loss, and from"
+        " three of the four layers of its export, or is refused. Sequences cross the thresholds in its config. Where"
+        " headrace's own attention is refused, eager is used. What did not pass is listed with the property of the"
+        " architecture that forces the refusal, or with the fault.",
         groups=groups,
         run=run_batch,
         batch=8,

@@ -45,7 +45,10 @@ SIZES: dict[str, int | float] = {
     "time_step_rank": 4,
     # positions
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
-    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 12),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "keep_window_size"), 12),
+    # lengths at which a model changes what it computes: below those of the sweep's sequences
+    **dict.fromkeys(("original_max_position_embeddings", "floor_scale", "index_topk", "indexer_budget"), 16),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
 }
 """Key of a config -> its value in a tiny model, where the family has the key and its default is not None."""
 
@@ -54,6 +57,14 @@ LEAST_TRAINED = 166
 
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0 + n / 8 for n in range(8)],
+    "long_factor": [1.0 + n for n in range(8)],
+}
 _PER_LAYER_INPUT = {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16}
 _GEMMA4 = {"layer_types": _MIXED, "per_layer_config": {str(n): {"head_dim": 32} for n in (1, 3)}, **_PER_LAYER_INPUT}
 
@@ -110,6 +121,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
     "prophetnet": dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4)
     | dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
+    "phi3": {"rope_parameters": _LONGROPE},
+    "phimoe": {"rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4}},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

@@ -20,6 +20,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """Each on two processes."""
 
+FURTHER: dict[str, dict[str, Any]] = {
+    "cp 2": {"engine": "torch", "zero_optimization": {"stage": 3}, "parallel": {"cp": 2}},
+    "layers dropped": {"engine": "torch", "zero_optimization": {"stage": 3}},
+}
+"""What a family may be refused: with the sequence divided, of which the held-out loss is that of the others; and layers
+0, 2 and 3 of the model that was exported."""
+KEPT = [0, 2, 3]
+
 STEPS, SAMPLES, LENGTH = 3, 16, 32
 TOLERANCE = 1e-4
 """Of the held-out loss in nats, fp32: another order of summation differs by 1e-6, one wrong tensor by 1e-3 and more."""
@@ -30,7 +38,8 @@ class FamilyResult:
     """What became of a family.
 
     Attributes:
-        trained: under every layout, and its exports have the losses of the runs.
+        trained: under every layout, and its exports have the losses of the runs; and under those of `FURTHER`, or
+            refused.
         note: the attention and losses; or the refusal or failure.
     """
 
@@ -47,14 +56,19 @@ def run_family(
         kind: `model_type`.
         tokens: a dataset with a tokenizer of 512 ids.
         work: an empty directory.
-        layouts: of `LAYOUTS`; all when None.
+        layouts: of `LAYOUTS` and `FURTHER`; all when None, in their order.
     """
-    attention, notes = "sdpa", []
-    for name, fields in (layouts or LAYOUTS).items():
+    attention, notes, known = "sdpa", [], 0.0
+    for name, fields in (layouts or LAYOUTS | FURTHER).items():
         folder = work / name
         folder.mkdir(parents=True)
-        model = {"config": tiny_fields(kind), "attn_implementation": attention}
+        model: dict[str, Any] = {"config": tiny_fields(kind), "attn_implementation": attention}
+        if name == "layers dropped":
+            model = {"path": str(_exported(work)), "keep_layers": KEPT, "attn_implementation": attention}
         done = _train(folder, tokens, model, fields)
+        if done.returncode == 2 and name in FURTHER:
+            notes.append(f"{name} {failure(name, 2, done.stdout)}")
+            continue
         if done.returncode == 2 and "eager" in done.stdout and attention == "sdpa":
             attention = model["attn_implementation"] = "eager"
             done = _train(folder, tokens, model, fields)
@@ -65,8 +79,16 @@ def run_family(
             return FamilyResult(False, f"{name}: {exported}")
         if not abs(trained - exported) <= TOLERANCE:
             return FamilyResult(False, f"{name}: held-out loss {trained:.5f}, of the reloaded export {exported:.5f}")
+        if name == "cp 2" and known and not abs(trained - known) <= TOLERANCE:
+            return FamilyResult(False, f"{name}: held-out loss {trained:.5f}, without it {known:.5f}")
+        known = trained
         notes.append(f"{name} {trained:.4f}")
     return FamilyResult(True, f"{attention}; {', '.join(notes)}")
+
+
+def _exported(work: Path) -> Path:
+    """The export of an earlier layout."""
+    return next(path for path in sorted(work.glob("*/model")))
 
 
 def _train(folder: Path, tokens: Path, model: dict[str, Any], fields: dict[str, Any]) -> Any:

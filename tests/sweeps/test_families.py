@@ -9,7 +9,7 @@ import pytest
 
 from tests.sweeps.all_sweeps import SWEEPS
 from tests.sweeps.families import LEAST_TRAINED, tiny_fields
-from tests.sweeps.run_families import LAYOUTS, failure, run_family
+from tests.sweeps.run_families import FURTHER, LAYOUTS, failure, run_family
 
 KINDS = {
     "ministral3": "sdpa",  # attention of our own
@@ -51,6 +51,16 @@ def test_a_family_of_every_kind_trains_is_exported_and_loaded_with_its_loss(
     result = run_family(kind, tokens, tmp_path, layouts={name: LAYOUTS[name]})
     assert result.trained, result.note
     assert result.note.startswith(KINDS[kind])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["phi3", "smollm3"])  # longrope that crosses its threshold; layers without RoPE
+def test_a_family_trains_with_its_sequence_divided_and_from_some_of_its_layers(
+    kind: str, tokens: Path, tmp_path: Path
+) -> None:
+    result = run_family(kind, tokens, tmp_path, layouts={"FSDP2": LAYOUTS["FSDP2"], **FURTHER})
+    assert result.trained, result.note
+    assert re.fullmatch(r"sdpa; FSDP2 (\d\.\d+), cp 2 \1, layers dropped \d\.\d+", result.note), result.note
 
 
 @pytest.mark.integration
