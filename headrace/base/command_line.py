@@ -31,6 +31,7 @@ PATHS = frozenset(
         "OUT",
         "OUT.csv",
         "OUT.html",
+        "OUT.pt",
         "OUT.svg",
         "RUN",
         "RUN|CHECKPOINT",

@@ -55,12 +55,18 @@ class WandbSink:
         self._try(lambda: self._run.define_metric("*", step_metric=STEP))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Logs the numbers of a row with its step; names of rows other than steps are prefixed with their kind."""
+        """Logs the numbers of a row with its step; names of rows other than steps are prefixed with their kind.
+
+        A row of an earlier step (a rollback, a checkpoint written in the background) joins that of the newest step: W&B
+        would drop it. Its own step is in `KIND/step`.
+        """
         prefix = "" if kind == "step" else f"{kind}/"
         numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
+        if prefix:
+            numbers[f"{prefix}step"] = step
         if kind == "step" and step + self._ahead <= self._newest:  # after a rollback
             self._ahead = self._newest + 1 - step
-        late = step + self._ahead < self._newest  # of a checkpoint written in the background
+        late = step + self._ahead < self._newest
         self._newest = max(self._newest, step + self._ahead)
         row = numbers if late else {STEP: step, **numbers}
         self._try(lambda: self._run.log(row, step=self._newest))

@@ -88,9 +88,9 @@ def test_wandb_keeps_the_rows_from_before_and_after_the_rollback(rolled_back: Pa
     rows = logged(rolled_back / "run")
     steps = [row["train_step"] for row in rows if "loss" in row]
     assert steps == [*range(1, BAD_STEP), *range(CHECKPOINT + 1, 21)]
-    assert [row["train_step"] for row in rows if "event/bad_step" in row] == [CHECKPOINT]
-    # logged when they are written, among rows of later steps
-    assert [row["train_step"] for row in rows if "event/waited_seconds" in row] == [5, 10, 15, 20]
+    assert [row["event/step"] for row in rows if "event/bad_step" in row] == [CHECKPOINT]
+    # logged when they are written, with rows of later steps
+    assert [row["event/step"] for row in rows if "event/waited_seconds" in row] == [5, 10, 15, 20]
     assert [row["train_step"] for row in rows if "eval/loss" in row] == [20]
 
 
