@@ -20,7 +20,9 @@ _LLAMA3 = (
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 SPLITS = {_LLAMA3: "smaug-bpe", _QWEN2: "qwen2"}
-"""Split pattern -> llama.cpp's name. Llama 3's own name, llama-bpe, puts a BOS in front; smaug-bpe splits alike."""
+"""Split pattern -> llama.cpp's name."""
+LLAMA3 = "llama-bpe"
+"""llama.cpp's name of Llama 3's pattern where whole words of the vocabulary come before merges (`ignore_merges`)."""
 GPT2 = "gpt-2"
 """llama.cpp's name of the pattern inside of tokenizers' ByteLevel."""
 SENTENCEPIECE = "default"
@@ -91,12 +93,48 @@ def split_name(tokenizer: Mapping[str, Any]) -> str:
     splits = [step for step in listed if step.get("type") == "Split"]
     if len(byte_level) != 1 or len(splits) > 1 or len(listed) != 1 + len(splits) or byte_level[0]["add_prefix_space"]:
         raise refused("its pre-tokenizer is none that llama.cpp has")
+    _refuse_other_bpe(tokenizer["model"])
     if not splits:
-        return GPT2
+        return _by_merges(tokenizer, GPT2)
     pattern = splits[0]["pattern"].get("Regex")
     if byte_level[0].get("use_regex") or splits[0].get("behavior") != "Isolated" or pattern not in SPLITS:
         raise refused(f"its split pattern is none that llama.cpp has a name for: {str(pattern)[:80]}")
-    return SPLITS[pattern]
+    if pattern == _LLAMA3 and tokenizer["model"].get("ignore_merges"):
+        return LLAMA3
+    return _by_merges(tokenizer, SPLITS[pattern])
+
+
+def _refuse_other_bpe(model: Mapping[str, Any]) -> None:
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise refused(f"its model has {key} {model[key]!r}, which llama.cpp's byte-level BPE does not")
+
+
+def _by_merges(tokenizer: Mapping[str, Any], name: str) -> str:
+    """`name`, of which llama.cpp finds words by merges alone.
+
+    Raises:
+        ConfigError: a word of the vocabulary comes before its merges, which give other ids.
+    """
+    unmade = words_without_merges(tokenizer)
+    if unmade:
+        why = f"{len(unmade)} words of its vocabulary, e.g. {unmade[0]!r}, come before merges (ignore_merges)"
+        raise refused(f"{why}, which llama.cpp does for Llama 3's split pattern alone")
+    return name
+
+
+def words_without_merges(tokenizer: Mapping[str, Any]) -> list[str]:
+    """The tokens that a tokenizer.json with `ignore_merges` finds as whole words and its merges do not make."""
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    if not tokenizer["model"].get("ignore_merges"):
+        return []
+    added = {each["content"] for each in tokenizer.get("added_tokens") or ()}
+    plain = {"version": "1.0", "added_tokens": [], "model": {**tokenizer["model"], "ignore_merges": False}}
+    merged = Tokenizer.from_str(json.dumps(plain)).model
+    words = (word for word in tokenizer["model"]["vocab"] if word not in added)
+    return [word for word in words if [each.value for each in merged.tokenize(word)] != [word]]
+
 
 
 def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:

@@ -1,15 +1,23 @@
-"""Texts whose token ids have to be equal in every consumer: those of the windows, and awkward ones. No torch."""
+"""Texts whose token ids have to be equal in every consumer: of the windows, of single tokens, and awkward ones.
+
+No torch.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from pipeline.models.split_names import words_without_merges
+
 _MOST = 64
 """Texts of windows."""
+_MOST_TOKENS = 256
+"""Texts of single tokens."""
 
 AWKWARD = (
     "",
@@ -36,10 +44,28 @@ AWKWARD = (
 
 
 def texts_of(model: Path, windows: npt.NDArray[np.int64]) -> tuple[str, ...]:
-    """The awkward texts, and what the tokenizer of a folder decodes windows [n, T] to; only those without one."""
+    """The awkward texts, and those of a folder's tokenizer: of windows [n, T] and tokens; only the former without one."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return AWKWARD
     tokenizer = Tokenizer.from_file(str(file))
     step = max(1, len(windows) // _MOST)
-    return AWKWARD + tuple(tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in windows[::step][:_MOST])
+    decoded = tuple(tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in windows[::step][:_MOST])
+    return AWKWARD + decoded + _single_tokens(tokenizer, file)
+
+
+def _single_tokens(tokenizer: Tokenizer, file: Path) -> tuple[str, ...]:
+    """Words that come before merges, as Llama 3 has them, and tokens evenly spread; none that is a part of a character.
+
+    Tokens that windows lack are where a program that only knows merges, or other scores, gives other ids.
+    """
+    model = json.loads(file.read_text(encoding="utf-8"))["model"]
+    words = words_without_merges({"model": model}) if model["type"] == "BPE" else []
+    chosen = _spread([number for word in words if (number := tokenizer.token_to_id(word)) is not None])
+    chosen += _spread(list(range(tokenizer.get_vocab_size())))
+    texts = tokenizer.decode_batch([[number] for number in chosen], skip_special_tokens=True)
+    return tuple(dict.fromkeys(text for text in texts if text and "\ufffd" not in text))
+
+
+def _spread(ids: list[int]) -> list[int]:
+    return ids[:: max(1, len(ids) // (_MOST_TOKENS // 2))][: _MOST_TOKENS // 2]

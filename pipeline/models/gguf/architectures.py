@@ -6,6 +6,7 @@ expects (its `src/models`, and its converter's classes as a description of the f
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -55,6 +56,62 @@ ARCHITECTURES = {
 """By `model_type`."""
 
 
+_SILU, _TANH = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {"hidden_act": _SILU},
+    "gemma": {"tie_word_embeddings": (True,), "use_bidirectional_attention": (False,)},
+    "gpt2": {
+        "activation_function": _TANH,
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    },
+}
+"""`GgufArchitecture.kind` -> key of config.json -> the values that llama.cpp computes with: a file does not hold them."""
+
+
+def _fixed(config: HfConfig, architecture: GgufArchitecture) -> dict[str, tuple[Any, ...]]:
+    """Key of config.json -> the values that llama.cpp takes for it, whatever it is."""
+    found = dict(_FIXED[architecture.kind])
+    if architecture.arch is MODEL_ARCH.GEMMA:
+        found["hidden_act"] = (*_TANH, "gelu")  # transformers reads Gemma's "gelu" as the approximation by tanh
+    if architecture.arch is MODEL_ARCH.GEMMA2:
+        layers = layer_count(config)
+        # llama.cpp tells Gemma 2's sizes apart by their layers; that of 46 is scaled by the width for each head
+        wide = layers == _GEMMA2_27B_LAYERS
+        scalar = config["hidden_size"] // config["num_attention_heads"] if wide else head_size(config)
+        kinds = ("sliding_attention", "full_attention")
+        found |= {
+            "hidden_activation": _TANH,
+            "query_pre_attn_scalar": (scalar,),
+            "layer_types": ([kinds[number % 2] for number in range(layers)],),
+        }
+    return found
+
+
+_GEMMA2_27B_LAYERS = 46
+_GEMMA2_SCALAR = 256
+"""transformers' where config.json has none."""
+
+
+def _refuse_unlike_fixed(config: HfConfig, architecture: GgufArchitecture) -> None:
+    """Refuses a config with another value where llama.cpp's loader of the architecture has one of its own.
+
+    Raises:
+        ConfigError: names the key, and the value that llama.cpp takes.
+    """
+    remedy = "serve the Hugging Face folder with vLLM or transformers"
+    for key, allowed in _fixed(config, architecture).items():
+        value = config.get(key, _GEMMA2_SCALAR if key == "query_pre_attn_scalar" else None)
+        if value is not None and value not in allowed:
+            why = f"llama.cpp computes with {json.dumps(allowed[0])} in every model of this architecture"
+            raise ConfigError(f"model ({key} of config.json)", value, why=why, remedy=remedy)
+    if architecture.arch is MODEL_ARCH.GEMMA2:
+        for key in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
+            if not config.get(key):
+                why = "llama.cpp's loader of Gemma 2 wants a number"
+                raise ConfigError(f"model ({key} of config.json)", config.get(key), why=why, remedy=remedy)
+
+
 def architecture_of(config: HfConfig) -> GgufArchitecture:
     """Of a Hugging Face config.
 
@@ -80,6 +137,7 @@ def architecture_of(config: HfConfig) -> GgufArchitecture:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         why = "some of its layers have no experts"
         raise ConfigError("model", kind, why=why, remedy="models with experts in every layer can be written")
+    _refuse_unlike_fixed(config, found)
     return found
 
 

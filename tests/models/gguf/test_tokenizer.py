@@ -8,17 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headrace.base.errors import ConfigError
-from pipeline.evaluation.consumers.texts import AWKWARD
+from pipeline.evaluation.consumers.texts import AWKWARD, texts_of
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.gguf.plan import plan_file
 from pipeline.models.gguf.tokenizer import read_tokenizer
 from pipeline.models.gguf.write import FILE, write
-from pipeline.models.split_names import split_name
+from pipeline.models.split_names import SPLITS, split_name
 from pipeline.models.tokenizer_files import copy_tokenizer
 from tests.conftest import make_tokens, text_folders
 from tests.evaluation.heldout.small import VOCAB, make_tokenizer
@@ -93,6 +94,58 @@ def test_a_split_without_a_name_in_llama_cpp_is_refused(tmp_path: Path) -> None:
         split_name(raw)
     raw["normalizer"] = {"type": "NFC"}
     with pytest.raises(ConfigError, match="normalizes text"):
+        split_name(raw)
+
+
+def make_words_before_merges(folder: Path, pattern: str | None) -> dict[str, Any]:
+    """A tokenizer.json with a word that no merges make, found as Llama 3's are: `ignore_merges`."""
+    make_tokenizer(folder)
+    raw: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    last = max(vocab, key=vocab.__getitem__)
+    parts = (each.split(" ") if isinstance(each, str) else each for each in raw["model"]["merges"])
+    raw["model"]["merges"] = [each for each in parts if "".join(each) != last]
+    vocab["zebra"] = vocab.pop(last)
+    raw["model"]["ignore_merges"] = True
+    if pattern is not None:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        steps = [split, {**BYTES, "use_regex": False}]
+        raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    return raw
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_words_that_come_before_merges_have_their_ids_in_llama_cpp(tmp_path: Path) -> None:
+    (llama3,) = (pattern for pattern, name in SPLITS.items() if name == "smaug-bpe")
+    make_words_before_merges(tmp_path / "tokenizer", llama3)
+    source = folder_with(tmp_path / "tokenizer", tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(source.path / "tokenizer.json"))
+    given = texts_of(source.path, np.zeros((0, 8), np.int64))
+    assert "zebra" in given  # so the gate compares it
+    tokenizer.encode_special_tokens = True
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in given]
+    assert [tokenizer.token_to_id("zebra")] in expected
+    assert ids_of_llama_cpp(source, tmp_path, list(given)) == expected
+
+
+def test_words_that_come_before_merges_are_refused_where_llama_cpp_goes_by_merges(tmp_path: Path) -> None:
+    raw = make_words_before_merges(tmp_path, None)
+    with pytest.raises(ConfigError, match="1 words of its vocabulary, e.g. 'zebra', come before merges"):
+        split_name(raw)
+    del raw["model"]["vocab"]["zebra"]  # the others are what their merges make
+    assert split_name(raw) == "gpt-2"
+
+
+@pytest.mark.parametrize("key", ["dropout", "end_of_word_suffix", "continuing_subword_prefix"])
+def test_what_a_bpe_model_does_besides_merges_is_refused(key: str, tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["model"][key] = 0.1 if key == "dropout" else "</w>"
+    with pytest.raises(ConfigError, match=key):
         split_name(raw)
 
 

@@ -140,6 +140,40 @@ def test_what_llama_cpp_cannot_compute_is_refused(name: str, fields: dict[str, A
         plan_file(source, "Q8_0")
 
 
+GEMMA2 = {"model_type": "gemma2", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 3}
+GEMMA2 |= {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2 |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value", "taken"),
+    [
+        *(
+            ({"model_type": kind}, "hidden_act", "gelu", '"silu"')
+            for kind in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+        ),
+        ({"model_type": "gemma"}, "hidden_act", "relu", '"gelu_pytorch_tanh"'),
+        ({"model_type": "gemma"}, "tie_word_embeddings", False, "true"),
+        ({"model_type": "gemma"}, "use_bidirectional_attention", True, "false"),
+        ({"model_type": "gpt2"}, "activation_function", "gelu", '"gelu_pytorch_tanh"'),
+        ({"model_type": "gpt2"}, "scale_attn_weights", False, "true"),
+        ({"model_type": "gpt2"}, "scale_attn_by_inverse_layer_idx", True, "false"),
+        (GEMMA2, "hidden_activation", "relu", '"gelu_pytorch_tanh"'),
+        (GEMMA2, "query_pre_attn_scalar", 144, "16"),
+        ({**GEMMA2, "num_hidden_layers": 46, "layer_types": None}, "query_pre_attn_scalar", 16, "8"),
+        (GEMMA2, "layer_types", ["full_attention"] * 3, '"sliding_attention", "full_attention"'),
+        (GEMMA2, "attn_logit_softcapping", None, "a number"),
+    ],
+)
+def test_a_value_that_llama_cpp_fixes_is_refused_by_its_key(
+    config: dict[str, Any], key: str, value: object, taken: str
+) -> None:
+    plain = {"norm_topk_prob": True, **config}
+    with pytest.raises(ConfigError, match=f"model \\({key} of config.json\\)") as caught:
+        architectures.architecture_of({**plain, key: value})
+    assert taken in str(caught.value)
+
+
 def test_windows_longer_than_a_sliding_window_that_llama_cpp_ignores_are_refused(tmp_path: Path) -> None:
     plan = plan_file(make_folder(tmp_path / "model", "mistral", sliding_window=7), "Q8_0")
     plan.check_context(7)
