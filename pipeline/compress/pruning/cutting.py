@@ -69,7 +69,7 @@ def write_folder(
 
 def _cut_file(plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, float]) -> dict[str, Tensor]:
     """What is kept of one file, by its new names."""
-    cut, dtype = {}, getattr(torch, plan.dtype)
+    cut, dtype, kept_in_fp32 = {}, getattr(torch, plan.dtype), plan.source.fp32_beside
     with safe_open(plan.source.path / name, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
             tensor = plan.anatomy.tensors[key]
@@ -77,7 +77,8 @@ def _cut_file(plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, 
                 continue
             made = cut_tensor(file.get_tensor(key), tensor, kept)
             made = _scaled(made, scales.get(key), unit_offset=_offset(plan, key))
-            cut[new] = (made.to(dtype) if made.is_floating_point() else made).contiguous()
+            cast = made.is_floating_point() and key not in kept_in_fp32
+            cut[new] = (made.to(dtype) if cast else made).contiguous()
     return cut
 
 

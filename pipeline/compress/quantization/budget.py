@@ -124,8 +124,9 @@ def _folder_units(
     size = _DTYPE_BYTES[config.dtype or source.dtype]
     given = {name: scheme for name, scheme in _given(config, layers).items() if scheme is not None}
     free = [name for name in layers if name not in given]
-    untouched = [prod(info.shape) for name, info in source.tensors.items() if name.rpartition(".")[0] not in layers]
-    fixed = size * sum(untouched) + 4096
+    kept = source.fp32_beside
+    untouched = {name: info for name, info in source.tensors.items() if name.rpartition(".")[0] not in layers}
+    fixed = sum(prod(info.shape) * (4 if name in kept else size) for name, info in untouched.items()) + 4096
     fixed += sum(_ENTRY_BYTES + len(name) for name in source.tensors)
     fixed += sum(3 * (_ENTRY_BYTES + len(name)) for name in layers)
     for name, scheme in given.items():

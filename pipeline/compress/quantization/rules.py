@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
-from pipeline.compress.quantization.assignment import LayerScheme
+from pipeline.compress.quantization.assignment import LayerScheme, units_of
 from pipeline.compress.quantization.budget import Budget, check_keys, plan_budget
 from pipeline.compress.quantization.calibration_rules import check_imatrix, open_split, plan_calibration
 from pipeline.compress.quantization.config import MIXED, SCHEMES, QuantizeConfig
@@ -22,6 +23,7 @@ from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescrip
 from pipeline.evaluation.heldout.data import as_trained, open_heldout
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.gguf.plan import GgufPlan, plan_file
+from pipeline.models.router_names import is_router
 
 HEAD = "lm_head"
 _EMBEDDINGS = ("embed_tokens", "wte")
@@ -29,7 +31,6 @@ _EMBEDDINGS = ("embed_tokens", "wte")
 LAYERS = "layers"
 """Folder of the calibrated layers in a work directory."""
 _PATTERN = "re:"
-_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ def _group(config: QuantizeConfig, scheme: str) -> int | None:
 
 def routers(source: ModelFolder) -> list[str]:
     """Modules that choose the experts of a token: too small and too sensitive to be quantized."""
-    return [name.rpartition(".")[0] for name in source.tensors if _ROUTER.search(name)]
+    weights = (name.rpartition(".") for name in source.tensors)
+    return [module for module, _, leaf in weights if leaf == "weight" and is_router(module)]
 
 
 def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
@@ -218,7 +220,7 @@ def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:
     for name, info in source.tensors.items():
         module, _, leaf = name.rpartition(".")
         in_block = any(part.isdigit() for part in module.split("."))
-        matrix = leaf == "weight" and len(info.shape) == 2 and not _ROUTER.search(name)
+        matrix = leaf == "weight" and len(info.shape) == 2 and not is_router(module)
         if matrix and (in_block or module == HEAD):
             found[module] = (info.shape[0], info.shape[1])
     return found
@@ -255,7 +257,9 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
     modules = {name.rpartition(".")[0] for name in source.tensors}
     for entry in config.skip:
         _check_skip(entry, modules)
-    layers = {name: shape for name, shape in linear_layers(source).items() if not _skipped(name, config.skip)}
+    every = linear_layers(source)
+    layers = {name: shape for name, shape in every.items() if not _skipped(name, config.skip)}
+    _check_fused(config, every, layers.keys())
     wanted = config.head is not None or not _skipped(HEAD, config.skip)
     if config.untie and not wanted:
         why = f"{HEAD} is in skip: the head would get weights of its own, and nothing smaller in return"
@@ -273,6 +277,22 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
         why = f"no linear layer of {config.model} is left to quantize"
         raise ConfigError("skip", config.skip, why=why, remedy=f'use ["{HEAD}"]')
     return layers
+
+
+def _check_fused(config: QuantizeConfig, every: Collection[str], layers: Set[str]) -> None:
+    """Refuses to skip a part of what vLLM runs as one product: its loader raises, and transformers takes it.
+
+    Raises:
+        ConfigError: names the parts.
+    """
+    parts = [names for names in units_of(every).values() if 0 < len(layers & set(names)) < len(names)]
+    if parts:
+        skipped = next(name for name in parts[0] if name not in layers)
+        own = list(dict.fromkeys(name.rpartition(".")[2] for name in parts[0]))
+        parent = re.escape(skipped.rpartition(".")[0]) if len(parts) == 1 else ".*"
+        entry = _PATTERN + (r".*\.experts\..*" if ".experts." in skipped else rf"{parent}\.({'|'.join(own)})$")
+        why = f"{skipped} is skipped, and vLLM runs {', '.join(own)} of a layer as one product, with one scheme"
+        raise ConfigError("skip", config.skip, why=why, remedy=f"skip all of them: {json.dumps(entry)}")
 
 
 def _matrix(source: ModelFolder, module: str) -> tuple[int, int]:

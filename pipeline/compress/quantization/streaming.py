@@ -28,6 +28,7 @@ from pipeline.compress.quantization.weights import (
     apply_scheme,
     calibration_batches,
     cast,
+    kept_in_fp32,
     method_of,
     pack_layer,
     rotation_of,
@@ -114,6 +115,7 @@ class _Parts:
         self.layers = decoder_layers(self.model)
         self.linear = {name: module for name, module in self.model.named_modules() if name in plan.layers}
         self.method, self.device = method_of(plan, self.linear, dtype), pick_device()
+        self._kept = kept_in_fp32(self.model, plan)
         self._rotation = rotation_of(self.model, plan)
         self._modules = {id(module): name for name, module in self.model.named_modules()}
         self._names = {id(p): name for name, p in self.model.named_parameters()}
@@ -156,7 +158,7 @@ class _Parts:
                 found |= self._module_tensors(module, {}) if first else {}  # a tied head is stored once
                 seen |= first
         buffers = {name: self._values.buffer(name) for name, _ in self.model.named_buffers()}
-        return found | {name: cast(value, self._dtype) for name, value in buffers.items() if value is not None}
+        return found | {name: self._cast(name, value) for name, value in buffers.items() if value is not None}
 
     def write_config(self, staging: Path) -> None:
         """config.json with its quantization section."""
@@ -188,16 +190,20 @@ class _Parts:
             for module, key, empty in owned:
                 module._parameters[key] = empty
 
+    def _cast(self, name: str, value: Tensor) -> Tensor:
+        return value if name in self._kept else cast(value, self._dtype)
+
     def _module_tensors(self, module: nn.Module, scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name = self._modules[id(module)]
         if name not in self._plan.layers:
-            return {f"{name}.{key}": cast(p, self._dtype) for key, p in module._parameters.items() if p is not None}
+            own = ((f"{name}.{key}", p) for key, p in module._parameters.items() if p is not None)
+            return {full: self._cast(full, p) for full, p in own}
         assert isinstance(module, nn.Linear)
         packer = self._packer.get_submodule(name)
         packer._parameters |= {key: p for key, p in module._parameters.items() if p is not None}
         args = weight_args(self._plan, name)
         pack_layer(packer, scales[name] if name in scales else scale_of(module.weight, args, self._dtype))
-        found = {f"{name}.{key}": cast(value, self._dtype) for key, value in packer.state_dict().items()}
+        found = {f"{name}.{key}": self._cast(f"{name}.{key}", p) for key, p in packer.state_dict().items()}
         packer.to("meta")
         return found
 

@@ -10,7 +10,7 @@ Source of the formula: compressed_tensors/quantization/utils/helpers.py, calcula
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from pipeline.compress.quantization.rules import QuantizationPlan
 from pipeline.compress.quantization.signround import SignRound
 from pipeline.compress.quantization.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
+from pipeline.models.build.stored_names import groups_of_model
 from pipeline.models.folder.loading import pick_device
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
 
@@ -80,7 +81,7 @@ def matrices_of(model: Any) -> dict[str, nn.Module]:
 
 
 def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
-    """Quantizes and packs the plan's layers in place, and casts all other weights to `dtype`.
+    """Quantizes and packs the plan's layers in place, and casts other weights to `dtype`; see `kept_in_fp32`.
 
     Args:
         model: in float32, so that weights are rounded only once. Its experts are unfused.
@@ -99,13 +100,13 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
         rotation.outside(model)
         for layer in decoder_layers(model):
             rotation.layer(layer)
-    modules = modules_of(model)
+    modules, kept = modules_of(model), kept_in_fp32(model, plan)
     scales = _calibrated(model, plan, modules, dtype) if plan.calibration else {}
     compressor = apply_scheme(model, plan)
     for name in progress(list(plan.layers)):
         weight = modules[name].weight
         pack_layer(modules[name], scales[name] if name in scales else scale_of(weight, weight_args(plan, name), dtype))
-    _cast(model, dtype)
+    _cast(model, dtype, kept=kept)
     return compressor
 
 
@@ -132,9 +133,31 @@ def _untie(model: Any) -> None:
     model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = cast(tensor.data, dtype)
+def kept_in_fp32(model: Any, plan: QuantizationPlan) -> set[str]:
+    """Parameters and buffers of a model that keep fp32, whatever dtype the others get.
+
+    The source has them in fp32 beside weights of 16 bits, or the architecture declares it: 238 different biases of a
+    router were 8 in bf16. The declaration names parts of dotted names (`_keep_in_fp32_modules_strict`).
+
+    Args:
+        model: whose experts are unfused, not yet packed.
+        plan: with the source.
+    """
+    beside = plan.source.fp32_beside
+    words = sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    stored = {name: group.key for group in groups_of_model(model, names) for name in group.names} if beside else {}
+    return {
+        name
+        for name in names
+        if name in beside or stored.get(name) in beside or any(f".{word}." in f".{name}." for word in words)
+    }
+
+
+def _cast(model: nn.Module, dtype: torch.dtype, *, kept: Collection[str]) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in kept:
+            tensor.data = cast(tensor.data, dtype)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules.precision import block_of
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.tensor import RowwiseLinear, check_tp_plan
+from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers
 
 _CAPABILITY = {"mxfp8": (10, 0)}
@@ -144,7 +145,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
         for name, module in layer.named_modules(prefix=prefix):
             if type(module) in (nn.Linear, RowwiseLinear) and id(module) not in seen:
                 seen.add(id(module))
-                routes = id(module) in routers or name.rpartition(".")[2] in ("gate", "router")
+                routes = id(module) in routers or is_router(name)
                 # experts as single modules see another number of tokens each time, not a multiple of 16
                 yield name, module, not routes and ".experts." not in name
 

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.compression import QuantizationAwareSection
 from pipeline.models.rounding import Rounding, e4m3, integers
+from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers
 from pipeline.models.unfused_experts import is_fused
 
@@ -136,6 +137,6 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
         for name, module in layer.named_modules(prefix=prefix):
-            if type(module) is nn.Linear and id(module) not in routers | seen:
+            if type(module) is nn.Linear and id(module) not in routers | seen and not is_router(name):
                 seen.add(id(module))
                 yield name, module

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from headrace.base.errors import DataError
+from pipeline.models.build.buffers import keep_in_fp32
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
 
@@ -44,6 +45,7 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
     wanted = getattr(torch, folder.dtype) if isinstance(dtype, str) else dtype
     with no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    keep_in_fp32(model)
     unfuse_experts(model)
     names = [name for name, module in model.named_modules() if isinstance(getattr(module, "weight", None), Tensor)]
     stored = folder_names(model, names)
@@ -51,7 +53,7 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
     schemes = {stored[name]: _scheme(stored[name], model.get_submodule(name), section) for name in names}
     tensors = _dequantized(_tensors(folder), schemes, str(section.format))
     own = {f"{theirs}.": f"{name}." for name, theirs in stored.items()}
-    state = {_renamed(name, own): value.to(wanted) for name, value in tensors.items()}
+    state = {_renamed(name, own): value for name, value in tensors.items()}
     _load(model, state, folder.path)
     for name in names:
         scheme = schemes[stored[name]]

@@ -93,6 +93,13 @@ class ModelFolder:
         return _TORCH_DTYPES[max(sizes, key=lambda word: sizes[word])]
 
     @property
+    def fp32_beside(self) -> frozenset[str]:
+        """Tensors in fp32 of a folder whose weights have 16 bits: the bias of a router, states of a Mamba layer."""
+        if self.dtype == _TORCH_DTYPES["F32"]:
+            return frozenset()
+        return frozenset(name for name, info in self.tensors.items() if info.dtype == "F32")
+
+    @property
     def parameters(self) -> int:
         """Number of stored parameters; tied ones count once. Only meaningful for unquantized folders."""
         return sum(prod(info.shape) for info in self.tensors.values())

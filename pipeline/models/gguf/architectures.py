@@ -72,6 +72,8 @@ _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
 def _fixed(config: HfConfig, architecture: GgufArchitecture) -> dict[str, tuple[Any, ...]]:
     """Key of config.json -> the values that llama.cpp takes for it, whatever it is."""
     found = dict(_FIXED[architecture.kind])
+    if architecture.arch in (MODEL_ARCH.QWEN3, MODEL_ARCH.QWEN3MOE):
+        found["attention_bias"] = (False,)
     if architecture.arch is MODEL_ARCH.GEMMA:
         found["hidden_act"] = (*_TANH, "gelu")  # transformers reads Gemma's "gelu" as the approximation by tanh
     if architecture.arch is MODEL_ARCH.GEMMA2:
@@ -103,7 +105,7 @@ def _refuse_unlike_fixed(config: HfConfig, architecture: GgufArchitecture) -> No
     for key, allowed in _fixed(config, architecture).items():
         value = config.get(key, _GEMMA2_SCALAR if key == "query_pre_attn_scalar" else None)
         if value is not None and value not in allowed:
-            why = f"llama.cpp computes with {json.dumps(allowed[0])} in every model of this architecture"
+            why = f"GGUF files do not hold it, and llama.cpp computes with {json.dumps(allowed[0])}"
             raise ConfigError(f"model ({key} of config.json)", value, why=why, remedy=remedy)
     if architecture.arch is MODEL_ARCH.GEMMA2:
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):

@@ -139,6 +139,26 @@ def test_a_head_has_its_own_scheme_and_a_tied_one_its_own_weights(model: Path, t
     assert 0 < (logits(ours) - logits(load_model(model))).abs().max() < 2
 
 
+def test_a_routers_bias_keeps_fp32_beside_weights_of_16_bits(tokens: Path, tmp_path: Path) -> None:
+    """Neighbours that differ by 1e-4 are one number in bf16, and would choose other experts."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("deepseek_v3", vocab_size=VOCAB)).bfloat16()
+    biases = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
+    for module in biases:
+        module.e_score_correction_bias = torch.tensor([3.0001, 3.0002, 3.0003, 3.0004])
+    model.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast.from_pretrained(tokens / "tokenizer").save_pretrained(tmp_path / "model")
+    config = write_config(tmp_path, tmp_path / "model", tokens, consumers=[])
+    plan = prepare(parse(QuantizeConfig, json.loads(config.read_text())))
+    loaded = load_model(tmp_path / "model", dtype=torch.float32)
+    save(loaded, pack(loaded, plan, dtype=torch.bfloat16), tmp_path / "small")
+    result = load_model(tmp_path / "small")  # in its own dtype
+    kept = [each for name, each in result.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert len(kept) == len(biases) == 2
+    assert all(torch.equal(each, biases[0].e_score_correction_bias) for each in kept)
+    assert result.lm_head.weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("fields", "consumer", "why"),
     [

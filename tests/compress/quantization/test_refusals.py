@@ -60,12 +60,27 @@ def test_a_misspelled_key_is_refused_with_the_right_one(model: Path, tokens: Pat
         ({"skip": ["lm_head", "model.layers.0.mlp.up_prj"]}, "did you mean 'model.layers.0.mlp.up_proj'?"),
         ({"skip": ["re:("]}, "not a regular expression"),
         ({"skip": ["re:.*"]}, "no linear layer"),
+        (
+            {"skip": ["lm_head", "model.layers.1.self_attn.q_proj"]},
+            "vLLM runs k_proj, q_proj, v_proj of a layer as one",
+        ),
+        ({"skip": ["lm_head", "re:.*up_proj$"]}, "vLLM runs gate_proj, up_proj of a layer as one"),
     ],
 )
 def test_an_invalid_config_is_refused(
     model: Path, tokens: Path, tmp_path: Path, fields: dict[str, Any], expected: str
 ) -> None:
     assert expected in refusal(tmp_path, model, tokens, **fields)
+
+
+@pytest.mark.parametrize(("skip", "left"), [("re:.*k_proj$", 8), ("model.layers.1.self_attn.k_proj", 11)])
+def test_the_remedy_for_a_part_of_a_fused_product_works(
+    skip: str, left: int, model: Path, tokens: Path, tmp_path: Path
+) -> None:
+    said = refusal(tmp_path, model, tokens, skip=["lm_head", skip])
+    entry = json.loads(said.rpartition("skip all of them: ")[2])
+    raw = json.loads(write_config(tmp_path, model, tokens, skip=["lm_head", skip, entry]).read_text())
+    assert len(prepare(parse(QuantizeConfig, raw)).layers) == left  # of 7 in each of 2 layers
 
 
 def test_an_existing_output_is_not_changed(model: Path, tokens: Path, tmp_path: Path) -> None:

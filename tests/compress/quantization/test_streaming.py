@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from headrace.base.directory import fresh_staging, read_manifest, sha256_of_file, verify
 from headrace.base.section import parse
@@ -17,6 +18,7 @@ from pipeline.compress.quantization import work
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import QuantizationPlan, prepare, work_path
 from pipeline.compress.quantization.streaming import stream, streamable
+from pipeline.compress.quantization.weights import pack, save
 from pipeline.compress.quantization.work import CalibrationWork
 from pipeline.models.folder.loading import empty_model, load_model
 from pipeline.models.folder.model_folder import ModelFolder
@@ -85,6 +87,23 @@ def test_the_tensors_are_those_of_the_whole_model_way(
     load_model(staging)  # refuses missing and unexpected tensors
     assert len(list(staging.glob("model-*.safetensors"))) == 3  # two layers, and what is outside of them
     assert len(ModelFolder.open(staging).tensors) == len(found)  # by the index
+
+
+def test_a_tensor_in_fp32_beside_weights_of_16_bits_stays_so(untied: Path, tokens: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(untied, tmp_path / "model")
+    stored = {name: value.bfloat16() for name, value in tensors_of(model).items()}
+    norms = {"model.norm.weight", "model.layers.1.input_layernorm.weight"}
+    stored |= {name: torch.full_like(stored[name], 1.0001, dtype=torch.float32) for name in norms}
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    plan = plan_of(tmp_path, model, tokens, **GPTQ)
+    staging = fresh_staging(plan.output)
+    stream(plan, staging, dtype=torch.bfloat16)
+    loaded = load_model(model, dtype=torch.float32)
+    save(loaded, pack(loaded, plan, dtype=torch.bfloat16), tmp_path / "small")
+    for folder in (staging, tmp_path / "small"):
+        found = tensors_of(folder)
+        assert {name for name, value in found.items() if value.dtype == torch.float32} == norms
+        assert all(torch.equal(found[name], stored[name]) for name in norms)
 
 
 @pytest.mark.parametrize("done", [1, 2])

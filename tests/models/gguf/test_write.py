@@ -152,6 +152,7 @@ GEMMA2 |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atten
             ({"model_type": kind}, "hidden_act", "gelu", '"silu"')
             for kind in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
         ),
+        ({"model_type": "qwen3"}, "attention_bias", True, "false"),
         ({"model_type": "gemma"}, "hidden_act", "relu", '"gelu_pytorch_tanh"'),
         ({"model_type": "gemma"}, "tie_word_embeddings", False, "true"),
         ({"model_type": "gemma"}, "use_bidirectional_attention", True, "false"),
