@@ -18,7 +18,7 @@ from pipeline.config.sections.run import ModelSection
 from pipeline.models.folder.model_folder import read_config
 from pipeline.models.folder.text_part import TEXT_ALONE
 from pipeline.models.layers import global_value, keep_layers
-from pipeline.models.padding import give_padding_id
+from pipeline.models.padding import check_padding_id, give_padding_id
 
 DEFAULT_POSITIONS = 2048
 """`max_position_embeddings` of a config that does not give it, unless the training sequence is longer."""
@@ -36,12 +36,14 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
         sequence_length: T, which must not exceed the model's positions.
 
     Raises:
-        ConfigError: an unknown architecture or key, or a vocabulary smaller than the dataset's tokenizer.
+        ConfigError: an unknown architecture or key, a vocabulary smaller than the dataset's tokenizer, or a padding id
+            beyond it.
         DataError: `model.path` is not a Hugging Face folder.
     """
     if section.config is not None:
         config = _from_section(section.config, tokenizer, sequence_length)
         _refuse_several_modalities(config, folder=False)
+        check_padding_id(config, field="model.config.pad_token_id")
         if "pad_token_id" not in section.config:
             give_padding_id(config, tokenizer.get("eos_id"))
     else:
@@ -71,6 +73,7 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
 
     Raises:
         DataError: see `read_config` of model_folder.py; or its weights are quantized (except fp8).
+        ConfigError: see `check_padding_id`.
     """
     read_config(Path(folder))
     try:
@@ -79,7 +82,9 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
         raise DataError(f"{folder}/config.json cannot be read: {one_line(error)}") from None
     if dequantized:
         del config.quantization_config
-    return _text_part(_without_quantization(config, folder))
+    config = _text_part(_without_quantization(config, folder))
+    check_padding_id(config, field=f"pad_token_id of {folder}/config.json")
+    return config
 
 
 def _text_part(config: PretrainedConfig) -> PretrainedConfig:

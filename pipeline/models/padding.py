@@ -27,6 +27,39 @@ def give_padding_id(config: PretrainedConfig, end_of_text: int | None) -> None:
         config.pad_token_id = end_of_text
 
 
+def check_padding_id(config: PretrainedConfig, *, field: str) -> None:
+    """Takes a negative padding id for none, as Llama's old folders mean it; changed in place.
+
+    torch counts it from the end: the last token's embedding would never get a gradient.
+
+    Args:
+        config: of the model.
+        field: what names the id in an error.
+
+    Raises:
+        ConfigError: the id is beyond the vocabulary, so that the embedding has no row for it.
+    """
+    padding, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if not isinstance(padding, int) or not isinstance(rows, int):
+        return
+    if padding < 0:
+        config.pad_token_id = None
+    elif padding >= rows and not _builds(config):  # GPT-2 has no use for the id, and takes any
+        why = f"the vocabulary has {rows} ids, and the embedding no row for it"
+        raise ConfigError(field, padding, why=why, remedy="set it to null, which is no padding id, or to an id below")
+
+
+def _builds(config: PretrainedConfig) -> bool:
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    except AssertionError:  # torch's, of a padding id without a row
+        return False
+    except Exception:  # whatever else an architecture wants is said where the model is built
+        return True
+    return True
+
+
 def check_padded_positions(model: nn.Module, *, sequence_length: int) -> None:
     """Checks that positions which begin after the padding id, as RoBERTa's do, are enough for a sequence.
 

@@ -136,7 +136,6 @@ def words_without_merges(tokenizer: Mapping[str, Any]) -> list[str]:
     return [word for word in words if [each.value for each in merged.tokenize(word)] != [word]]
 
 
-
 def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:
     """The parsed tokenizer.model of a sentencepiece BPE that llama.cpp takes.
 

@@ -112,4 +112,7 @@ def _leaves(model: nn.Module, name: str, value: Tensor) -> list[str]:
 
 
 def _unknown(name: str, why: str) -> DataError:
-    return DataError(f"the experts {name} cannot be taken apart: {why}\n  try: a GGUF type, or skip the experts")
+    remedy = (
+        "leave it in 16 bits, or quantize a model whose folder has every expert by itself (Mixtral, Qwen3-MoE, OLMoE)"
+    )
+    return DataError(f"the experts {name} cannot be taken apart: {why}\n  try: {remedy}")

@@ -22,7 +22,7 @@ from pipeline.models.build.meta import build_meta
 from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.build.stored_values import FromSafetensors
 from pipeline.models.count import measure
-from pipeline.models.hf_config import resolve_hf_config
+from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import attention_widths, keep_layers, original_name
 from pipeline.models.padding import check_padded_positions
 from pipeline.run.prepare import described
@@ -283,6 +283,21 @@ def test_end_of_text_is_padding_only_for_an_architecture_that_needs_one(kind: st
     more: dict[str, Any] = {"is_decoder": True} if kind != "gemma" else {"num_key_value_heads": 2, "head_dim": 8}
     assert resolve({"config": {**fields, **more}}).pad_token_id == expected
     assert resolve({"config": {**fields, **more, "pad_token_id": 7}}).pad_token_id == 7
+
+
+def test_a_negative_padding_id_is_none_and_one_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    fields = {"model_type": "llama", **SMALL_HEADS, "vocab_size": 384}
+    small_gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 384}
+    assert resolve({"config": {**small_gpt2, "pad_token_id": 400}}).pad_token_id == 400  # its embedding asks for none
+    for given, expected in ((-1, None), (383, 383)):
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "pad_token_id": given}))
+        assert read_hf_config(tmp_path).pad_token_id == expected
+        assert resolve({"config": {**fields, "pad_token_id": given}}).pad_token_id == expected
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "pad_token_id": 384}))
+    with pytest.raises(ConfigError, match=r"pad_token_id of .*config.json = 384"):
+        read_hf_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"model.config.pad_token_id = 384"):
+        resolve({"config": {**fields, "pad_token_id": 384}})
 
 
 def test_positions_that_begin_after_the_padding_id_must_be_enough_for_the_sequence() -> None:

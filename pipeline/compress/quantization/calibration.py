@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from headrace.base.errors import DataError
 from pipeline.compress.quantization.gptq import Rounding, gptq
 from pipeline.compress.quantization.moments import SecondMoments
 from pipeline.compress.quantization.signround import SignRound
@@ -179,15 +180,23 @@ def layer_inputs(
     """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches.
 
     Runs the decoder without its head, whose logits would be the largest tensor of all.
+
+    Raises:
+        DataError: layers are given more than their hidden states by position, or what differs between batches.
     """
     decoder: nn.Module = model.base_model  # type: ignore[assignment]
     arguments: list[dict[str, Any]] = []
     hidden: list[Tensor] = []
 
-    def note(_layer: nn.Module, _positional: Any, given: dict[str, Any]) -> None:
+    def note(layer: nn.Module, positional: Any, given: dict[str, Any]) -> None:
+        if any(value is not None for value in positional[1:]):
+            raise _not_calibrated(layer, "other inputs than hidden states by position")
         arguments.append({name: value for name, value in given.items() if name != "hidden_states"})
 
-    def stop(_layer: nn.Module, positional: Any, given: dict[str, Any]) -> None:
+    def stop(layer: nn.Module, positional: Any, given: dict[str, Any]) -> None:
+        differ = [name for name, value in arguments[0].items() if not _same(value, given.get(name))]
+        if differ:
+            raise _not_calibrated(layer, f"{', '.join(differ)}, which differ from text to text")
         hidden.append(positional[0] if positional else given["hidden_states"])
         raise _ReachedError
 
@@ -203,6 +212,22 @@ def layer_inputs(
             continue
     handle.remove()
     return hidden, arguments
+
+
+def _not_calibrated(layer: nn.Module, what: str) -> DataError:
+    remedy = '"method": "rtn" without smoothing, which reads no text'
+    return DataError(f"layers ({type(layer).__name__}) take {what}, and calibration hands on none\n  try: {remedy}")
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two arguments of a layer are alike, tensors by their values; other objects pass."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, tuple | list) and isinstance(second, tuple | list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(value, second[key]) for key, value in first.items())
+    return type(first) is type(second)
 
 
 def _run(layer: nn.Module, states: Tensor, arguments: dict[str, Any]) -> Tensor:

@@ -44,7 +44,7 @@ AWKWARD = (
 
 
 def texts_of(model: Path, windows: npt.NDArray[np.int64]) -> tuple[str, ...]:
-    """The awkward texts, and those of a folder's tokenizer: of windows [n, T] and tokens; only the former without one."""
+    """The awkward texts, and what a folder's tokenizer makes of windows [n, T] and of single tokens, if it has one."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return AWKWARD

@@ -66,7 +66,7 @@ _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "scale_attn_by_inverse_layer_idx": (False,),
     },
 }
-"""`GgufArchitecture.kind` -> key of config.json -> the values that llama.cpp computes with: a file does not hold them."""
+"""`GgufArchitecture.kind` -> key of config.json -> the values that llama.cpp computes with; a file does not hold it."""
 
 
 def _fixed(config: HfConfig, architecture: GgufArchitecture) -> dict[str, tuple[Any, ...]]:

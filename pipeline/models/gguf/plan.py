@@ -108,6 +108,10 @@ def _tensors(source: ModelFolder, architecture: GgufArchitecture, file_type: Fil
             raise ConfigError("model", str(source.path), why=why, remedy="serve the Hugging Face folder")
         groups.setdefault(stored, []).append(name)
     for stored, sources in groups.items():
+        numbers = [architectures.expert_number(name) for name in sources]
+        if len(set(numbers)) < len(sources) or (None in numbers and len(sources) > 1):
+            why = f"{' and '.join(sources[:3])} are one tensor of llama.cpp, {stored}"
+            raise ConfigError("model", str(source.path), why=why, remedy="remove the copies that are not meant")
         ordered = tuple(sorted(sources, key=lambda name: architectures.expert_number(name) or 0))
         one = architectures.stored_shape(sources[0], source.tensors[sources[0]].shape, architecture)
         shape = (len(ordered), *one) if architectures.expert_number(sources[0]) is not None else one

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.compress.quantization.calibration import Method, calibrate
+from pipeline.compress.quantization.calibration import Method, calibrate, decoder_layers, layer_inputs
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.gptq import e4m3, gptq, integers
 from pipeline.compress.quantization.rules import prepare
@@ -22,8 +22,22 @@ from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, write_config
 from tests.evaluation.heldout.small import SEQUENCE
 from tests.support import output_of
+from tests.sweeps.families import tiny_fields
 
 O, I, N, GROUP = 48, 192, 1024, 32  # noqa: E741  outputs, inputs, tokens: the letters of the formulas
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("gemma4_text", "other inputs than hidden states by position"), ("deepseek_v4", "input_ids, which differ")],
+)
+def test_layers_that_take_more_than_hidden_states_are_refused_before_the_work(kind: str, what: str) -> None:
+    """What every layer reads of the text itself would be that of the first batch, or nothing."""
+    fields = {**tiny_fields(kind), "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
+    batches = [torch.arange(16).view(1, 16) + start for start in (0, 100)]
+    with pytest.raises(DataError, match=f'(?s){what}.*"method": "rtn"'):
+        layer_inputs(model, decoder_layers(model), batches)
 
 
 def layer(*, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -134,7 +134,7 @@ def test_words_that_come_before_merges_have_their_ids_in_llama_cpp(tmp_path: Pat
 
 def test_words_that_come_before_merges_are_refused_where_llama_cpp_goes_by_merges(tmp_path: Path) -> None:
     raw = make_words_before_merges(tmp_path, None)
-    with pytest.raises(ConfigError, match="1 words of its vocabulary, e.g. 'zebra', come before merges"):
+    with pytest.raises(ConfigError, match=r"1 words of its vocabulary, e.g. 'zebra', come before merges"):
         split_name(raw)
     del raw["model"]["vocab"]["zebra"]  # the others are what their merges make
     assert split_name(raw) == "gpt-2"

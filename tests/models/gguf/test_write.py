@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headrace.base.errors import ConfigError, DataError
@@ -173,6 +174,15 @@ def test_a_value_that_llama_cpp_fixes_is_refused_by_its_key(
     with pytest.raises(ConfigError, match=f"model \\({key} of config.json\\)") as caught:
         architectures.architecture_of({**plain, key: value})
     assert taken in str(caught.value)
+
+
+def test_two_tensors_of_the_folder_for_one_of_the_file_are_refused(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "model", "llama")
+    tensors = load_file(source.path / "model.safetensors")
+    tensors["layers.0.attention.wq.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"] + 1
+    save_file(tensors, source.path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers.0.attention.wq.weight.*are one tensor of llama.cpp"):
+        plan_file(ModelFolder.open(source.path), "Q8_0")
 
 
 def test_windows_longer_than_a_sliding_window_that_llama_cpp_ignores_are_refused(tmp_path: Path) -> None:
