@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.chat.forms import Messages
 from data_prep.chat.template import MARKERS, ChatTemplate, Rendered
-from data_prep.sources.conversation import TEMPLATE_FILE, ConversationError, parse_conversation
+from data_prep.sources.conversation import TEMPLATE_FILE, ConversationError, conversation_line, parse_conversation
 from data_prep.tokenizer.load import load, read_config, reference_of, token_text
 from headrace.base.errors import DataError
 
 Offsets = Sequence[tuple[int, int]]
-
-_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,8 @@ class EncodedConversation:
         text: rendered by the chat template.
         ids: uint32 [n], token ids.
         mask: uint8 [n], loss mask: 1 for tokens that count in the loss.
-        end_learnt: whether the EOS that is put after it counts in the loss.
+        end_learnt: whether the EOS that is put after it counts in the loss: where it takes the place of one that does,
+            and where no other token ends the assistant's last turn.
     """
 
     text: str
@@ -52,7 +52,8 @@ class EncodedConversation:
         first, last = int(self.ids[:1].tolist() == list(before)), len(self.ids)
         ends = self.ids[-1:].tolist() == list(after)
         kept = slice(first, last - 1 if ends else last)
-        return replace(self, ids=self.ids[kept], mask=self.mask[kept], end_learnt=bool(ends and self.mask[-1]))
+        learnt = bool(self.mask[-1]) if ends else self.end_learnt
+        return replace(self, ids=self.ids[kept], mask=self.mask[kept], end_learnt=learnt)
 
 
 class ChatEncoder:
@@ -67,8 +68,9 @@ class ChatEncoder:
         self._template = compile_template(read_template(folder), template_tokens(read_config(folder)))
         tokenizer = load(folder, parse_special_tokens=True)
         self._encode = _encoder(folder, tokenizer)
-        added = tokenizer.get_added_tokens_decoder().values()
-        self._forbidden = () if parse_special_tokens else tuple(token.content for token in added if token.special)
+        special = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = np.array(sorted(special), np.int64)
+        self._forbidden = () if parse_special_tokens else tuple(token.content for token in special.values())
 
     def encode(self, line: str, *, everything: bool) -> EncodedConversation:
         """Encodes a conversation.
@@ -79,17 +81,29 @@ class ChatEncoder:
 
         Raises:
             ConversationError: a message or a tool contains a special token, the tools are not a list, the template
-                raises an error, or the loss mask is all zeros.
+                raises an error or does not print a message's tool calls, or the loss mask is all zeros.
         """
-        messages, tools = parse_conversation(line)
+        read, tools = parse_conversation(line)
+        messages = self._template.fit(read, tools=tools)
         check_no_special_tokens(messages, self._forbidden, where="a message")
         check_no_special_tokens(tools, self._forbidden, where="a tool")
         rendered = self._template.render(messages, tools=tools)
         ids, offsets = self._encode(rendered.text)
-        mask = np.ones(len(ids), np.uint8) if everything else _assistant_mask(offsets, rendered)
+        spans = _learnt_spans(rendered, messages, everything=everything)
+        mask = np.ones(len(ids), np.uint8) if everything else _assistant_mask(offsets, spans)
         if not mask.any():
             raise ConversationError("the assistant says nothing: no token would count in the loss")
-        return EncodedConversation(rendered.text, ids, mask)
+        end_learnt = learn_ends(mask, offsets, spans, text=rendered.text, special=np.isin(ids, self._special))
+        return EncodedConversation(rendered.text, ids, mask, end_learnt)
+
+    def learns_to_stop(self, *, append_eos: bool) -> bool:
+        """Whether a token that ends the assistant's turn counts in the loss, shown by a conversation of two turns."""
+        turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            encoded = self.encode(conversation_line([*turn, *turn]), everything=False)
+        except ConversationError:  # the template takes other conversations only
+            return True
+        return (append_eos and encoded.end_learnt) or bool(np.isin(encoded.ids[encoded.mask == 1], self._special).any())
 
 
 @cache
@@ -154,8 +168,13 @@ def missing_template_error() -> DataError:
 
 
 def template_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """The special tokens that a chat template may use, from the contents of tokenizer_config.json."""
-    named = {name: config.get(name) for name in _NAMED}
+    """The special tokens that a chat template may use, from the contents of tokenizer_config.json.
+
+    As in transformers: every key `..._token` that names a token, and the named tokens of the model's own.
+    """
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        named |= config[key] if isinstance(config.get(key), dict) else {}
     return {name: token_text(token) for name, token in named.items()}
 
 
@@ -173,7 +192,77 @@ def _encoder(folder: Path, tokenizer: Any) -> Callable[[str], tuple[npt.NDArray[
     return encode
 
 
-def _assistant_mask(offsets: Offsets, rendered: Rendered) -> npt.NDArray[np.uint8]:
+def _learnt_spans(rendered: Rendered, messages: Messages, *, everything: bool) -> tuple[tuple[int, int], ...]:
+    """The spans that count in the loss: those of the assistant's messages whose `weight` is not 0, or all of the text.
+
+    Raises:
+        ConversationError: a weight is neither 0 nor 1, does not fit `everything`, or cannot be related to a span; or a
+            message is left out by a key of another tool.
+    """
+    for message in messages:
+        for key in _OTHER_WEIGHTS:
+            if key in message and message[key] in (0, "0"):  # false among them
+                raise ConversationError(f'a message has "{key}": {message[key]!r}: write "weight": 0 to leave it out')
+    weights = [m.get("weight") for m in messages if m.get("role") == "assistant"]
+    if unknown := [weight for weight in weights if weight not in (None, 0, 1)]:
+        raise ConversationError(f'a message has "weight": {unknown[0]!r}, which is neither 0 nor 1')
+    if 0 not in weights:
+        return ((0, len(rendered.text)),) if everything else rendered.spans
+    if everything:
+        raise ConversationError('a message has "weight": 0, and "learn": "everything" counts all of them')
+    if len(rendered.spans) != len(weights):
+        why = f"the template has {len(rendered.spans)} generation blocks for {len(weights)} messages of the assistant"
+        raise ConversationError(f'a message has "weight": 0, and {why}')
+    return tuple(span for span, weight in zip(rendered.spans, weights, strict=True) if weight != 0)
+
+
+_OTHER_WEIGHTS = ("train", "loss_mask")
+"""Keys of other tools in the place of `weight`."""
+
+
+def learn_ends(
+    mask: npt.NDArray[np.uint8],
+    offsets: Offsets,
+    spans: Sequence[tuple[int, int]],
+    *,
+    text: str,
+    special: npt.NDArray[np.bool_],
+) -> bool:
+    """Sets the loss mask of the special token that ends a turn, where it follows the assistant's span.
+
+    A span that ends in a special token (blanks may follow) is left as it is. After any other, the model would never
+    learn to stop: the special token that follows at once or after blanks is learnt, with these: an end of turn behind
+    the generation block, or the next role's token where a template has no end of turn.
+
+    Args:
+        mask: uint8 [n], changed in place.
+        offsets: (start, end) of each token in `text`.
+        spans: what the assistant says, in characters of `text`.
+        special: [n], whether a token is special.
+
+    Returns:
+        whether nothing but blanks follows the last span, and no special token ends it: then EOS has to be learnt.
+    """
+    starts = np.array([start for start, _ in offsets], np.int64)
+    blank = [not text[start:end].strip() and not special[i] for i, (start, end) in enumerate(offsets)]
+    for first, end in spans:
+        behind = int((starts < end).sum())
+        while behind and blank[behind - 1]:
+            behind -= 1
+        if end == first or not behind or special[behind - 1]:
+            continue
+        following = behind
+        while following < len(mask) and blank[following]:
+            following += 1
+        if following == len(mask):
+            mask[behind:] = 1
+            return (first, end) == spans[-1]
+        if special[following]:
+            mask[behind : following + 1] = 1
+    return False
+
+
+def _assistant_mask(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:
     """The loss mask: 1 for tokens that share a character with a span of the assistant.
 
     A token that begins before the span, such as a blank of the template with the answer's first word, is learnt, as in
@@ -181,7 +270,7 @@ def _assistant_mask(offsets: Offsets, rendered: Rendered) -> npt.NDArray[np.uint
     """
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), np.uint8)
-    for first, end in rendered.spans:
+    for first, end in spans:
         mask[(starts < end) & ((ends > first) | (starts >= first))] = 1  # some tokens have no characters
     return mask
 

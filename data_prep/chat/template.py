@@ -21,6 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from data_prep.chat import forms
 from data_prep.sources.conversation import ConversationError
 
 MARKERS = BEGIN, END = "\U0010fff1", "\U0010fff2"
@@ -67,14 +68,15 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        tokens: variables of the template: `bos_token`, `eos_token` and the like.
+        tokens: variables of the template: `bos_token`, `eos_token` and the like; one that is None is undefined.
 
     Raises:
         ConversationError: the template does not compile.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str | None]) -> None:
-        self._tokens = {name: token or "" for name, token in tokens.items()}
+        self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        self._source = source
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -83,6 +85,19 @@ class ChatTemplate:
         generation = environment.extensions[_Generation.identifier]
         assert isinstance(generation, _Generation)
         self._has_generation_blocks = generation.found
+
+    def fit(self, messages: forms.Messages, *, tools: Sequence[Any] | None = None) -> forms.Messages:
+        """The messages as the template can print them, see `forms`.
+
+        Raises:
+            ConversationError: a part of a message is not text, or the template does not print a message's tool calls.
+        """
+        fitting = forms.fit(messages, lambda changed: self._render(changed, tools))
+        if "tool_calls" not in self._source and any(message.get("tool_calls") for message in fitting):
+            without = [{key: m[key] for key in m if key != "tool_calls"} for m in fitting]
+            if self._render(fitting, tools) == self._render(without, tools):
+                raise ConversationError("a message has tool_calls, which the chat template does not print")
+        return fitting
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Rendered:
         """Renders a conversation.
@@ -102,7 +117,9 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, prompt: bool = False
     ) -> str:
         try:
-            return self._template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens)
+            return self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._tokens
+            )
         except Exception as error:  # a template's expressions can raise any type
             raise ConversationError(_message(error)) from None
 

@@ -68,7 +68,28 @@ def parse_conversation(line: str) -> tuple[list[dict[str, Any]], list[Any] | Non
 def message_text(line: str) -> str:
     """The messages' contents, without any template: the text for tokenizer training."""
     contents = (message.get("content") for message in orjson.loads(line)["messages"])
-    return "\n".join(content for content in contents if isinstance(content, str))
+    texts = (content if isinstance(content, list) else [content] for content in contents)
+    said = ([text for text in map(_text_of_part, parts) if isinstance(text, str)] for parts in texts)
+    return "\n".join("".join(parts) for parts in said if parts)
+
+
+def joined_parts(parts: Sequence[Any]) -> str:
+    """The text of a content that is a list of parts, strings or `{"type": "text", "text": ...}`.
+
+    Raises:
+        ConversationError: a part is something else, such as an image.
+    """
+    texts = [_text_of_part(part) for part in parts]
+    for part, text in zip(parts, texts, strict=True):
+        if not isinstance(text, str):
+            kind = repr(part.get("type")) if isinstance(part, dict) else f"a {type(part).__name__}"
+            raise ConversationError(f"a message has a part that is not text ({kind}): only text can be trained on")
+    return "".join(texts)
+
+
+def _text_of_part(part: Any) -> Any:
+    """The text of a part that is one; other parts as they are."""
+    return part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
 
 
 def prompt_and_answer(prompt: Sequence[Any], answer: Any) -> list[Any]:

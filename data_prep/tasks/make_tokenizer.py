@@ -16,6 +16,10 @@ from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Report
 from headrace.base.directory import write_json
 
+_NO_END = (
+    "no token that ends the assistant's turn counts in the loss, so a model does not learn to stop: put the end of "
+    "turn, a special token, at the end of the chat template's {% generation %} block, or set append_eos to true"
+)
 _FOLDER, _PIECES, _LINES = "tokenizer", "pieces.json", "lines.json"
 
 
@@ -60,8 +64,12 @@ class TokenizerTask(DirectoryTask):
             from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
 
             # raises if the template is invalid
-            encoder.open_chat_encoder(folder, parse_special_tokens=policy.parse_special_tokens)
+            chat = encoder.open_chat_encoder(folder, parse_special_tokens=policy.parse_special_tokens)
+            if not chat.learns_to_stop(append_eos=policy.append_eos):
+                lines.append(_NO_END)
         load.check_usable(folder, policy)
+        if any(source.messages_field is None for source in self.config.sources):
+            lines += load.missing_bos(folder, policy)
         texts = tokenizer_sample.proof_texts(self.units, self.config)
         choice = engine_choice.choose_engine(
             section.engine, folder, parse_special_tokens=policy.parse_special_tokens, sample=texts

@@ -164,7 +164,8 @@ def _renderer(config: CorpusConfig) -> Callable[[str], str]:
     forbidden = () if config.parse_special_tokens else section.all_special_tokens()
 
     def render(line: str) -> str:
-        messages, tools = parse_conversation(line)
+        read, tools = parse_conversation(line)
+        messages = template.fit(read, tools=tools)
         encoder.check_no_special_tokens(messages, forbidden, where="a message")
         encoder.check_no_special_tokens(tools, forbidden, where="a tool")
         return template.render(messages, tools=tools).text

@@ -47,6 +47,7 @@ def import_tokenizer(path: str, folder: Path) -> list[str]:
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that transformers builds from tokenizer.json without changes."""
 _PLAIN_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja", *MODEL_FILES)
+_NAMED_TEMPLATES = "additional_chat_templates"
 
 
 def _import_folder(path: str, folder: Path) -> None:
@@ -54,6 +55,8 @@ def _import_folder(path: str, folder: Path) -> None:
         for name in _PLAIN_FILES:
             if (Path(path) / name).is_file():
                 shutil.copyfile(Path(path) / name, folder / name)
+        if (Path(path) / _NAMED_TEMPLATES).is_dir():
+            shutil.copytree(Path(path) / _NAMED_TEMPLATES, folder / _NAMED_TEMPLATES)
         load(folder)
         return
     original = _load_with_transformers(path)
@@ -133,7 +136,7 @@ def _load_with_transformers(path: str) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds and imports torch
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any type; the user sees the library's message
         message = str(error).strip().splitlines()
         remedy = "name a folder that AutoTokenizer.from_pretrained loads offline"

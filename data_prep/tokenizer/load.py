@@ -106,6 +106,19 @@ def describe(folder: Path, *, kind: str) -> dict[str, Any]:
     return entry | special_ids(folder, tokenizer)
 
 
+def missing_bos(folder: Path, policy: TextPolicy) -> list[str]:
+    """A line for the user where the tokenizer itself puts BOS in front of a text, and documents get none."""
+    tokenizer, bos = load(folder), special_ids(folder, load(folder))["bos_id"]
+    if policy.prepend_bos or bos is None:
+        return []
+    if read_config(folder).get("add_bos_token") is not True and tokenizer.encode("a").ids[:1] != [bos]:
+        return []
+    return [
+        f"it puts {tokenizer.id_to_token(bos)!r} in front of a text, as inference programs do, and documents have none: a "
+        'model that was trained with it (Gemma, Llama) needs "prepend_bos": true'
+    ]
+
+
 def check_usable(folder: Path, policy: TextPolicy) -> None:
     """Refuses a tokenizer that cannot fulfil the policy.
 

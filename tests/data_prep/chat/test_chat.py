@@ -19,6 +19,7 @@ from data_prep.config.corpus import TokenizerSection
 from data_prep.formats.maskfile import open_mask
 from data_prep.formats.tokenfile import TokenFile, open_split
 from data_prep.sources.conversation import ConversationError, conversation_line
+from data_prep.tokenizer.load import load
 from data_prep.tokenizer.train import train
 from headrace.base.directory import read_manifest
 from tests.data_prep.conftest import cli, write_config
@@ -286,3 +287,138 @@ def test_every_shard_has_a_loss_mask(work: Path, folder: Path) -> None:
     assert (work / "tokens" / "tokenizer" / "chat_template.jinja").read_text() == WITH_BLOCKS
     refused = cli("--config", config, "--set", "tokenizer.chat_template=nowhere.jinja", "--set", "output=o", code=2)
     assert "no such file" in refused.stderr
+
+
+ASKED = {"role": "user", "content": "turns?"}
+TWICE = [ASKED, {"role": "assistant", "content": "the mill"}] * 2
+CHATML = WITHOUT_BLOCKS.removeprefix("{{ bos_token }}")
+CALLS = CHATML.replace(
+    "{{ m.content }}<",
+    "{{ m.content if m.content else '' }}{% for t in m.tool_calls %}CALL {{ t.function.arguments | tojson }}"
+    "{% endfor %}<",
+)
+
+
+def learnt(folder: Path, messages: list[Any]) -> str:
+    """What counts in the loss, with the EOS that is put behind the document."""
+    encoded = ChatEncoder(folder, parse_special_tokens=False).encode(conversation_line(messages), everything=False)
+    text = load(folder).decode(encoded.ids[encoded.mask == 1].tolist(), skip_special_tokens=False)
+    return text + "EOS" * encoded.end_learnt
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (WITH_BLOCKS, "the mill<|im_end|>the mill<|im_end|>"),
+        (
+            WITH_BLOCKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+            "the mill<|im_end|>the mill<|im_end|>",
+        ),
+        (
+            WITH_BLOCKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>"),
+            "the mill <|im_end|>the mill <|im_end|>",
+        ),
+        (WITHOUT_BLOCKS.replace("<|im_end|>\n", ""), "the mill<|im_start|>the millEOS"),
+        (WITHOUT_BLOCKS.replace("<|im_start|>", "# ").replace("<|im_end|>", ""), "the mill\nthe mill\nEOS"),
+    ],
+    ids=["in the block", "behind the block", "behind a blank", "the next role's token", "none"],
+)
+def test_the_token_that_ends_the_assistants_turn_is_learnt(
+    template: str, expected: str, folder: Path, tmp_path: Path
+) -> None:
+    mine = with_template(folder, template, tmp_path / "t")
+    assert learnt(mine, TWICE) == expected
+    assert ChatEncoder(mine, parse_special_tokens=False).learns_to_stop(append_eos=True)
+
+
+def test_a_job_says_where_no_end_of_a_turn_is_learnt_and_where_bos_is_missing(work: Path, folder: Path) -> None:
+    (work / "talk.jsonl").write_text("".join(json.dumps({"messages": [*TWICE, ASKED]}) + "\n" for _ in range(40)))
+    (work / "plain.jsonl").write_text("".join(json.dumps({"text": f"text {i} of the mill"}) + "\n" for i in range(40)))
+    mine = with_template(folder, CHATML.replace("<|im_end|>", "[end]").replace("<|im_start|>", "#"), work / "mine")
+    settings = json.loads((mine / "tokenizer_config.json").read_text())
+    bos = {"bos_token": settings["eos_token"], "add_bos_token": True}
+    (mine / "tokenizer_config.json").write_text(json.dumps(settings | bos))
+    config = write_config(
+        sources=[{"path": "talk.jsonl", "messages_field": "messages"}, {"path": "plain.jsonl"}],
+        tokenizer={"path": str(mine)},
+        append_eos=False,
+    )
+    said = cli("--config", config).stderr
+    assert said.count("a model does not learn to stop") == 1
+    assert said.count('"prepend_bos": true') == 1
+    said = cli("--config", config, "--set", "append_eos=true", "--set", "prepend_bos=true", "--set", "output=other").stderr
+    assert "learn to stop" not in said
+    assert "prepend_bos" not in said
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CALLS, CALLS.replace("t.function.arguments | tojson", "t.function.arguments")],
+    ids=["objects", "strings"],
+)
+@pytest.mark.parametrize("arguments", [{"a": "b"}, '{"a": "b"}'], ids=["object", "string"])
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}], ids=["null", "empty", "absent"])
+def test_a_tool_call_is_the_same_in_every_form_of_openai(
+    template: str, arguments: Any, content: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    talk = [ASKED, {"role": "assistant", "tool_calls": [call]} | content]
+    assert learnt(with_template(folder, template, tmp_path / "t"), talk) == 'CALL {"a": "b"}<|im_end|>\n'
+
+
+def test_arguments_that_were_a_string_cannot_hide_a_special_token(folder: Path, tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": "\\u003c|im_end|>"}'}}
+    with pytest.raises(ConversationError, match="special token"):
+        learnt(with_template(folder, CALLS, tmp_path / "t"), [ASKED, {"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("printed", ["m.content", "m.content | trim", "m.content ~ ''", "'' + m.content"])
+def test_content_is_never_printed_as_python_writes_it(printed: str, folder: Path, tmp_path: Path) -> None:
+    mine = with_template(folder, CHATML.replace("{{ m.content }}", "{{ " + printed + " }}"), tmp_path / "t")
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "mill"}]
+    assert learnt(mine, [ASKED, {"role": "assistant", "content": parts}]) == "the mill<|im_end|>\n"
+    assert learnt(mine, [ASKED, {"role": "assistant", "content": None}]) == "<|im_end|>\n"
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(ConversationError, match="not text"):
+        learnt(mine, [{"role": "user", "content": image}, *TWICE])
+
+
+def test_forms_that_a_template_takes_stay_as_they_are() -> None:
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": None}]
+    printed = "{% if m.content is none %}nothing{% else %}{{ m.content[0].text }}{% endif %}"
+    template = ChatTemplate("{% for m in messages %}" + printed + "{% endfor %}", {})
+    assert template.fit(talk) == talk
+    assert template.render(template.fit(talk)).text == "anothing"
+
+
+@pytest.mark.parametrize("template", [WITH_BLOCKS, WITHOUT_BLOCKS], ids=["generation blocks", "turn by turn"])
+def test_a_message_of_weight_0_is_not_learnt(template: str, folder: Path, tmp_path: Path) -> None:
+    mine = with_template(folder, template, tmp_path / "t")
+    wrong = {"role": "assistant", "content": "the wheel"}
+    assert learnt(mine, [ASKED, wrong | {"weight": 0}, *TWICE[:2]]).strip() == "the mill<|im_end|>"
+    for key, value, message in (("train", False, '"weight": 0'), ("weight", 0.5, "neither 0 nor 1")):
+        with pytest.raises(ConversationError, match=message):
+            learnt(mine, [ASKED, wrong | {key: value}, *TWICE[:2]])
+
+
+def test_tool_calls_that_the_template_does_not_print_are_refused(folder: Path, tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(ConversationError, match="does not print"):
+        learnt(with_template(folder, CHATML, tmp_path / "t"), [ASKED, call, *TWICE])
+
+
+def test_a_template_has_the_variables_that_transformers_gives_it(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{{ documents is none }}{{ mask_token is defined }}{{ cls_token }}{% for m in messages %}{{ m.content }}"
+        "{{ sep_token }}{{ eot_token }}{{ image_token }}{{ unk_token }}{% endfor %}"
+    )
+    mine = with_template(folder, template, tmp_path / "t")
+    tokens = {"sep_token": "<|im_end|>", "cls_token": "<|im_start|>", "eot_token": "<|im_end|>"}
+    tokens["extra_special_tokens"] = {"image_token": "<|im_start|>"}
+    settings = json.loads((mine / "tokenizer_config.json").read_text())
+    (mine / "tokenizer_config.json").write_text(json.dumps(settings | tokens))
+    found = ChatEncoder(mine, parse_special_tokens=False).encode(conversation_line(TWICE), everything=True).text
+    theirs = transformers.AutoTokenizer.from_pretrained(str(mine))
+    assert found == theirs.apply_chat_template(TWICE, tokenize=False)
+    assert found.count("<|im_start|>") == 1 + len(TWICE)

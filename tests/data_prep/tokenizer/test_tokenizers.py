@@ -203,6 +203,15 @@ def test_an_imported_folder_keeps_its_fingerprint_and_special_ids(folder: Path, 
     assert describe(tmp_path / "imported", kind="given")["eos_id"] == describe(folder, kind="given")["eos_id"]
 
 
+def test_an_imported_folder_keeps_its_named_chat_templates(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "a")
+    (tmp_path / "a" / "additional_chat_templates").mkdir()
+    (tmp_path / "a" / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (tmp_path / "imported").mkdir()
+    existing.import_tokenizer(str(tmp_path / "a"), tmp_path / "imported")
+    assert (tmp_path / "imported" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+
+
 def test_a_tokenizer_without_eos_is_refused_when_append_eos_is_set(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "a")
     (tmp_path / "a" / "tokenizer_config.json").write_text("{}")

@@ -1,0 +1,125 @@
+"""Values of messages in the forms that OpenAI's API has, changed where the chat template cannot print them.
+
+A message may have no content (null) or a list of parts, and the arguments of a tool call may be a string of JSON or an
+object. Templates take some of these forms and print others as Python's own text (`None`, `[{'type': ...}]`) or as JSON
+escaped twice. So a conversation is rendered as written; only a form that is printed so, or fails, is changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data_prep.sources.conversation import ConversationError, joined_parts
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A form of a value.
+
+    Attributes:
+        change: the messages with another form in its place; equal if none has it.
+        misprints: texts of which a rendering has more where the template cannot print the form.
+    """
+
+    change: Callable[[Messages], list[Any]]
+    misprints: Callable[[Messages], list[str]]
+
+
+def fit(messages: Messages, render: Callable[[Messages], str]) -> Messages:
+    """The messages, with other forms of the values that a template cannot print as they are.
+
+    Args:
+        messages: as read.
+        render: gives the text of messages; raises ConversationError.
+
+    Raises:
+        ConversationError: a part of a message is not text.
+    """
+    for form in _FORMS:
+        changed = form.change(messages)
+        if changed == list(messages):
+            continue
+        before, after = _text(render, messages), _text(render, changed)
+        if after is None:
+            continue
+        if before is None or any(before.count(text) > after.count(text) for text in form.misprints(messages)):
+            messages = changed
+    return messages
+
+
+def _text(render: Callable[[Messages], str], messages: Messages) -> str | None:
+    try:
+        return render(messages)
+    except ConversationError:  # fit's caller renders what it returns, and gets the error then
+        return None
+
+
+def _with_text(messages: Messages) -> list[Any]:
+    return [{**m, "content": ""} if "content" in m and m["content"] is None else m for m in messages]
+
+
+def _with_joined_parts(messages: Messages) -> list[Any]:
+    return [{**m, "content": joined_parts(m["content"])} if isinstance(m.get("content"), list) else m for m in messages]
+
+
+def _with_objects(messages: Messages) -> list[Any]:
+    return _with_arguments(messages, _as_object)
+
+
+def _with_strings(messages: Messages) -> list[Any]:
+    return _with_arguments(messages, lambda value: _json(value) if isinstance(value, dict) else value)
+
+
+def _as_object(value: Any) -> Any:
+    """The object that a string of JSON holds; other values as they are."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else None
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, dict) else value
+
+
+def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> list[Any]:
+    """The messages with the arguments of all tool calls changed."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+    found: list[Any] = []
+    for message in messages:
+        new = dict(message)
+        if isinstance(message.get("tool_calls"), list):
+            new["tool_calls"] = [changed(call) for call in message["tool_calls"]]
+        if "function_call" in message:
+            new["function_call"] = changed(message["function_call"])
+        found.append(new)
+    return found
+
+
+def _arguments(messages: Messages) -> Iterator[Any]:
+    found: list[Any] = []
+    _with_arguments(messages, found.append)
+    yield from found
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+_FORMS = (
+    _Form(
+        _with_joined_parts, lambda messages: [str(m["content"]) for m in messages if isinstance(m.get("content"), list)]
+    ),
+    _Form(_with_text, lambda _: ["None"]),
+    _Form(_with_objects, lambda messages: [_json(value) for value in _arguments(messages) if isinstance(value, str)]),
+    _Form(_with_strings, lambda messages: [str(value) for value in _arguments(messages) if isinstance(value, dict)]),
+)
