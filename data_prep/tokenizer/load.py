@@ -113,9 +113,10 @@ def missing_bos(folder: Path, policy: TextPolicy) -> list[str]:
         return []
     if read_config(folder).get("add_bos_token") is not True and tokenizer.encode("a").ids[:1] != [bos]:
         return []
+    token = tokenizer.id_to_token(bos)
     return [
-        f"it puts {tokenizer.id_to_token(bos)!r} in front of a text, as inference programs do, and documents have none: a "
-        'model that was trained with it (Gemma, Llama) needs "prepend_bos": true'
+        f"it puts {token!r} in front of a text, as inference programs do, and documents have none: "
+        'a model that was trained with it (Gemma, Llama) needs "prepend_bos": true'
     ]
 
 

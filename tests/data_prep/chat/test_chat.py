@@ -346,7 +346,9 @@ def test_a_job_says_where_no_end_of_a_turn_is_learnt_and_where_bos_is_missing(wo
     said = cli("--config", config).stderr
     assert said.count("a model does not learn to stop") == 1
     assert said.count('"prepend_bos": true') == 1
-    said = cli("--config", config, "--set", "append_eos=true", "--set", "prepend_bos=true", "--set", "output=other").stderr
+    said = cli(
+        "--config", config, "--set", "append_eos=true", "--set", "prepend_bos=true", "--set", "output=other"
+    ).stderr
     assert "learn to stop" not in said
     assert "prepend_bos" not in said
 
