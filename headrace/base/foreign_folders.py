@@ -100,7 +100,7 @@ KINDS = (
         "tokens of Megatron-LM",
         ("*.bin", "*.idx"),
         "name the files without their suffix, FOLDER/NAME for FOLDER/NAME.bin and .idx, with data.sources.0.tokenizer"
-        " and data.sources.0.heldout",
+        " and data.sources.0.heldout (or evaluation.samples 0)",
     ),
     Foreign(
         "a checkpoint of nanotron",

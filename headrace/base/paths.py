@@ -16,6 +16,8 @@ from headrace.base.errors import ConfigError, RefusedValueError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/]|/|$)")
 """`s3://bucket/run`, and `s3:/bucket/run`, which `pathlib` makes of it. One letter is a drive of Windows."""
+_VARIABLE = re.compile(r"\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
+"""`$HOME`, `${HOME}`, `${oc.env:HOME}` of OmegaConf."""
 _COPIED_BY = {
     "s3": "aws s3 sync",
     "gs": "gcloud storage rsync -r",
@@ -39,7 +41,8 @@ def local_path(text: str) -> str:
     """A path of a file system of this host, as it was given; an empty text is passed on, for keys where it is "none".
 
     Raises:
-        RefusedValueError: it is a URL, begins with a `~` that no shell has replaced, or holds a null character.
+        RefusedValueError: it is a URL, begins with a `~` or holds a variable that no shell has replaced, or holds a
+            null character.
     """
     if "\0" in text:
         raise RefusedValueError("a path has no null character", "write the path without it")
@@ -54,7 +57,17 @@ def local_path(text: str) -> str:
         expanded = os.path.expanduser(text)  # noqa: PTH111  (Path.expanduser raises for an unknown user)
         instead = expanded if expanded != text else f"/home/{home[1:]}/{rest}"
         raise RefusedValueError(f"no shell has replaced {home}: it would be a folder of that name", f"use {instead}")
+    variables = _VARIABLE.findall(text)
+    if variables and not Path(text).exists():
+        why = f"no shell has replaced {variables[0]}: it would be a part of the name"
+        raise RefusedValueError(why, f"use {_VARIABLE.sub(_value, text)}")
     return text
+
+
+def _value(found: re.Match[str]) -> str:
+    """What a variable is, as a shell and OmegaConf read it: `${NAME}`, `${NAME:-ELSE}`, `${oc.env:NAME,ELSE}`."""
+    name, _, otherwise = found[0].strip("${}").removeprefix("oc.env:").replace(":-", ",").partition(",")
+    return os.environ.get(name) or otherwise.strip() or f"/path/of/{re.sub('[^A-Za-z0-9_]', '_', name)}"
 
 
 def refuse_url(path: str | Path, *, field: str) -> None:

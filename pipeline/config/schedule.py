@@ -26,6 +26,9 @@ _USES = {
     "WSD": {"warmup_num_steps", "decay_num_steps", "min_ratio", "total_num_steps"},
 }
 
+_NOTHING = 1e-3
+"""Share of the peak up to which a rate behind the schedule's end is an oversight; DeepSpeed's cosine ends at 1e-4."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -71,8 +74,8 @@ def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | N
         steps: length of the run; None where it is unknown, so that the section has to give it.
 
     Raises:
-        ConfigError: a parameter that the chosen type does not use, a warmup and decay longer than the run, or a
-            length that is not given.
+        ConfigError: a parameter that the chosen type does not use, a warmup and decay longer than the run, a length
+            that is not given, or what `_checked` refuses.
     """
     if section is None:
         return Schedule("constant", lr)
@@ -83,7 +86,7 @@ def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | N
         why = f"{kind} needs the length of the schedule"
         raise ConfigError("scheduler.params.total_num_steps", why=why, remedy="add it: the number of optimizer steps")
     if kind == "WSD":
-        return _wsd(params, lr=lr, total=total)
+        return _checked(_wsd(params, lr=lr, total=total), steps=steps)
     peak = params.warmup_max_lr or lr
     floor = params.warmup_min_lr or 0.0
     if kind == "WarmupCosineLR":
@@ -94,7 +97,29 @@ def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | N
         remedy = f"use at most {total}, e.g. {max(2, total // 20)}"
         raise ConfigError("scheduler.params.warmup_num_steps", params.warmup_num_steps or 1000, why=why, remedy=remedy)
     end = 0.0001 if params.cos_min_ratio is None else params.cos_min_ratio
-    return Schedule(kind, peak, floor, warmup, params.warmup_type != "linear", total, end_ratio=end)
+    made = Schedule(kind, peak, floor, warmup, params.warmup_type != "linear", total, end_ratio=end)
+    return _checked(made, steps=steps)
+
+
+def _checked(made: Schedule, *, steps: int | None) -> Schedule:
+    """The schedule, which has neither a minimum above its peak nor steps behind its end that learn nothing.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if made.floor > made.peak:
+        cosine = made.kind == "WarmupCosineLR"
+        name, value = ("warmup_min_ratio", made.floor / made.peak) if cosine else ("warmup_min_lr", made.floor)
+        why = f"the rate would begin above its peak of {made.peak:g}, and fall to it"
+        remedy = "use at most 1, e.g. 0.1" if cosine else f"use at most {made.peak:g}, or raise optimizer.params.lr"
+        raise ConfigError(f"scheduler.params.{name}", value, why=why, remedy=remedy)
+    if made.kind in ("constant", "WarmupLR") or steps is None or steps <= made.total:
+        return made
+    if (last := made.lr(steps)) <= _NOTHING * made.peak:
+        why = f"the run has {steps} steps, and after {made.total} the rate is {last:g}: nothing is learnt from there on"
+        remedy = f"leave it out, which is the steps of the run, or set run.steps to {made.total}"
+        raise ConfigError("scheduler.params.total_num_steps", made.total, why=why, remedy=remedy)
+    return made
 
 
 def _refuse_unused(kind: str, params: SchedulerParams) -> None:

@@ -173,7 +173,7 @@ def open_heldout(data: DataSection, mixture: DataMixture, *, stat_files: bool = 
     found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, mixture, stat_files)}
     if not found:
         why = "none of the sources has held-out text (heldout_fraction 0?), so nothing could be evaluated"
-        remedy = "name a tokens directory made with the same tokenizer"
+        remedy = "name a tokens directory made with the same tokenizer, or --set evaluation.samples=0 for no evaluation"
         raise ConfigError("data.sources.0.heldout", why=why, remedy=remedy)
     return list(found.values())
 

@@ -49,8 +49,8 @@ class HeldOutEvaluation:
     display: TrainingDisplay
 
     def due(self, step: int) -> bool:
-        """Whether there is an evaluation after a step."""
-        return step == self.last or bool(self.every and step % self.every == 0)
+        """Whether there is an evaluation after a step; never without held-out data (`evaluation.samples` 0)."""
+        return bool(self.batches.heldout) and (step == self.last or bool(self.every and step % self.every == 0))
 
     def evaluate(self, step: int) -> Stop:
         """Held-out loss, perplexity and bits per byte over all sources, each token counting once. Collective.

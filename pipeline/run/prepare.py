@@ -53,7 +53,7 @@ class PreparedRun:
     Attributes:
         run: the resolved config.
         mixture: training samples.
-        heldout: the held-out split of every source.
+        heldout: the held-out split of every source; none where nothing is evaluated.
         model: on meta.
         values: its parameters' first values.
         hf_config: its Hugging Face config as plain JSON.
@@ -102,7 +102,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     first = detect().rank == 0
     extent = Extent(run.steps, run.batch.samples)
     mixture = open_mixture(config.data, seed=config.run.seed, extent=extent, stat_files=first)
-    heldout = open_heldout(config.data, mixture, stat_files=first)
+    heldout = [] if config.evaluation.samples == 0 else open_heldout(config.data, mixture, stat_files=first)
     tokenizer = tokenizer_details(mixture.sources[0].manifest)
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     for field, folder in named_folders(config.model, config.distill).items():

@@ -189,3 +189,38 @@ def test_deepspeeds_own_zero_defaults_are_accepted(tmp_path: Path) -> None:
     defaults.pop("leaf_module")  # names of module classes, which differ by version
     assert not translate({"zero_optimization": defaults}).refused
     loaded(tmp_path, zero_optimization={**defaults, "stage": 1})
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "value", "different"),
+    [
+        ("bf16", "bfloat16", {"enabled": False}, {"enabled": True}),
+        (
+            "zero_optimization.stage3_max_live_parameters",
+            "zero_optimization.max_live_parameters",
+            1000,
+            2000,
+        ),
+    ],
+)
+def test_two_names_of_a_key_are_listed_where_equal_and_refused_where_not(
+    ours: str, other: str, value: Any, different: Any
+) -> None:
+    def given(second: Any) -> dict[str, Any]:
+        section, _, name = ours.rpartition(".")
+        both = {name: value, other.rpartition(".")[2]: second}
+        return {section: both} if section else both
+
+    assert f"{other} (as {ours})" in translate(given(value)).ignored
+    assert not translate(given(value)).refused
+    (refusal,) = translate(given(different)).refused
+    assert (refusal.field, refusal.value) == (other, different)
+    assert ours in refusal.why
+
+
+def test_a_warmup_ratio_is_no_misspelt_warmup_min_ratio(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupCosineLR", "params": {"warmup_ratio": 0.1}}
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.warmup_ratio") as refused:
+        loaded(tmp_path, scheduler=scheduler)
+    assert "use warmup_num_steps" in str(refused.value)
+    assert "did you mean" not in str(refused.value)

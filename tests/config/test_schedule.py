@@ -73,3 +73,31 @@ def test_a_warmup_longer_than_the_run_is_refused() -> None:
         schedule("WarmupCosineLR", warmup_num_steps=41)
     with pytest.raises(ConfigError, match="longer than the schedule of 40 steps"):
         schedule("WSD", warmup_num_steps=35, decay_num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupDecayLR", {"warmup_num_steps": 2, "total_num_steps": 20}),
+        ("WarmupCosineLR", {"warmup_num_steps": 2, "total_num_steps": 20}),
+        ("WSD", {"warmup_num_steps": 2, "decay_num_steps": 4, "total_num_steps": 20}),
+    ],
+)
+def test_a_schedule_that_ends_at_no_rate_before_the_run_does_is_refused(kind: str, params: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"total_num_steps = 20\n.*the run has 40 steps, and after 20 the rate is"):
+        schedule(kind, **params)
+    schedule(kind, **params | {"total_num_steps": None})  # the printed remedy
+    floor = {"WarmupDecayLR": "warmup_min_lr", "WarmupCosineLR": "cos_min_ratio", "WSD": "min_ratio"}[kind]
+    assert schedule(kind, **params, **{floor: 0.01}).lr(40) > 0  # goes on at a rate that was asked for
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("WarmupLR", {"warmup_min_lr": 1e-2, "warmup_max_lr": 1e-5}),
+        ("WarmupDecayLR", {"warmup_min_lr": 0.03}),  # the optimizer's rate is 0.02
+    ],
+)
+def test_a_minimum_above_the_peak_is_refused(kind: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the rate would begin above its peak"):
+        schedule(kind, warmup_num_steps=5, **given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,37 @@ def test_a_folder_with_code_of_its_own_is_refused_without_a_question(
     refused(folder, "configuration_novel.py", "'novel'", "own-loop", readers=("folder", "loading"))
     with pytest.raises(DataError, match="not executed"):
         read_hf_config(folder)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "base_model.model."])
+@pytest.mark.parametrize("saved", ["folder", "sharded"])
+def test_a_prefix_of_a_wrapper_is_named_and_the_printed_command_takes_it_away(
+    saved: str, prefix: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(saved)
+    before = {name: values(folder).value(name) for name in load_file_of(folder)}
+    for file in folder.glob("*.safetensors"):
+        save_file({prefix + k: v for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    if (index := folder / INDEX).is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"] = {prefix + k: v for k, v in content["weight_map"].items()}
+        index.write_text(json.dumps(content))
+    said = refused(folder, "which a wrapper has put into every name", readers=("training",))
+    subprocess.run(said.partition("out of them: ")[2], shell=True, check=True)
+    after = values(Path(f"{folder}-renamed"))
+    assert all(torch.equal(after.value(name), tensor) for name, tensor in before.items())
+
+
+def load_file_of(folder: Path) -> set[str]:
+    return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+
+
+def test_a_missing_head_is_never_drawn_at_random_by_a_remedy(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", LlamaConfig(**SIZES, tie_word_embeddings=False))
+    rewritten(folder / SINGLE, lambda tensors: tensors.pop(HEAD))
+    said = refused(folder, '"tie_word_embeddings": true', HEAD, readers=("training",))
+    assert "save_pretrained" not in said
+    config_changed(folder, tie_word_embeddings=True)
+    values(folder)
+    rewritten(folder / SINGLE, lambda tensors: tensors.pop("model.norm.weight"))
+    said = refused(folder, "model.norm.weight", "draw what is missing at random", readers=("training",))

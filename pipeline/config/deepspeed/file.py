@@ -20,6 +20,7 @@ from pipeline.config.deepspeed.keys import (
     REFUSED_COMPILE,
     REFUSED_FP16,
     REFUSED_OPTIMIZER_PARAMS,
+    REFUSED_SCHEDULER_PARAMS,
     REFUSED_ZERO,
 )
 from pipeline.config.foreign_files import known_elsewhere
@@ -50,6 +51,7 @@ _REFUSED_BELOW = {
     "bf16.": REFUSED_BF16,
     "fp16.": REFUSED_FP16,
     "optimizer.params.": REFUSED_OPTIMIZER_PARAMS,
+    "scheduler.params.": REFUSED_SCHEDULER_PARAMS,
     "compile.": REFUSED_COMPILE,
 }
 
@@ -61,25 +63,32 @@ def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_D
         raw: a whole config as parsed JSON, overrides applied. It is not changed.
         micro_batch: see `resolve_auto`.
     """
-    named = _renamed("", raw)
-    ignored = _settle_clipping(named)
-    refused: list[ConfigError] = _refused_optimizer(named)
+    ignored: list[str] = []
+    refused: list[ConfigError] = []
+    named = _renamed("", raw, ignored, refused)
+    ignored += _settle_clipping(named)
+    refused += _refused_optimizer(named)
     kept = _sift("", named, ignored, refused)
     resolved, auto = resolve_auto(kept, micro_batch=micro_batch)
     auto += _decay_of_torch(resolved)
     return Translated(_without_offload_to_none(resolved), tuple(ignored), tuple(auto), tuple(refused))
 
 
-def _renamed(at: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key under the name it has here; a value under both names keeps the one given under that name."""
+def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> dict[str, Any]:
+    """Every key under the name it has here. Under both names it is the same value, else it is refused."""
     kept: dict[str, Any] = {}
     for key, value in section.items():
         new = OTHER_NAMES.get(at + key, at + key)[len(at) :]
         below = f"{at}{new}."
         ours = below.split(".", maxsplit=1)[0] not in _SECTIONS
-        inner = value if ours or not isinstance(value, dict) else _renamed(below, value)
+        inner = value if ours or not isinstance(value, dict) else _renamed(below, value, ignored, refused)
         if new == key or new not in section:
             kept[new] = inner
+        elif value == section[new]:
+            ignored.append(f"{at}{key} (as {at}{new})")
+        else:
+            why = f"it is another name of {at}{new}, which is given too, as {_json(section[new])}"
+            refused.append(ConfigError(at + key, value, why=why, remedy=f"leave out one of the two, {at}{key} or it"))
     optimizer = kept.get("type") if at == "optimizer." else None
     if isinstance(optimizer, str):
         # DeepSpeed does not distinguish upper and lower case either
@@ -132,7 +141,7 @@ def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list
         if harmless or (not at and is_comment(key)):
             ignored.append(path if isinstance(value, dict | list) or is_comment(key) else f"{path} = {_json(value)}")
         elif key in table:
-            why = "DeepSpeed's key, not supported here"
+            why = "no scheduler has it" if at == "scheduler.params." else "DeepSpeed's key, not supported here"
             refused.append(ConfigError(path, value, why=why, remedy=table[key]))
         elif not at and (elsewhere := known_elsewhere(key, value)) is not None:
             refused.append(elsewhere)

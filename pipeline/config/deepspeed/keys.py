@@ -126,6 +126,10 @@ REFUSED_OPTIMIZER_PARAMS: dict[str, str] = {
     "max_grad_norm": "use gradient_clipping",
 }
 
+REFUSED_SCHEDULER_PARAMS: dict[str, str] = {
+    "warmup_ratio": "use warmup_num_steps: that share of the run's steps (warmup_min_ratio is the first rate)",
+}
+"""The Trainer's key, which is near to another one here."""
 
 _BUCKETS = "remove it: FSDP2 and DDP choose their own buckets"
 _GATHERS = "remove it: FSDP2 gathers layer by layer, one ahead"

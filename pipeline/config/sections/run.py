@@ -310,10 +310,10 @@ class EvaluationSection(Section):
         description="Steps between evaluations of the held-out loss, e.g. 1000; when absent, only at the end of the"
         " run",
     )
-    samples: Count | None = Field(
+    samples: Index | None = Field(
         None,
         description="Sequences per source to evaluate, spread over its held-out split, e.g. 1024; the whole split when"
-        " absent",
+        " absent; 0: no evaluation at all, whatever every says, so that the data needs no held-out split",
     )
 
 

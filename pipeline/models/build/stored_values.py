@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,14 @@ from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.build.rectangle import Rectangle, part
 from pipeline.models.build.stored_names import TensorGroup, groups_of_files
 from pipeline.models.folder.text_part import text_is_nested, text_tensors
-from pipeline.models.folder.weight_files import TensorInfo, stored_tensors
+from pipeline.models.folder.weight_files import INDEX, TensorInfo, stored_tensors
 
 _SCALE = "_scale_inv"
 """Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
+
+
+_WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What torch.compile, DDP and DeepSpeed, peft and FSDP put in front of the names of what they wrap."""
 
 
 class FromSafetensors:
@@ -138,8 +142,23 @@ class FromSafetensors:
                 f"{self._folder}: the files do not contain the model that config.json describes\n"
                 f"  missing ({len(missing)}): {', '.join(missing[:5]) or '-'}\n"
                 f"  unexpected ({len(extra)}): {', '.join(extra[:5]) or '-'}\n"
-                f"  try: load it with transformers and save it again with save_pretrained, so that the names match"
+                f"  try: {self._remedy(missing, extra)}"
             )
+
+    def _remedy(self, missing: list[str], extra: list[str]) -> str:
+        """What makes the names match. Never a load by transformers, which draws at random what it does not find."""
+        wrappers = _wrappers(self._stored)
+        if wrappers:
+            return _without_wrappers(self._folder, wrappers)
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        heads = {name for name, module in self._model.named_modules() if module is head and head is not None}
+        if not extra and {name.rpartition(".")[0] for name in missing} <= heads:
+            tied = '"tie_word_embeddings": true in config.json, if the head is the embedding'
+            return f"{tied}; else add {', '.join(missing)} to the files"
+        return (
+            "download or export config.json and the weights again, both of one model (transformers would load the"
+            " folder, and draw what is missing at random)"
+        )
 
     def _check_tied(self, names: Mapping[str, str]) -> None:
         """Refuses a stored copy of a tied weight with other values: transformers would untie it with a warning.
@@ -177,6 +196,30 @@ def _block_size(folder: Path) -> tuple[int, int]:
     fields = json.loads(file.read_text()) if file.is_file() else {}
     rows, columns = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     return int(rows), int(columns)
+
+
+def _wrappers(names: Iterable[str]) -> list[str]:
+    """Parts that wrappers have put into all names: torch.compile, DDP, FSDP, peft."""
+    found = [sorted({part for part in _WRAPPERS if f".{part}." in f".{name}"}) for name in names]
+    return sorted({part for parts in found for part in parts}) if found and all(found) else []
+
+
+def _without_wrappers(folder: Path, wrappers: list[str]) -> str:
+    """A shell command that writes the folder again without some parts of the names."""
+    out = f"{folder}-renamed"
+    parts = "|".join(re.escape(part) for part in wrappers)
+    code = (
+        "import re; from glob import glob; from safetensors.torch import load_file, save_file;"
+        f" [save_file({{re.sub(r'(^|(?<=[.]))({parts})[.]', '', k): v for k, v in load_file(f).items()}},"
+        f" f.replace('{folder}', '{out}', 1), metadata={{'format': 'pt'}})"
+        f" for f in glob('{folder}/model*.safetensors')]"
+    )
+    index = f" && sed -i -E 's/([\".\"])(({parts})[.])+/\\1/g' {out}/{INDEX}" if (folder / INDEX).is_file() else ""
+    named = " and ".join(f"'{part}.'" for part in wrappers)
+    return (
+        f"take {named}, which a wrapper has put into every name, out of them:"
+        f' cp -rL {folder} {out} && python -c "{code}"{index}'
+    )
 
 
 def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bool:

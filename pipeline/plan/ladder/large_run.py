@@ -109,6 +109,9 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
         why = "without it the batch depends on the number of processes"
         raise ConfigError("train_batch_size", why=why, remedy='add "train_batch_size": samples per step')
     flat = flattened(raw)
+    if (flat.get("evaluation") or {}).get("samples") == 0:
+        why = "a ladder fits the held-out loss, and this is no evaluation"
+        raise ConfigError("evaluation.samples", 0, why=why, remedy="leave it out, and name data.sources.0.heldout")
     prepared = prepare(resolve(_parsed(flat), world_size=1))
     config = prepared.model.config
     assert isinstance(config, PretrainedConfig)

@@ -96,13 +96,13 @@ def _train(
         case_result.losses[batch.step], case_result.grad_norms[batch.step] = result.loss, result.grad_norm
         if batch.step in case.save:
             _save(engine, case_result.state(batch.step))
-    sums = engine.evaluate(_heldout(prepared, loader_arguments))
+    sums = engine.evaluate(_heldout(prepared, loader_arguments)) if prepared.heldout else None
     if case.resume_from is not None:
         name, saved = case.resume_from
         engine.load(CaseResult(directory.parent / name).state(saved))
         for batch in _steps(prepared, loader_arguments, first=saved + 1):
             case_result.resumed_losses[batch.step] = engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss
-    return replace(case_result, heldout_loss=sums.nats / sums.targets)
+    return case_result if sums is None else replace(case_result, heldout_loss=sums.nats / sums.targets)
 
 
 def _steps(prepared: PreparedRun, loader_arguments: dict[str, Any], *, first: int) -> StepLoader:

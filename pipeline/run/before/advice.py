@@ -128,6 +128,14 @@ def _document_lengths(file: TokenFile) -> npt.NDArray[np.int64]:
 
 def _learning_rate(prepared: PreparedRun) -> Iterator[str]:
     config, peak = prepared.run.config, prepared.run.schedule.peak
+    schedule, steps = prepared.run.schedule, prepared.run.steps
+    if schedule.kind == "WarmupLR" and schedule.warmup > steps:
+        given = config.scheduler is not None and config.scheduler.params.warmup_num_steps
+        yield (
+            f"scheduler.params.warmup_num_steps is {schedule.warmup:,}{'' if given else ' when absent'}, and the run"
+            f" has {steps:,} steps: the rate ends at {schedule.lr(steps):.2e} and never reaches its peak of {peak:g};"
+            f" e.g. {max(2, steps // 20)}"
+        )
     continued = config.model.path is not None and not config.model.fresh and config.distill is None
     if continued and config.optimizer.kind.sign_like and peak >= _OF_A_NEW_MODEL:
         yield (

@@ -10,8 +10,10 @@ import pytest
 
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
-from tests.conftest import launch, losses, tiny_config, write_config
+from tests.conftest import launch, losses, start, tiny_config, write_config
+from tests.data.test_opening import megatron
 from tests.evaluation.heldout.small import make_masked
+from tests.support import refusal_of
 
 
 def no_heldout_targets(ids: np.ndarray, split: str) -> np.ndarray:
@@ -83,3 +85,20 @@ def test_the_command_finds_the_loss_of_the_last_evaluation_without_being_told_ho
         assert found["mask_documents"] is mask_documents
         assert found["tokens"] == row["targets"]
         assert found["loss_nats"] == pytest.approx(row["loss"], rel=1e-5)
+
+
+def test_data_without_a_heldout_split_is_trained_on_when_the_config_says_no_evaluation(
+    tokens: Path, tmp_path: Path
+) -> None:
+    megatron(tmp_path / "web", ids=384)
+    source = {"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")}
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", evaluation={"every": 2})
+    config["data"]["sources"] = [source]
+    config["run"]["steps"], config["scheduler"] = 3, None
+    path = write_config(tmp_path / "c.json", config)
+    assert "--set evaluation.samples=0" in refusal_of(start("train.py", path))
+    launch("train.py", path, "evaluation.samples=0")
+    assert set(losses(tmp_path / "run")) == {1, 2, 3}
+    assert read_rows(tmp_path / "run", kind="eval") == []
+    report = warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"a={tmp_path / 'run'}", merged=True)
+    assert report.returncode == 0, report.stdout

@@ -45,15 +45,34 @@ def test_what_is_a_url_is_no_path(text: str) -> None:
         local_path(text)
 
 
-@pytest.mark.parametrize("text", ["", "out/run", "/data/a:b/c", "C:/data", "runs/s3", "./s3:/b", "~x/..", "a~b"])
+@pytest.mark.parametrize(
+    "text", ["", "out/run", "/data/a:b/c", "C:/data", "runs/s3", "./s3:/b", "~x/..", "a~b", "a$", "cost$5", "$x/.."]
+)
 def test_what_a_shell_would_open_is_a_path(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "~x").mkdir()
+    (tmp_path / "$x").mkdir()
     monkeypatch.chdir(tmp_path)
     assert local_path(text) == text
 
 
-@pytest.mark.parametrize("text", ["file:///data/run", "file:/data/run", "~/run", "~nobody-of-that-name/run"])
-def test_the_remedy_of_a_file_url_and_of_a_home_is_a_path(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "file:///data/run",
+        "file:/data/run",
+        "~/run",
+        "~nobody-of-that-name/run",
+        "$HOME/run",
+        "${HOME}/run",
+        "${oc.env:HOME}/run",
+        "${NOT_SET:-/data}/run",
+        "${oc.env:NOT_SET, /data}/run",
+        "$NOT_SET/run",
+    ],
+)
+def test_the_remedy_of_a_file_url_and_of_a_home_is_a_path(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/miller")
+    monkeypatch.delenv("NOT_SET", raising=False)
     with pytest.raises(RefusedValueError) as refused:
         local_path(text)
     instead = refused.value.remedy.removeprefix("use ")
