@@ -29,7 +29,9 @@ def samples_text(config: Config) -> bool:
 
 
 def update_scales(model: nn.Module, section: ModelSection | None = None) -> dict[str, UpdateScale]:
-    """How the optimizer updates every parameter: weight decay applies to matrices, not to vectors (norms and biases).
+    """How the optimizer updates every parameter: weight decay applies to matrices, not to norms and biases.
+
+    Nor to what a module marks `_no_weight_decay`, and the decay rates and skips of state-space layers.
 
     Call it while the model is whole and on meta: a sharded parameter no longer has its full shape.
 
@@ -38,10 +40,26 @@ def update_scales(model: nn.Module, section: ModelSection | None = None) -> dict
         section: the config's `model`, whose parametrization may scale the learning rate; None for a user's own model.
     """
     found = None if section is None else find_parametrization(section, model)
-    decayed = {name: parameter.ndim >= 2 for name, parameter in model.named_parameters()}
+    decayed = {name: _is_decayed(model, name, parameter) for name, parameter in model.named_parameters()}
     if found is None:
         return {name: DECAYED if each else NOT_DECAYED for name, each in decayed.items()}
     return {name: found.update_scale(name, decayed=each) for name, each in decayed.items()}
+
+
+_STATE_SPACE = ("A_log", "D")
+"""Not decayed in Mamba (Gu and Dao 2023, `mamba_simple.py`); some families of transformers have them without a mark."""
+
+
+def _is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    if parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False):
+        return False
+    owner, _, leaf = name.rpartition(".")
+    if leaf == "weight":  # of a layer, also one with a single output
+        return True
+    if leaf in _STATE_SPACE and hasattr(model.get_submodule(owner), "A_log"):
+        return False
+    # biases of stacked experts [E, F] and of heads [H, F]; vectors [1, 1, D]
+    return not leaf.endswith("bias") and sum(size > 1 for size in parameter.shape) >= 2
 
 
 def raise_if_non_finite(step: int, name: str, value: float) -> None:

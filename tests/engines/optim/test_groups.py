@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from headrace.base.section import parse
 from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.engines.common import update_scales
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import (
     DECAYED,
@@ -19,6 +21,8 @@ from pipeline.engines.optim.groups import (
     set_learning_rate,
     without_empty_groups,
 )
+from pipeline.models.build.meta import build_meta
+from tests.sweeps.families import tiny_fields
 
 LR = 0.01
 
@@ -67,3 +71,33 @@ def _updated(optimizer: OptimizerSection, scale: UpdateScale, *, lr: float) -> t
         set_learning_rate(built, lr)
         built.step()
     return weight.detach().clone()
+
+
+NOT_DECAYED_OF_FAMILIES = {
+    "mamba": {"A_log"},
+    "jamba": {"A_log"},
+    "zamba": {"A_log", "D", "dt_proj_bias"},
+    "gpt_oss": {"gate_up_proj_bias", "down_proj_bias"},
+    "recurrent_gemma": {"input_gate_bias", "recurrent_gate_bias"},
+    "deepseek_v4": {"position_bias"},
+    "rwkv": {"time_mix_key", "time_mix_value", "time_mix_receptance"},
+    "qwen2_moe": set(),  # nor does the gate of the shared expert [1, D] count as a vector
+}
+
+
+@pytest.mark.parametrize("kind", NOT_DECAYED_OF_FAMILIES)
+def test_biases_vectors_and_state_space_rates_are_not_decayed_whatever_their_shape(kind: str) -> None:
+    fields = {key: value for key, value in tiny_fields(kind).items() if key != "model_type"}
+    model = build_meta(AutoConfig.for_model(kind, **fields), dtype=torch.float32, attn_implementation="eager")
+    scales, parameters = update_scales(model), dict(model.named_parameters())
+    left = {
+        name.rpartition(".")[2] for name, each in parameters.items() if each.ndim > 1 and not scales[name].weight_decay
+    }
+    assert left == NOT_DECAYED_OF_FAMILIES[kind]
+    assert not any(scale.weight_decay for name, scale in scales.items() if parameters[name].ndim < 2)
+
+
+def test_a_mark_of_the_models_own_code_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight._no_weight_decay = True  # type: ignore[assignment]
+    assert [name for name, scale in update_scales(model).items() if scale.weight_decay] == ["0.weight"]
