@@ -19,6 +19,7 @@ from headrace.base.paths import refuse_url
 from headrace.base.verbs import Declare, Verb
 
 _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
+_OF_DEEPSPEED = "--config FILE for --deepspeed and --deepspeed_config: the same file, with model, data and run in it;"
 _COMPLETING = "_ARGCOMPLETE"
 """Variable by which the shell's completion function asks for completions in place of the command."""
 PATHS = frozenset(
@@ -66,6 +67,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2 and what was probably meant."""
         near = [f"did you mean '{found}'?"] if (found := self._nearest_option()) else []
+        near = [_OF_DEEPSPEED] if self._names_deepspeeds_file() else near
         self.exit(2, f"error: {message}\n  try: {' '.join([*near, f'{self.prog} --help'])}\n")
 
     def _nearest_option(self) -> str | None:
@@ -73,6 +75,12 @@ class Parser(argparse.ArgumentParser):
         typed = (word.partition("=")[0] for word in self.words if word.startswith("--"))
         unknown = next((word for word in typed if word not in known), None)
         return _nearest(unknown, known) if unknown else None
+
+    def _names_deepspeeds_file(self) -> bool:
+        """Whether the words are DeepSpeed's or the Trainer's (`--deepspeed F`), where this parser has `--config`."""
+        typed = {word.partition("=")[0] for word in self.words} & {"--deepspeed", "--deepspeed_config"}
+        known = {option for parser in _with_nested(self) for option in parser._option_string_actions}
+        return "--config" in known and bool(typed - known)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -91,8 +93,17 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         raise CheckpointError(
             f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
             f"{_rates(checkpoint, was_curve, curve)}{_states(checkpoint, curve)}"
-            f"  try: choose another run.dir, put the fields back, or, if it is meant, run.allow_change: [{names}]"
+            f"  try: choose another run.dir, put the fields back{_words_back(changed)}, or, if it is meant,"
+            f" run.allow_change: [{names}]"
         )
+
+
+def _words_back(changed: Sequence[tuple[str, Any, Any]]) -> str:
+    """The `--set` words that put all fields back, which a default that has changed since needs; "" where none do."""
+    was = {field: before for field, before, _ in changed}
+    words = [f"--set {shlex.quote(f'{name}={json.dumps(was.get(name))}')}" for name in _names(changed)]
+    plain = all(isinstance(was.get(name), bool | int | float | str | list) for name in _names(changed))
+    return f" ({' '.join(words)})" if plain else ""
 
 
 def _rates(checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> str:

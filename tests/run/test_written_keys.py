@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipeline.config.load import load_config
 from pipeline.config.rules.curve import curve_fields, written_keys
 from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import Config
 from pipeline.run.resume import refuse_other_curve
 from tests.conftest import tiny_config, write_config
@@ -112,3 +114,24 @@ def test_an_ordinary_run_refuses_a_checkpoint_of_islands_whatever_is_allowed(tmp
     refuse_other_curve(Saved(plain), island, allowed=["islands"])
     with pytest.raises(ConfigError, match=r"islands\n  why: the checkpoint is of islands"):
         refuse_other_curve(Saved(island), plain, allowed=["islands"])
+
+
+def test_a_run_begun_under_older_defaults_goes_on_with_the_words_that_the_refusal_prints(tmp_path: Path) -> None:
+    """Without `gradient_clipping` it was 0, and without a section `optimizer` AdamW at DeepSpeed's 1e-3."""
+    config = tiny_config(tmp_path / "tokens", tmp_path / "run", engine="torch", zero_optimization={"stage": 0})
+    for key in ("gradient_clipping", "optimizer"):
+        del config[key]
+    path = write_config(tmp_path / "c.json", config)
+
+    def now(*sets: str) -> dict[str, Any]:
+        return curve_fields(resolve(load_config(path, list(sets)), world_size=1))
+
+    section = OptimizerSection().model_dump(mode="json")
+    older = {**now("optimizer.params.lr=1e-3"), "gradient_clipping": 0.0, "optimizer": section}
+    assert section["params"]["lr"] == 1e-3
+    with pytest.raises(CheckpointError) as refused:
+        refuse_other_curve(Saved(older), now(), allowed=[])
+    printed = shlex.split(str(refused.value).partition("put the fields back (")[2].partition(")")[0])
+    assert printed[::2] == ["--set"] * 2
+    assert set(printed[1::2]) == {"gradient_clipping=0.0", "optimizer.params.lr=0.001"}
+    refuse_other_curve(Saved(older), now(*printed[1::2]), allowed=[])

@@ -36,6 +36,8 @@ def of_quantization(figures: Figures, wrong: Sequence[str], *, scheme: str, wors
         worst: the decoder layer that loses most, where it is known.
     """
     ways = []
+    if scheme == "F32" and all(_same_ids(figures[name]) for name in wrong):
+        return " or ".join([*_without(figures, wrong), _ANOTHER_MODEL])
     if all(_same_ids(figures[name]) for name in wrong):
         needed = max(_needed_kl(figures[name]) for name in wrong)
         if isfinite(needed):
@@ -48,6 +50,10 @@ def of_quantization(figures: Figures, wrong: Sequence[str], *, scheme: str, wors
     return " or ".join([*ways, *_without(figures, wrong)]) or _OTHER_PROGRAM
 
 
+_ANOTHER_MODEL = (
+    "a scheme of a Hugging Face folder, e.g. W8A16: F32 rounds nothing, so that the program computes another model than"
+    " config.json describes, which no bound and no skipped layer changes"
+)
 _OTHER_PROGRAM = "another kind of file: a GGUF type instead of a Hugging Face folder, or the other way around"
 
 

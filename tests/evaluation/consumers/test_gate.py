@@ -273,6 +273,13 @@ def test_every_scheme_that_rounds_has_one_with_more_bits(scheme: str) -> None:
     assert found is None or (found[1] in BOUNDS and bound_of(found[1]).mean_kl <= bound_of(scheme).mean_kl)
 
 
+def test_a_file_that_rounds_nothing_is_not_told_to_skip_layers_or_to_widen_the_bound() -> None:
+    text = remedies.of_quantization({"llama.cpp": told(0.5)}, ["llama.cpp"], scheme="F32", worst="model.layers.1")
+    assert "Hugging Face folder" in text
+    assert "max_mean_kl" not in text
+    assert 'skip"' not in text
+
+
 def test_every_remedy_of_a_refused_quantization_is_taken(model: Path, tokens: Path, tmp_path: Path) -> None:
     """The bound that is named for the loss of all layers is enough for more bits, and for fewer layers, too."""
     fields: dict[str, Any] = {"scheme": "W4A16", "consumers": ["transformers"], "max_mean_kl": 1e-9}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import COMMANDS
+from headrace.base.command_line import execute
 from headrace.base.verbs import VERBS as TABLE
 from headrace.commands import app
 from tests.conftest import ROOT
@@ -238,3 +239,11 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout == "{\n"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--deepspeed", "--deepspeed_config", "f.json"], ["--deepspeed", "f.json"]])
+def test_the_options_of_deepspeed_and_the_trainer_lead_to_config(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(words, prog="train.py", declare=lambda parser: parser.add_argument("--config", required=True)) == 2
+    assert "--config FILE for --deepspeed and --deepspeed_config" in capsys.readouterr().err
