@@ -162,13 +162,13 @@ def test_locations_computed_ahead_are_those_of_each_step(tokens: Path, steps: tu
                 assert ahead.labels.equal(alone.labels)
 
 
-def megatron(prefix: Path, *, dtype: str = "<i4", documents: int = 40, ids: int = 500) -> list[list[int]]:
+def megatron(prefix: Path, *, dtype: str = "<i4", documents: int = 40, vocabulary: int = 500) -> list[list[int]]:
     """A dataset as Megatron's tool leaves it, several sequences per document, with modes; returns its documents."""
     random = np.random.default_rng(1)
     found, lengths, starts = [], [], [0]
     for _ in range(documents):
         sizes = random.integers(1, 30, random.integers(1, 4)).tolist()
-        found.append(random.integers(1, ids, sum(sizes)).tolist())
+        found.append(random.integers(1, vocabulary, sum(sizes)).tolist())
         lengths += sizes
         starts.append(len(lengths))
     ids = np.array([i for document in found for i in document], dtype=dtype)

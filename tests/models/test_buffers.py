@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
-from pipeline.models.build.buffers import buffer_shapes, computed_buffers, persistent_buffers
+from pipeline.models.build.buffers import buffer_shapes, computed_buffers, parameters_declared_fp32, persistent_buffers
 from pipeline.models.build.initial_values import InitByName
 from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import build_meta, parameter_shapes
@@ -135,3 +135,15 @@ def test_every_layout_stores_buffers_and_resumes_from_those_of_another(tmp_path:
             assert torch.equal(stored, value), (name, each)
         for step, loss in result.resumed_losses.items():
             assert loss == pytest.approx(curves[folders[case.resume_from[0]]][step], abs=2e-5), name
+
+
+def test_parameters_that_transformers_keeps_in_fp32_are_found_by_patterns_of_several_parts() -> None:
+    model = build_meta(
+        CONFIG_MAPPING["deepseek_v3"](**{k: v for k, v in DEEPSEEK_V3.items() if k != "model_type"}, vocab_size=V),
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+    )
+    model._keep_in_fp32_modules_strict = {"mlp.gate.weight", "e_score_correction_bias"}
+    found = parameters_declared_fp32(model)
+    assert found == [name for name, _ in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert found

@@ -122,3 +122,10 @@ def test_a_trainers_checkpoint_is_said_to_give_its_weights_alone(tokens: Path, t
     (folder / "trainer_state.json").write_text("{}")
     (line,) = warnings(tokens, tmp_path, model={"path": str(folder)}, optimizer=low)
     assert "optimizer state, schedule and step are not" in line
+
+
+def test_a_warmup_longer_than_the_run_is_named_given_or_deepspeeds_own(tokens: Path, tmp_path: Path) -> None:
+    for params, words in (({"warmup_num_steps": 2000}, "2,000, and"), ({}, "1,000 when absent, and")):
+        (line,) = warnings(tokens, tmp_path, scheduler={"type": "WarmupLR", "params": params})
+        assert line.startswith(f"scheduler.params.warmup_num_steps is {words} the run has 20 steps")
+    assert warnings(tokens, tmp_path, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}) == []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
 
 import torch
@@ -129,11 +130,21 @@ def keep_in_fp32(model: nn.Module) -> None:
     An update of a router's bias (1e-3 per step) would be lost in bf16, whose numbers near 1 are 8e-3 apart.
     Transformers does so when it loads weights (`_keep_in_fp32_modules_strict`), but not when it builds a model.
     """
-    parts = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, module, key in list(_persistent(model)):
         buffer = module._buffers[key]
-        if buffer is not None and buffer.is_floating_point() and parts.intersection(name.split(".")):
+        if buffer is not None and buffer.is_floating_point() and _declared_fp32(model, name):
             module._buffers[key] = buffer.float()
+
+
+def parameters_declared_fp32(model: nn.Module) -> list[str]:
+    """The parameters that transformers keeps in fp32 beside bf16; here they have the model's dtype, as all others."""
+    return [name for name, _ in model.named_parameters() if _declared_fp32(model, name)]
+
+
+def _declared_fp32(model: nn.Module, name: str) -> bool:
+    """Whether a declared pattern (`gate.weight`) is found anywhere in a name, as transformers searches it."""
+    declared = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(each.replace("*", ".*"), name) for each in declared)
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

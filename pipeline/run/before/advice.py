@@ -11,6 +11,7 @@ import numpy.typing as npt
 from data_prep.formats.tokenfile import TokenFile
 from headrace.base.foreign_folders import is_trainer_checkpoint
 from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.models.build.buffers import parameters_declared_fp32
 from pipeline.models.folder.text_part import text_is_nested
 from pipeline.models.hf_config import VOCAB_MULTIPLE
 from pipeline.run.prepare import PreparedRun
@@ -37,6 +38,7 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
     yield from _learning_rate(prepared)
     yield from _what_is_dropped(prepared)
     yield from _padding(prepared)
+    yield from _fp32(prepared)
 
 
 def _text_part(prepared: PreparedRun) -> Iterator[str]:
@@ -108,6 +110,15 @@ def _padding(prepared: PreparedRun) -> Iterator[str]:
             f"the padding id is that of end-of-text ({eos}): transformers gives the padding row of the embedding no"
             f" gradient, so that end-of-text keeps its first value as an input; set pad_token_id to null in"
             f" {'model.config' if where is None else f'{where}/config.json'}, or to an id that does not occur"
+        )
+
+
+def _fp32(prepared: PreparedRun) -> Iterator[str]:
+    names = parameters_declared_fp32(prepared.model) if prepared.run.config.bf16.enabled else []
+    if names:
+        yield (
+            f"transformers computes with {len(names)} parameters of this architecture in fp32 beside bf16"
+            f" ({names[0]}, ...), and training in bf16; their master weights are fp32 as all others"
         )
 
 

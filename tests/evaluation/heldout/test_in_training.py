@@ -90,7 +90,7 @@ def test_the_command_finds_the_loss_of_the_last_evaluation_without_being_told_ho
 def test_data_without_a_heldout_split_is_trained_on_when_the_config_says_no_evaluation(
     tokens: Path, tmp_path: Path
 ) -> None:
-    megatron(tmp_path / "web", ids=384)
+    megatron(tmp_path / "web", vocabulary=384)
     source = {"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")}
     config = tiny_config(tokens, tmp_path / "run", engine="torch", evaluation={"every": 2})
     config["data"]["sources"] = [source]
