@@ -280,11 +280,13 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
 
 
 def _check_fused(config: QuantizeConfig, every: Collection[str], layers: Set[str]) -> None:
-    """Refuses to skip a part of what vLLM runs as one product: its loader raises, and transformers takes it.
+    """Refuses to skip a part of what vLLM runs as one product, unless other consumers are named: its loader raises.
 
     Raises:
         ConfigError: names the parts.
     """
+    if config.consumers is not None and "vllm" not in config.consumers:
+        return
     parts = [names for names in units_of(every).values() if 0 < len(layers & set(names)) < len(names)]
     if parts:
         skipped = next(name for name in parts[0] if name not in layers)
@@ -292,7 +294,8 @@ def _check_fused(config: QuantizeConfig, every: Collection[str], layers: Set[str
         parent = re.escape(skipped.rpartition(".")[0]) if len(parts) == 1 else ".*"
         entry = _PATTERN + (r".*\.experts\..*" if ".experts." in skipped else rf"{parent}\.({'|'.join(own)})$")
         why = f"{skipped} is skipped, and vLLM runs {', '.join(own)} of a layer as one product, with one scheme"
-        raise ConfigError("skip", config.skip, why=why, remedy=f"skip all of them: {json.dumps(entry)}")
+        remedy = f"name consumers without vllm, or skip all of them: {json.dumps(entry)}"
+        raise ConfigError("skip", config.skip, why=why, remedy=remedy)
 
 
 def _matrix(source: ModelFolder, module: str) -> tuple[int, int]:

@@ -81,6 +81,8 @@ def test_the_remedy_for_a_part_of_a_fused_product_works(
     entry = json.loads(said.rpartition("skip all of them: ")[2])
     raw = json.loads(write_config(tmp_path, model, tokens, skip=["lm_head", skip, entry]).read_text())
     assert len(prepare(parse(QuantizeConfig, raw)).layers) == left  # of 7 in each of 2 layers
+    own = json.loads(write_config(tmp_path, model, tokens, skip=["lm_head", skip]).read_text())
+    assert len(prepare(parse(QuantizeConfig, own | {"consumers": ["transformers"]})).layers) > left
 
 
 def test_an_existing_output_is_not_changed(model: Path, tokens: Path, tmp_path: Path) -> None:
