@@ -225,15 +225,22 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 text under its final name in one step: a reader sees the old file or the new one.
+    """Writes UTF-8 text with `whole_file`."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
-    Several processes may do so at once, if it does not matter whose stays.
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name to write a file under, which gets its final one in one step: a reader sees the old file or the new one.
+
+    It is flushed before. Several processes may do so at once, if it does not matter whose stays; after an error
+    nothing is left.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield partial
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:  # a full disk does not say of which file

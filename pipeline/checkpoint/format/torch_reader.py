@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from headrace.base.directory import whole_file
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata
 
@@ -69,9 +70,8 @@ def save_for_torch(directory: Path, out: Path) -> int:
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     state: dict[str, Any] = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in tensors.items()}
     dcp.load(state, storage_reader=reader, no_dist=True)
-    partial = out.with_name(f".{out.name}.partial")
-    torch.save(state, partial)
-    partial.rename(out)
+    with whole_file(out) as partial:
+        torch.save(state, partial)
     return len(state)
 
 
