@@ -40,6 +40,7 @@ from pipeline.compress.quantization.rules import QuantizationPlan
 from pipeline.compress.quantization.signround import SignRound
 from pipeline.compress.quantization.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
+from pipeline.models.build.buffers import declared_fp32
 from pipeline.models.build.stored_names import groups_of_model
 from pipeline.models.folder.loading import pick_device
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
@@ -137,21 +138,16 @@ def kept_in_fp32(model: Any, plan: QuantizationPlan) -> set[str]:
     """Parameters and buffers of a model that keep fp32, whatever dtype the others get.
 
     The source has them in fp32 beside weights of 16 bits, or the architecture declares it: 238 different biases of a
-    router were 8 in bf16. The declaration names parts of dotted names (`_keep_in_fp32_modules_strict`).
+    router were 8 in bf16.
 
     Args:
         model: whose experts are unfused, not yet packed.
         plan: with the source.
     """
     beside = plan.source.fp32_beside
-    words = sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     stored = {name: group.key for group in groups_of_model(model, names) for name in group.names} if beside else {}
-    return {
-        name
-        for name in names
-        if name in beside or stored.get(name) in beside or any(f".{word}." in f".{name}." for word in words)
-    }
+    return {name for name in names if name in beside or stored.get(name) in beside or declared_fp32(model, name)}
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, *, kept: Collection[str]) -> None:

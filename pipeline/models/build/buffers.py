@@ -132,17 +132,17 @@ def keep_in_fp32(model: nn.Module) -> None:
     """
     for name, module, key in list(_persistent(model)):
         buffer = module._buffers[key]
-        if buffer is not None and buffer.is_floating_point() and _declared_fp32(model, name):
+        if buffer is not None and buffer.is_floating_point() and declared_fp32(model, name):
             module._buffers[key] = buffer.float()
 
 
 def parameters_declared_fp32(model: nn.Module) -> list[str]:
     """The parameters that transformers keeps in fp32 beside bf16; here they have the model's dtype, as all others."""
-    return [name for name, _ in model.named_parameters() if _declared_fp32(model, name)]
+    return [name for name, _ in model.named_parameters() if declared_fp32(model, name)]
 
 
-def _declared_fp32(model: nn.Module, name: str) -> bool:
-    """Whether a declared pattern (`gate.weight`) is found anywhere in a name, as transformers searches it."""
+def declared_fp32(model: nn.Module, name: str) -> bool:
+    """Whether transformers keeps a parameter or buffer in fp32: it searches its patterns anywhere in a name."""
     declared = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(each.replace("*", ".*"), name) for each in declared)
 
