@@ -205,6 +205,13 @@ class RandomValues(OwnBuffers):
         return part(1.0 + 0.2 * drawn if len(shape) < 2 else drawn * (2.0 / shape[-1] ** 0.5), box).to(device)
 
 
+def random_model(config: PretrainedConfig, *, attention: str = "eager") -> nn.Module:
+    """A model of a tiny config, on the CPU in fp32, with `RandomValues`."""
+    model = build_meta(config, dtype=torch.float32, attn_implementation=attention)
+    materialize(model, RandomValues(model), device=torch.device("cpu"))
+    return model
+
+
 class _TinyModel:
     """A tiny model, and its logits computed in several ways."""
 
@@ -338,9 +345,7 @@ class _TinyModel:
         return self._build(ATTENTION_NAME if layout.own_attention else self._hf_attention)
 
     def _build(self, attention: str) -> nn.Module:
-        model = build_meta(self._config, dtype=torch.float32, attn_implementation=attention)
-        materialize(model, RandomValues(model), device=torch.device("cpu"))
-        return model.eval()
+        return random_model(self._config, attention=attention).eval()
 
 
 def _zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:

@@ -16,9 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.architecture_trial import RandomValues
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.models.resize.shrink import shrink
 
 _V, _TOKENS, _INPUTS = 32, 2, 8
@@ -32,10 +30,7 @@ def conditional_blocks(config: PretrainedConfig) -> list[type[nn.Module]]:
         config: of the real model. Empty where no tiny model of its architecture can be built or run.
     """
     try:
-        tiny = build_meta(
-            shrink(config, divide=1, layers=2, vocab_size=_V), dtype=torch.float32, attn_implementation="eager"
-        )
-        materialize(tiny, RandomValues(tiny), device=torch.device("cpu"))
+        tiny = random_model(shrink(config, divide=1, layers=2, vocab_size=_V))
         calls = _calls(tiny.eval())
     except ConfigError:
         return []

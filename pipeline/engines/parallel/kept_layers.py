@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues
+from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues, random_model
 from pipeline.models.build.counter import CPU
 from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import build_meta
@@ -44,20 +44,14 @@ def check_kept_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     except ConfigError:
         return
     try:
-        original = _built(whole)
-        values = RandomValues(original)
-        materialize(original, values, device=torch.device("cpu"))
+        original = random_model(whole)
         expected = _logits(original, without=set(range(whole.num_hidden_layers)) - set(wanted))
     except Exception as error:  # each architecture fails in its own way
         raise _refused(config, layers, f"leaving out layers of a tiny one fails: {one_line(error)}") from None
     try:
-        kept = _built(keep_layers(whole, wanted))
-        materialize(kept, _OriginalValues(original, wanted), device=torch.device("cpu"))
-        found = _logits(kept)
+        found = _logits(_kept(original, whole, wanted))
         if wanted != list(layers):
-            materialize(
-                _built(keep_layers(whole, layers)), _OriginalValues(original, layers), device=torch.device("cpu")
-            )
+            _kept(original, whole, layers)
     except ConfigError as error:
         if error.field == "model.keep_layers":
             raise
@@ -84,8 +78,11 @@ class _OriginalValues(RandomValues):
         return super().value(self._original(name), box=box, device=device)
 
 
-def _built(config: PretrainedConfig) -> nn.Module:
-    return build_meta(config, dtype=torch.float32, attn_implementation="eager")
+def _kept(original: nn.Module, whole: PretrainedConfig, layers: Sequence[int]) -> nn.Module:
+    """The model of some layers, with the values that they have in the original."""
+    model = build_meta(keep_layers(whole, layers), dtype=torch.float32, attn_implementation="eager")
+    materialize(model, _OriginalValues(original, layers), device=torch.device("cpu"))
+    return model
 
 
 @torch.no_grad()

@@ -15,9 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.architecture_trial import RandomValues
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.models.resize.shrink import shrink
 
 _V, _T = 32, 16
@@ -90,9 +88,7 @@ def _rates(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 @torch.no_grad()
 def _random(small: PretrainedConfig) -> bool:
     """Whether two forward passes in training have other logits."""
-    model: Any = build_meta(small, dtype=torch.float32, attn_implementation="eager")
-    materialize(model, RandomValues(model), device=torch.device("cpu"))
-    model.train()
+    model = random_model(small).train()
     ids = torch.arange(_T)[None] % _V
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues
+from pipeline.engines.parallel.architecture_trial import TOLERANCE, random_model
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.decoding import decoding_batch
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
 from pipeline.models.hf_config import one_line
 from pipeline.models.resize.shrink import shrink
 
@@ -49,8 +47,7 @@ def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: i
     kind, attention = config.model_type, config._attn_implementation
     try:
         tiny = shrink(config, divide=1, layers=2, vocab_size=_V, lengths=(sequence_length, _T))
-        small = build_meta(tiny, dtype=torch.float32, attn_implementation=attention)
-        materialize(small, RandomValues(small), device=torch.device("cpu"))
+        small = random_model(tiny, attention=attention)
         layout = DecoderLayout(own_attention=attention == ATTENTION_NAME)
         decoder = Decoder(small.eval(), layout, parameter_owners(small))
         whole, cached = (_logits(decoder, cached=each, documents=mask_documents) for each in (False, True))
