@@ -15,7 +15,7 @@ from typing import Any
 from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, normal_forms, random_texts
 from data_prep.tokenizer.engines import find_mismatch, open_engine
-from data_prep.tokenizer.fingerprint import MODEL_FILE, MODEL_FILES, TOKENIZER_JSON
+from data_prep.tokenizer.fingerprint import MODEL_FILE, MODEL_FILES, NAMED_TEMPLATES, TOKENIZER_JSON
 from data_prep.tokenizer.load import REFERENCE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, load, reference_of
 from data_prep.tokenizer.train import write_folder
 from headrace.base.directory import write_json
@@ -47,7 +47,6 @@ def import_tokenizer(path: str, folder: Path) -> list[str]:
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that transformers builds from tokenizer.json without changes."""
 _PLAIN_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja", *MODEL_FILES)
-_NAMED_TEMPLATES = "additional_chat_templates"
 
 
 def _import_folder(path: str, folder: Path) -> None:
@@ -55,8 +54,8 @@ def _import_folder(path: str, folder: Path) -> None:
         for name in _PLAIN_FILES:
             if (Path(path) / name).is_file():
                 shutil.copyfile(Path(path) / name, folder / name)
-        if (Path(path) / _NAMED_TEMPLATES).is_dir():
-            shutil.copytree(Path(path) / _NAMED_TEMPLATES, folder / _NAMED_TEMPLATES)
+        if (Path(path) / NAMED_TEMPLATES).is_dir():
+            shutil.copytree(Path(path) / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
         load(folder)
         return
     original = _load_with_transformers(path)

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
+from data_prep.tokenizer.fingerprint import NAMED_TEMPLATES, TOKENIZER_FILES
 from headrace.base.directory import sha256_of_file
 from headrace.base.errors import ConfigError
 
-_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
+_TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
 _FILES = ("config.json", *TOKENIZER_FILES, *_TEMPLATES)
 
 

@@ -108,7 +108,8 @@ def describe(folder: Path, *, kind: str) -> dict[str, Any]:
 
 def missing_bos(folder: Path, policy: TextPolicy) -> list[str]:
     """A line for the user where the tokenizer itself puts BOS in front of a text, and documents get none."""
-    tokenizer, bos = load(folder), special_ids(folder, load(folder))["bos_id"]
+    tokenizer = load(folder)
+    bos = special_ids(folder, tokenizer)["bos_id"]
     if policy.prepend_bos or bos is None:
         return []
     if read_config(folder).get("add_bos_token") is not True and tokenizer.encode("a").ids[:1] != [bos]:

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
+from data_prep.tokenizer.fingerprint import NAMED_TEMPLATES, TOKENIZER_FILES
 from headrace.base.errors import DataError
 
 # the license is copied too: it must accompany the weights
-_COPIED = (*TOKENIZER_FILES, "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
+_COPIED = (*TOKENIZER_FILES, "*.jinja", f"{NAMED_TEMPLATES}/*.jinja", "LICENSE*")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.deepspeed.auto import SAMPLES_PER_DEVICE, resolve_auto
+from pipeline.config.deepspeed.defaults import DEFAULTS
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES, is_comment
 from pipeline.config.deepspeed.keys import (
     REFUSED,
@@ -125,7 +126,7 @@ def _settle_clipping(raw: dict[str, Any]) -> list[str]:
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     if not isinstance(params, dict) or "max_grad_norm" not in params:
         return []
-    if params["max_grad_norm"] != raw.get("gradient_clipping", 1.0):
+    if params["max_grad_norm"] != raw.get("gradient_clipping", DEFAULTS["gradient_clipping"]):
         return []
     return [f"optimizer.params.max_grad_norm = {_json(params.pop('max_grad_norm'))}"]
 

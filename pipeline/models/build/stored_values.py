@@ -214,7 +214,7 @@ def _without_wrappers(folder: Path, wrappers: list[str]) -> str:
         f" f.replace('{folder}', '{out}', 1), metadata={{'format': 'pt'}})"
         f" for f in glob('{folder}/model*.safetensors')]"
     )
-    index = f" && sed -i -E 's/([\".\"])(({parts})[.])+/\\1/g' {out}/{INDEX}" if (folder / INDEX).is_file() else ""
+    index = f" && sed -i -E 's/([\".])(({parts})[.])+/\\1/g' {out}/{INDEX}" if (folder / INDEX).is_file() else ""
     named = " and ".join(f"'{part}.'" for part in wrappers)
     return (
         f"take {named}, which a wrapper has put into every name, out of them:"

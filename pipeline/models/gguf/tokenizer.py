@@ -14,6 +14,8 @@ from typing import Any
 
 from gguf import GGUFWriter, Keys, TokenType
 
+from data_prep.tokenizer.fingerprint import NAMED_TEMPLATES
+from data_prep.tokenizer.load import read_config, token_text
 from pipeline.models.folder.beside_weights import GENERATION, read_generation
 from pipeline.models.split_names import refused, sentencepiece_bpe, split_name
 
@@ -95,7 +97,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
     if not file.is_file():
         raise refused(f"{folder} has no tokenizer.json", "save it with transformers' fast tokenizer")
     raw = json.loads(file.read_text(encoding="utf-8"))
-    about = _tokenizer_config(folder)
+    about = read_config(folder)
     if (folder / "tokenizer.model").is_file():
         return _sentencepiece(folder, raw, about, vocabulary=vocabulary)
     tokens, types = _byte_level_tokens(raw, vocabulary)
@@ -149,7 +151,7 @@ def _place(tokens: list[str], types: list[int], number: int, token: str, kind: T
 
 def _special_ids(folder: Path, about: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
     keys = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
-    found = {name: _content(about.get(key)) for name, key in keys.items()}
+    found = {name: token_text(about.get(key)) for name, key in keys.items()}
     ids = {name: known[token] for name, token in found.items() if token is not None and token in known}
     ends = [number for number in _ends(folder) if number != ids.get("eos")]
     wrong = next((number for number in ends if not 0 <= number < len(known)), None)
@@ -175,26 +177,16 @@ def _adds_bos(folder: Path, about: Mapping[str, Any], known: Mapping[str, int]) 
     """Whether an empty text becomes BOS."""
     from tokenizers import Tokenizer  # noqa: PLC0415
 
-    bos = _content(about.get("bos_token"))
+    bos = token_text(about.get("bos_token"))
     made = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("").ids
     return bool(made) and bos is not None and made[0] == known.get(bos)
-
-
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found
 
 
 def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, str]:
     """Name -> template; files win over tokenizer_config.json, as in transformers."""
     given = about.get("chat_template")
     found = {_DEFAULT: given} if isinstance(given, str) else {each["name"]: each["template"] for each in given or ()}
-    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files[_DEFAULT] = folder / "chat_template.jinja"
     return {**({} if files else found), **{name: file.read_text(encoding="utf-8") for name, file in files.items()}}

@@ -197,6 +197,17 @@ def test_llama_cpp_stops_at_every_token_that_ends_a_generation(tmp_path: Path) -
     assert json.loads(done.stdout.splitlines()[-1]) == ends
 
 
+def test_special_tokens_are_found_where_autotokenizer_finds_them(tmp_path: Path) -> None:
+    fast = make_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = {"eos_token": config.pop("eos_token")}
+    config.pop("added_tokens_decoder", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_tokenizer(tmp_path, vocabulary=VOCAB).ids == {}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    assert read_tokenizer(tmp_path, vocabulary=VOCAB).ids == {"eos": fast.eos_token_id}
+
+
 def test_more_ends_than_a_file_can_name_are_refused_and_fewer_taken(tmp_path: Path) -> None:
     fast = make_tokenizer(tmp_path)
     ends = [fast.eos_token_id, 7, 8, 9]
