@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, LlamaConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BigBirdPegasusConfig,
+    GemmaConfig,
+    LlamaConfig,
+    PretrainedConfig,
+)
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.models.build.meta import build_meta
@@ -123,6 +130,15 @@ def test_a_head_of_a_family_that_ties_by_default_is_refused_too(tmp_path: Path) 
     del config["tie_word_embeddings"]
     (folder / "config.json").write_text(json.dumps(config))
     refused(folder, HEAD, EMBEDDING, readers=("folder", "training", "loading"))
+
+
+def test_a_head_that_transformers_never_ties_is_no_contradiction(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "vocab_size": 64, "encoder_layers": 1}
+    decoder = {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 4}
+    folder = save(tmp_path / "model", BigBirdPegasusConfig(**sizes, **decoder, tie_word_embeddings=True))
+    stored = load_file(folder / SINGLE)
+    assert not torch.equal(stored[HEAD], stored["model.decoder.embed_tokens.weight"])
+    ModelFolder.open(folder)
 
 
 def test_a_single_file_beside_an_index_is_refused_where_the_two_differ(folder: Path, sharded: Path) -> None:

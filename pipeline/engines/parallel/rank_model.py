@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeline.engines.parallel.stages import StageLayers, is_tied, layer_list, modules_before_layers
 from pipeline.engines.parallel.tensor import check_tp_plan
+from pipeline.models.layers import differ
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -89,7 +90,9 @@ class RankModel:
 
 
 def widths_of(config: Any) -> Widths | None:
-    """Sizes from a Hugging Face config; None for a decoder that is not built like Llama's."""
+    """Sizes from a Hugging Face config; None for a decoder that is not built like Llama's, of layers of one size."""
+    if differ(config):
+        return None
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     if not heads or not hidden or not isinstance(inner, int):

@@ -214,7 +214,7 @@ def _check_head(path: Path, config: dict[str, Any], tensors: dict[str, TensorInf
         return
     head = heads[0]
     first = next((name for name in wide if name not in heads and wide[name].shape == wide[head].shape), None)
-    if first is None or wide[first].same_values(wide[head]) or (tie is None and not _ties_by_default(text)):
+    if first is None or wide[first].same_values(wide[head]) or not _ties(text):
         return
     how = "tie_word_embeddings is true" if tie else f"{text.get('model_type')} ties them where {CONFIG} says nothing"
     raise DataError(
@@ -223,8 +223,14 @@ def _check_head(path: Path, config: dict[str, Any], tensors: dict[str, TensorInf
     )
 
 
-def _ties_by_default(config: dict[str, Any]) -> bool:
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds
+def _ties(config: dict[str, Any]) -> bool:
+    """Whether transformers ties the head: some never do, whatever the config says (BigBird-Pegasus's decoder)."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415  takes seconds
 
-    kind = config.get("model_type")
-    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", False))
+    kind, tie = config.get("model_type"), config.get("tie_word_embeddings")
+    if kind not in CONFIG_MAPPING:
+        return bool(tie)
+    default = CONFIG_MAPPING[kind]()
+    wanted = getattr(default, "tie_word_embeddings", False) if tie is None else tie
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(default), None)
+    return bool(wanted) and (model is None or bool(model._tied_weights_keys))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.stage_devices import StageDevices
@@ -17,11 +18,13 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import LocalModel, assemble
 from pipeline.engines.parallel.costs import describe_stages, forward_flops
 from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.rank_model import widths_of
 from pipeline.engines.parallel.stages import split_layers
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
 from tests.engines.parallel.layouts import T, Z, fill_weights, full_model_gradients, resolved
 from tests.models.architectures import assert_same, batch_of, gradients, meta_of
+from tests.sweeps.families import tiny_fields
 
 BORDERS = ((3, 7, 8, 19, 24), (13,))
 
@@ -201,3 +204,8 @@ def test_every_stage_is_described_with_its_layers_and_parameters() -> None:
 def test_an_architecture_without_a_pipeline_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="no base_model_pp_plan for gpt2"):
         pipeline_stages(resolved(world_size=2, parallel={"pp": 2}), meta_of("gpt2"))
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "dots3_note_text"])
+def test_a_model_whose_layers_have_several_sizes_has_no_one_width(kind: str) -> None:
+    assert widths_of(AutoConfig.for_model(**tiny_fields(kind))) is None
