@@ -2,6 +2,9 @@
 
 Ranks are laid out with tp varying fastest, then cp, dp, pp: the ranks of one tensor-parallel group are neighbors and
 share a node's fast links, and pipeline stages, which communicate least, lie furthest apart.
+
+Expert parallelism is laid over the ranks of a pipeline stage (dp x cp x tp, all of which see different tokens): there
+the experts' mesh is (edp, ep), with ep fastest.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the mesh axes. Their product is the number of ranks."""
+    """Sizes of the mesh axes. The product of pp, dp, cp and tp is the number of ranks; ep divides dp x cp x tp."""
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        assert all(size >= 1 for size in self.sizes), self
+        assert all(size >= 1 for size in (*self.sizes, self.ep)), self
+        assert self.stage_ranks % self.ep == 0, self
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -33,6 +38,16 @@ class Topology:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Ranks of a pipeline stage that hold the same experts."""
+        return self.stage_ranks // self.ep
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of a global rank on every axis, e.g. {"pp": 0, "dp": 1, "cp": 0, "tp": 0}."""
@@ -52,9 +67,8 @@ class Topology:
         return [self.rank(**{**own, axis: i}) for i in range(self.sizes[AXES.index(axis)])]
 
     def __str__(self) -> str:
-        return (
-            " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1) or "1 process"
-        )
+        sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1)
+        return (sizes or "1 process") + (f" (ep {self.ep})" if self.ep > 1 else "")
 
 
 def sequence_chunks(length: int, *, cp: int, cp_rank: int, zigzag: bool) -> tuple[range, ...]:

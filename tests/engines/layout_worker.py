@@ -44,6 +44,7 @@ CPU = torch.device("cpu")
 SAMPLES, LENGTH, VOCABULARY, SAVED, LAST = 8, 32, 64, 2, 4
 MODEL = {**model_of({"tied": True}), "vocab_size": VOCABULARY}
 SAME = (
+    "attn_implementation",
     "bf16",
     "fp16",
     "fp8",
@@ -100,8 +101,11 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
         "optimizer": {"params": {"lr": 3e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}},
         "gradient_clipping": 0,
         "run": {"dir": "none", "steps": 20},
-        **case,
-        "model": {"config": {**MODEL, **case.get("model", {})}},
+        **{key: value for key, value in case.items() if key != "attn_implementation"},
+        "model": {
+            "config": {**MODEL, **case.get("model", {})},
+            "attn_implementation": case.get("attn_implementation", "sdpa"),
+        },
     }
     return resolve(parse(Config, config), world_size=processes)
 
@@ -109,7 +113,9 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
 def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device: torch.device = CPU) -> Any:
     """The engine of a run, with the run's own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
-    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else ATTENTION_NAME)
+    own = run.config.model.attn_implementation == "sdpa" and not run.plain
+    attention = ATTENTION_NAME if own else run.config.model.attn_implementation
+    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation=attention)
     objective = objective or CrossEntropy(z_loss=run.config.loss.z_loss)
     values = RecordedValues(InitByName(model, seed=3))
     engine: Any = build_engine(run, model, values, objective, device=device)

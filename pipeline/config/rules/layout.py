@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
 
@@ -36,14 +37,14 @@ def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> To
     if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be made smaller
         dp_unit = _dp_unit(config, sizes)
         if dp := world_size // (model_ranks * dp_unit) * dp_unit:
-            return Topology(dp=dp, **sizes)
+            return _with_experts(config, Topology(dp=dp, **sizes))
     if world_size % model_ranks:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         near = max(1, world_size // model_ranks) * model_ranks
         why = f"{world_size} processes are not a multiple of {model_ranks} ({product})"
         remedy = f"start {near} or {near + model_ranks} processes (check: --processes {near}), or change the section"
         raise ConfigError("parallel", why=why, remedy=remedy)
-    return Topology(dp=world_size // model_ranks, **sizes)
+    return _with_experts(config, Topology(dp=world_size // model_ranks, **sizes))
 
 
 def fewest_processes(config: Config) -> int:
@@ -73,9 +74,20 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _dp_unit(config: Config, sizes: Mapping[str, int]) -> int:
-    """dp has to be a multiple of it: dp x cp is one of the size of a hybrid shard group."""
-    shard = config.parallel.hybrid_shard_size
-    return shard // gcd(shard, sizes["cp"]) if shard else 1
+    """dp has to be a multiple of it: dp x cp is one of the size of a hybrid shard group, dp x cp x tp one of ep."""
+    shard, ep = config.parallel.hybrid_shard_size or 1, config.parallel.ep or 1
+    return lcm(shard // gcd(shard, sizes["cp"]), ep // gcd(ep, sizes["cp"] * sizes["tp"]))
+
+
+def _with_experts(config: Config, topology: Topology) -> Topology:
+    """The mesh with its ep axis."""
+    ep, ranks = config.parallel.ep or 1, topology.stage_ranks
+    if ranks % ep:
+        why = f"it does not divide the {ranks} ranks of a pipeline stage (dp {topology.dp} x cp {topology.cp} x tp"
+        fits = max(n for n in range(1, min(ep, ranks) + 1) if ranks % n == 0)
+        near = f"use {fits}, or start {topology.pp * -(-ranks // ep) * ep} processes"
+        raise ConfigError("parallel.ep", ep, why=f"{why} {topology.tp})", remedy=near)
+    return replace(topology, ep=ep)
 
 
 def check_layout(config: Config, topology: Topology) -> None:
@@ -89,6 +101,7 @@ def check_layout(config: Config, topology: Topology) -> None:
         check_heads(config.model.config, topology, cp_method=config.parallel.cp_method)
     _check_attention(config, topology)
     _check_hybrid_shard(config.parallel, topology)
+    _check_expert_parallel(config, topology)
     _check_offload(config.zero_optimization, config.optimizer)
     _check_moments(config, topology)
     check_distillation(config.distill, config.data)
@@ -170,6 +183,22 @@ def _check_hybrid_shard(parallel: ParallelSection, topology: Topology) -> None:
         why = f"it does not divide the {data} data ranks (dp {topology.dp} x cp {topology.cp})"
         remedy = f"use {near}, or leave it out to shard over all"
         raise ConfigError("parallel.hybrid_shard_size", shard, why=why, remedy=remedy)
+
+
+def _check_expert_parallel(config: Config, topology: Topology) -> None:
+    parallel, ep = config.parallel, topology.ep
+    if ep == 1:
+        return
+    if parallel.hybrid_shard_size is not None and parallel.hybrid_shard_size * topology.tp % ep:
+        ranks = parallel.hybrid_shard_size * topology.tp
+        why = (
+            f"the experts are within a replica, of {ranks} ranks (hybrid_shard_size x tp), and it does not divide them"
+        )
+        near = max(n for n in range(1, min(ep, ranks) + 1) if ranks % n == 0)
+        raise ConfigError("parallel.ep", ep, why=why, remedy=f"use {near}, or hybrid_shard_size {ep}")
+    if parallel.shares is not None and topology.cp * topology.tp % ep:
+        why = "ranks with uneven shares run different numbers of micro-batches, and those of an ep group run each"
+        raise ConfigError("parallel.ep", ep, why=f"{why} together", remedy="remove parallel.shares, or parallel.ep")
 
 
 def _check_offload(zero: ZeroSection, optimizer: OptimizerSection) -> None:

@@ -73,6 +73,7 @@ FEATURES: dict[str, Feature] = {
     "pp": Feature("pipeline parallelism", "parallel.pp", "parallel.pp 1", lambda _c, t: t.pp if t.pp > 1 else None),
     "tp": Feature("tensor parallelism", "parallel.tp", "parallel.tp 1", lambda _c, t: t.tp if t.tp > 1 else None),
     "cp": Feature("context parallelism", "parallel.cp", "parallel.cp 1", lambda _c, t: t.cp if t.cp > 1 else None),
+    "ep": Feature("expert parallelism", "parallel.ep", "parallel.ep 1", lambda _c, t: t.ep if t.ep > 1 else None),
     "ring": Feature(
         "ring attention",
         "parallel.cp_method",
@@ -111,7 +112,7 @@ class Layout:
 
 
 _EVERYWHERE = frozenset({"tp", "cp", "ring", "fp16"})
-_NATIVE = _EVERYWHERE | {"pp", *SCHEDULES} - {"1f1b"}
+_NATIVE = _EVERYWHERE | {"ep", "pp", *SCHEDULES} - {"1f1b"}
 
 LAYOUTS = (
     Layout("deepspeed", 0, "ZeRO-0: nothing is sharded", _EVERYWHERE | {"pp"}),

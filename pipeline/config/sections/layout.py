@@ -70,6 +70,12 @@ class LayoutSection(Section):
         description="Context-parallel size: ranks that each sequence is split over, e.g. 2; 1 when absent (DeepSpeed's"
         " sequence_parallel_size)",
     )
+    ep: Count | None = Field(
+        None,
+        description="Expert-parallel size: ranks that the experts of each layer are split over, e.g. 8; 1 when absent."
+        " It is laid over the ranks of dp x cp x tp, and divides their number and that of the experts. Tokens go to"
+        " the ranks of their experts and back by all-to-all; none is dropped",
+    )
     hybrid_shard_size: Count | None = Field(
         None,
         description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"

@@ -12,6 +12,7 @@ from pipeline.engines.parallel.activation_checkpointing import check_activation_
 from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.compilation import check_compile
 from pipeline.engines.parallel.expert_check import check_experts
+from pipeline.engines.parallel.experts import check_expert_parallel
 from pipeline.engines.parallel.fp8 import check_fp8
 from pipeline.engines.parallel.kept_layers import check_kept_layers
 from pipeline.engines.parallel.partition import pipeline_stages
@@ -49,6 +50,8 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
         check_random_numbers(config, where=where)
     trained = run.config.model.path is not None
     check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method, trained=trained)
+    if topology.ep > 1:
+        check_expert_parallel(model, ep=topology.ep)
     if topology.tp > 1:
         check_tp_plan(model, tp=topology.tp)
     if topology.pp > 1:

@@ -1,4 +1,4 @@
-"""Builds this rank's decoder from the full model: checkpointing, pipeline stage, tensor parallelism, fp8, compilation.
+"""Builds this rank's decoder from the full model: checkpointing, stage, expert and tensor parallelism, compilation.
 
 One function applies them in one order. The result is still on meta; an engine shards and materializes it.
 """
@@ -20,6 +20,7 @@ from pipeline.engines.parallel.compilation import apply_compile
 from pipeline.engines.parallel.context import make_cp_attention
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
+from pipeline.engines.parallel.experts import apply_expert_parallel
 from pipeline.engines.parallel.fp8 import apply_fp8
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.quantization_aware import apply_quantization_aware
@@ -40,6 +41,7 @@ class LocalModel:
         decoder: the root module.
         tensor: its tensor-parallel shards, or None.
         shapes: Hugging Face name -> full shape of every parameter of the decoder.
+        experts: Hugging Face name -> this rank's experts, of every parameter that expert parallelism shards.
         tied: names of which another pipeline stage holds a copy too (a head tied to the embedding).
     """
 
@@ -47,10 +49,11 @@ class LocalModel:
     tensor: TensorParallel | None
     shapes: dict[str, tuple[int, ...]]
     tied: frozenset[str]
+    experts: dict[str, Rectangle]
 
     def box(self, name: str) -> Rectangle | None:
-        """This rank's tensor-parallel shard of a parameter; None if the parameter is not sharded."""
-        return self.tensor.boxes.get(name) if self.tensor else None
+        """This rank's tensor- or expert-parallel shard of a parameter; None if it is not sharded so."""
+        return self.experts.get(name) or (self.tensor.boxes.get(name) if self.tensor else None)
 
 
 def assemble(
@@ -84,8 +87,11 @@ def assemble(
     kept = {name: [pair for pair in pairs if pair[0] in local_modules] for name, pairs in owners.items()}
     local_owners = {name: pairs for name, pairs in kept.items() if pairs}
     tied = frozenset(name for name, pairs in local_owners.items() if len(pairs) < len(owners[name]))
-    group = mesh.group("tp") if mesh else None
-    tensor = apply_tensor_parallel(causal, group, names=_names(local_owners)) if group else None
+    names = _names(local_owners)
+    ep_group, tp_group = (mesh.group("ep"), mesh.group("tp")) if mesh else (None, None)
+    experts = apply_expert_parallel(causal, ep_group, names=names) if ep_group else {}
+    rest = {key: name for key, name in names.items() if name not in experts}
+    tensor = apply_tensor_parallel(causal, tp_group, names=rest) if tp_group else None
     apply_fp8(causal, run.config.fp8)
     apply_quantization_aware(causal, run.config.quantization_aware)
     cp, cp_rank = (run.topology.cp, mesh.coordinates["cp"]) if mesh else (1, 0)
@@ -105,10 +111,10 @@ def assemble(
     if balancer is not None:
         balancer.attach(causal)
         decoder.balancer = balancer
-    # the balancer's hooks and ring attention's messages run between the graphs of a layer
-    one_graph = balancer is None and not isinstance(layout.cp_attention, RingAttention)
+    # the balancer's hooks, the experts' exchange and ring attention's messages run between the graphs of a layer
+    one_graph = balancer is None and not experts and not isinstance(layout.cp_attention, RingAttention)
     apply_compile(causal, run.config.compile, whole_graph=one_graph)
-    return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied)
+    return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied, experts)
 
 
 DISTILLATION_CHUNK = 512

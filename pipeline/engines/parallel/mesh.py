@@ -3,6 +3,9 @@
 The data axis is dp and cp together: the ranks that hold the same parameters and see different tokens, over which
 gradients are summed. With hybrid sharding (HSDP) it is split in two: parameters are sharded over the `shard` axis and
 replicated over the `replicate` axis.
+
+With expert parallelism the ranks of a pipeline stage are a second mesh, (edp, ep), for the experts: those of an ep
+group hold different experts, those of an edp group the same, over which they are sharded and replicated.
 """
 
 from __future__ import annotations
@@ -38,21 +41,24 @@ class Mesh:
         names = ("pp", "replicate", "shard", "tp")
         self._device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         self._data = self._device_mesh["replicate", "shard"]._flatten("data")
+        self._experts = self._expert_mesh(device_type) if topology.ep > 1 else None
         # creating a group is collective over all ranks, members or not
         self._cp = _own_group((topology.group(rank, "cp") for rank in range(topology.world_size)), name="cp")
 
     def size(self, axis: str) -> int:
-        """Number of ranks along pp, dp, cp, tp, or data."""
-        if axis == "data":
-            return self.topology.dp * self.topology.cp
+        """Number of ranks along pp, dp, cp, tp, data, or ep."""
+        if axis in ("data", "ep"):
+            return self.topology.ep if axis == "ep" else self.topology.dp * self.topology.cp
         return self.topology.sizes[AXES.index(axis)]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """This rank's process group along pp, cp, tp or data; None if the axis has size 1."""
+        """This rank's process group along pp, cp, tp, data or ep; None if the axis has size 1."""
         if self.size(axis) == 1:
             return None
         if axis == "cp":
             return self._cp
+        if axis == "ep" and self._experts is not None:
+            return self._experts["ep"].get_group()
         return self._data.get_group() if axis == "data" else self._device_mesh[axis].get_group()
 
     def data_mesh(self) -> DeviceMesh:
@@ -64,6 +70,19 @@ class Mesh:
         if self._shard_size == self.size("data"):
             return self._data
         return self._device_mesh["replicate", "shard"]
+
+    def expert_sharding_mesh(self) -> DeviceMesh:
+        """The device mesh for FSDP2 of the experts: as `sharding_mesh`, of the ranks that hold the same experts."""
+        assert self._experts is not None
+        axes = ("edp_replicate", "edp_shard")
+        return self._experts[axes] if self._experts[axes[0]].size() > 1 else self._experts[axes[1]]
+
+    def _expert_mesh(self, device_type: str) -> DeviceMesh:
+        """(pp, edp_replicate, edp_shard, ep). An ep group is within a replica, unless nothing is sharded."""
+        topology, data = self.topology, self.size("data")
+        replicas = topology.edp if self._shard_size == 1 else data // self._shard_size
+        sizes = (topology.pp, replicas, topology.edp // replicas, topology.ep)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "edp_replicate", "edp_shard", "ep"))
 
 
 def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) -> Mesh | None:

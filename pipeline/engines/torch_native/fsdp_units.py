@@ -4,6 +4,7 @@
 |---|---|---|
 | the embedding | for the forward pass; its backward pass needs no weight | at the end of the backward pass |
 | every decoder layer | for the forward and for the backward pass | after its own backward pass |
+| the experts of a layer (expert parallelism) | as the layer, over the ranks that hold the same | as the layer |
 | final norm and head | once, for both passes, which follow each other | at the start of the backward pass |
 | the remaining parameters, as unit of the root module | once, for both passes | at the end of the backward pass |
 
@@ -86,11 +87,19 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     if units.end:
         # else FSDP2 keeps the buffer of its all-gather until the end of the forward pass: through head and loss
         _sharded(units.end[0])._set_unshard_async_op(True)
-    chain = [_sharded(root), *(_sharded(unit[0]) for unit in units.ordered())]
+    chain = [_sharded(root), *(each for unit in units.ordered() for each in _with_inner(unit))]
     for before, after in pairwise(chain):
         before.set_modules_to_forward_prefetch([after])
-    for before, after in pairwise(chain[1:]):
-        after.set_modules_to_backward_prefetch([before])
+    chain = [each for unit in reversed(units.ordered()) for each in _with_inner(unit)]
+    for before, after in pairwise(chain):
+        before.set_modules_to_backward_prefetch([after])
+
+
+def _with_inner(unit: tuple[nn.Module, ...]) -> list[FSDPModule]:
+    """A unit's module, and the units within it (experts), in the order in which both passes need them."""
+    outer: set[object] = set(unit)
+    inner = [each for module in unit for each in sharded_modules(module) if each not in outer]
+    return [_sharded(unit[0]), *inner]
 
 
 def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:

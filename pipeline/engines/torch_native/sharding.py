@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues
+from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
 from pipeline.engines.torch_native.fsdp_units import Units, prefetch_explicitly, sharded_modules, units_of
@@ -36,12 +38,12 @@ from pipeline.models.build.rectangle import Rectangle
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """This rank's shard of a parameter: complete rows of its tensor-parallel shard.
+    """This rank's shard of a parameter: complete rows of its tensor- or expert-parallel shard, or a box of experts.
 
     Attributes:
         name: Hugging Face name.
         shape: of the full parameter.
-        box: its tensor-parallel shard; None if tensor parallelism does not shard it.
+        box: its tensor- or expert-parallel shard, or what FSDP2 leaves of that; None if it is not sharded so.
         start: first flat index within the box.
         sharded: the parameter as FSDP2 keeps it.
         master: fp32 master weight in the same memory, which the optimizer updates.
@@ -137,6 +139,8 @@ def shard_decoder(
     sharding_mesh = mesh.sharding_mesh()
     gather_in_fp8(local_model.decoder, sharding.fp8, shards=sharding_mesh.size(sharding_mesh.ndim - 1))
     units = units_of(local_model.decoder.causal)
+    if local_model.experts:
+        _shard_experts(local_model.decoder, mesh, sharding)
     options: dict[str, Any] = {"mesh": sharding_mesh, "mp_policy": sharding.policy()}
     for unit in units.ordered():
         modules: Any = list(unit) if len(unit) > 1 else unit[0]
@@ -156,13 +160,34 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
+def _shard_experts(decoder: Decoder, mesh: Mesh, sharding: Sharding) -> None:
+    """Makes each layer's experts a unit of their own, over the ranks that hold the same.
+
+    Whole experts are sharded (dim 0), or parts of each (dim 1) where there are more ranks than experts.
+    """
+    expert_mesh = mesh.expert_sharding_mesh()
+    ranks = expert_mesh.size(expert_mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        experts, *rest = parameter.shape
+        return Shard(1) if ranks > experts and rest[0] % ranks == 0 else None
+
+    for _, module in expert_modules(decoder):
+        fully_shard(
+            module,
+            mesh=expert_mesh,
+            mp_policy=sharding.policy(),
+            reshard_after_forward=sharding.stage == 3,
+            shard_placement_fn=placement,
+        )
+
+
 @torch.no_grad()
 def _materialize(local_model: LocalModel, values: ParameterValues, device: torch.device) -> None:
     decoder, sharded_values = local_model.decoder, ShardedValues(values, local_model)
     on_meta: dict[str, Any] = dict(decoder.parameters_by_name())
     for name, old in on_meta.items():
-        rows = Rectangle.full(old.shape).rows(_first_row(old), old.to_local().shape[0])
-        local = sharded_values.value(name, box=rows, device=device)
+        local = sharded_values.value(name, box=_own_part(old), device=device)
         placement = (old.device_mesh, old.placements)
         local = wrapped_like(local, old.to_local())
         real = DTensor.from_local(local, *placement, run_check=False, shape=old.shape, stride=old.stride())
@@ -173,11 +198,16 @@ def _parameter_shard(name: str, local_model: LocalModel, mesh: Mesh) -> Paramete
     sharded: Any = local_model.decoder.parameters_by_name()[name]
     box, tied, tensor = local_model.box(name), name in local_model.tied, local_model.tensor
     first_replica = sharded.device_mesh.ndim == 1 or sharded.device_mesh.get_local_rank(0) == 0
+    own, start = _own_part(sharded), 0
+    if sharded.placements[-1].dim == 0:
+        start = own.offsets[0] * math.prod(sharded.shape[1:])
+    else:
+        box = own.shifted(box.offsets if box else (0,) * len(own.sizes))
     return ParameterShard(
         name=name,
         shape=local_model.shapes[name],
         box=box,
-        start=_first_row(sharded) * math.prod(sharded.shape[1:]),
+        start=start,
         sharded=sharded,
         master=nn.Parameter(_local(sharded), requires_grad=sharded.requires_grad),
         counts_in_norm=first_replica
@@ -195,8 +225,12 @@ def _local(tensor: Tensor) -> Tensor:
     return unwrapped(local.detach())
 
 
-def _first_row(sharded: DTensor) -> int:
-    """This rank's first row. FSDP2 splits rows as `torch.chunk` does: equal shards, the last ones smaller or empty."""
-    mesh = sharded.device_mesh
-    size = -(-sharded.shape[0] // mesh.size(mesh.ndim - 1))
-    return min(sharded.shape[0], size * mesh.get_local_rank(mesh.ndim - 1))
+def _own_part(sharded: DTensor) -> Rectangle:
+    """This rank's part of a tensor that FSDP2 shards as `torch.chunk` does: equal parts, the last smaller or empty."""
+    mesh, placement = sharded.device_mesh, sharded.placements[-1]
+    assert isinstance(placement, Shard)
+    length = sharded.shape[placement.dim]
+    first = min(length, -(-length // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1))
+    offsets = [0] * sharded.ndim
+    offsets[placement.dim] = first
+    return Rectangle(tuple(offsets), tuple(sharded.to_local().shape))

@@ -1,0 +1,278 @@
+"""Expert parallelism: each rank of an ep group holds some of the experts, and tokens go to them and back (all-to-all).
+
+transformers keeps the experts of a layer in stacked parameters [E, ...] of one module, and calls a registered function
+by `config._experts_implementation`: this is one. The router, and whatever else a layer has, stay the model's own.
+
+A row is a token for one of its experts. No row is dropped and there is no capacity: ranks tell each other how many
+rows they send, and a rank computes with all it gets. Rows are sorted by expert with one gather, and back with one; a
+token's experts are added up at the rank it came from, in the order in which the router chose them.
+
+The number of rows is read by the host, once per layer, since an all-to-all needs the sizes of its parts. Selective
+activation checkpointing keeps sizes and exchanged rows; full exchanges them again in the backward pass.
+
+Shapes: N tokens of this rank, K experts of each, R ranks of the group, E experts, L = E / R of this rank, M rows that
+this rank gets, D features, F of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.collectives import functional
+from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.routers import has_experts
+
+NAME = "headrace_ep"
+"""The `_experts_implementation`."""
+
+_EXCHANGE = "expert_exchange"
+"""Attribute of a module of experts: its `ExpertExchange`."""
+
+
+_ALIGNMENT = 16
+"""Bytes of which a row of both operands of `grouped_mm` is a multiple."""
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of stacked experts that transformers calls through its interface, with their names."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed"):
+            yield name, module
+
+
+def check_expert_parallel(model: nn.Module, *, ep: int) -> None:
+    """Refuses expert parallelism that a model does not support.
+
+    Args:
+        model: a full Hugging Face causal language model, on any device.
+        ep: size of the ep axis.
+
+    Raises:
+        ConfigError: a dense model, experts that transformers does not stack, or a number that ep does not divide.
+    """
+    config: Any = model.config
+    found = list(expert_modules(model))
+    if not found:
+        sparse = has_experts(config.to_dict())
+        why = f"transformers does not call the experts of {config.model_type} through its interface of experts"
+        why = why if sparse else f"{config.model_type} has no experts: it is a dense model"
+        raise ConfigError("parallel.ep", ep, why=why, remedy="remove parallel.ep" + (": ZeRO 3 shards them" * sparse))
+    for name, module in found:
+        experts = module.num_experts
+        _, *sizes = module.down_proj.shape
+        aligned = _ALIGNMENT // module.down_proj.element_size()
+        if any(size % aligned for size in sizes):
+            why = f"grouped products take sizes that are multiples of {aligned}, and {name}.down_proj is {sizes}"
+            raise ConfigError("parallel.ep", ep, why=why, remedy=f"use multiples of {aligned}, or remove parallel.ep")
+        others = [each for each, p in module.named_parameters() if p.shape[:1] != (experts,)]
+        if others:
+            why = f"{name}.{others[0]} belongs to all experts of a layer, and would be on every rank"
+            raise ConfigError("parallel.ep", ep, why=why, remedy="remove parallel.ep: ZeRO 3 shards them")
+        if experts % ep:
+            near = max(n for n in range(1, min(ep, experts) + 1) if experts % n == 0)
+            why = f"it does not divide the {experts} experts of {name}"
+            raise ConfigError("parallel.ep", ep, why=why, remedy=f"use {near}")
+
+
+class ExpertExchange:
+    """The exchange of one layer's rows between the ranks that hold its experts.
+
+    Args:
+        name: of the module of experts, for messages.
+        group: the ranks; None for this one alone.
+        experts: E.
+
+    Attributes:
+        largest: rows of the largest M of a forward pass since it was set to 0.
+        imbalance: M / (N K) to assume on tensors without values (fake ones); None: M is read.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None, *, experts: int) -> None:
+        self._name, self._group = name, group
+        self._ranks = 1 if group is None else dist.get_world_size(group)
+        self._experts, self._local = experts, experts // self._ranks
+        self.largest = 0
+        self.imbalance: float | None = None
+
+    def run(self, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> sums over each token's experts [N, D]."""
+        tokens, each = chosen.shape
+        order, inverse = _sorted(chosen.reshape(-1))
+        sent = torch.zeros(self._experts, dtype=torch.int64, device=chosen.device)
+        sent.scatter_add_(0, chosen.reshape(-1), torch.ones_like(order))
+        received, sizes = self._sizes(sent, len(order))
+        rows = _Spread.apply(hidden, order, inverse, each)
+        rows = _exchanged(rows, sizes, self._group)
+        if torch._C._current_graph_task_id() == -1:  # not in a recomputation
+            self.largest = max(self.largest, len(rows))
+        try:
+            rows = self._computed(module, rows, received)
+        except torch.OutOfMemoryError as error:
+            mean = tokens * each
+            error.add_note(f"{self._name}: its experts on this rank got {len(rows):,} rows, and {mean:,} are the mean")
+            raise
+        rows = _exchanged(rows, sizes[::-1], self._group)
+        rows = _permuted(rows, inverse, order) * weights.reshape(-1, 1)
+        return rows.view(tokens, each, hidden.shape[1]).sum(1).to(hidden.dtype)
+
+    def _sizes(self, sent: Tensor, total: int) -> tuple[Tensor, list[list[int]]]:
+        """Rows for every expert [E] -> rows from each rank for each expert here [R, L], and sizes (sent, received)."""
+        if self._group is None:
+            return sent[None], []
+        parts = [self._local] * self._ranks
+        received = functional.wait_tensor(
+            functional.all_to_all_single(sent, parts, parts, self._group.group_name)
+        ).view(self._ranks, self._local)
+        if self.imbalance is not None:
+            sizes = [_even(total, self._ranks), _even(round(total * self.imbalance), self._ranks)]
+            return received, sizes
+        return received, host_sizes(torch.stack([sent.view(self._ranks, -1).sum(1), received.sum(1)])).tolist()
+
+    def _computed(self, module: Any, rows: Tensor, received: Tensor) -> Tensor:
+        """Rows [M, D] by rank, and for each rank by expert -> what the experts make of them, in the same order."""
+        experts = torch.arange(self._local, device=rows.device).repeat(len(received))
+        experts = experts.repeat_interleave(received.reshape(-1), output_size=len(rows))
+        order, inverse = _sorted(experts)
+        ends = received.sum(0).cumsum(0, dtype=torch.int32)
+        rows = _permuted(rows, order, inverse)
+        experts = experts[order] if module.has_bias else experts
+        rows = _product(module, "gate_up_proj" if module.has_gate else "up_proj", rows, ends, experts)
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        return _permuted(_product(module, "down_proj", rows, ends, experts), inverse, order)
+
+
+def apply_expert_parallel(
+    model: nn.Module, group: dist.ProcessGroup | None, *, names: dict[int, str]
+) -> dict[str, Rectangle]:
+    """Shards the experts of a model on meta in place; its layers then exchange rows with the other ranks.
+
+    Args:
+        model: a full Hugging Face causal language model, or a pipeline stage of it, that `check_expert_parallel` took.
+        group: the ep ranks.
+        names: id of a parameter -> its name in the full model.
+
+    Returns:
+        Name -> this rank's experts, of every sharded parameter.
+    """
+    boxes: dict[str, Rectangle] = {}
+    for name, module in expert_modules(model):
+        experts = module.num_experts
+        exchange = ExpertExchange(name, group, experts=experts)
+        setattr(module, _EXCHANGE, exchange)
+        module.config._experts_implementation = NAME
+        if group is None:
+            continue
+        module.num_experts = local = experts // dist.get_world_size(group)
+        for key, full in list(module._parameters.items()):
+            if full is not None:
+                rows = Rectangle.full(full.shape).rows(local * dist.get_rank(group), local)
+                boxes[names[id(full)]] = rows
+                module._parameters[key] = nn.Parameter(full.new_empty(rows.sizes), requires_grad=full.requires_grad)
+    return boxes
+
+
+def exchanges(model: nn.Module) -> list[ExpertExchange]:
+    """The exchanges of a model's layers; none without expert parallelism."""
+    return [getattr(module, _EXCHANGE) for module in model.modules() if hasattr(module, _EXCHANGE)]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes that the host reads
+def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    exchange: ExpertExchange = getattr(module, _EXCHANGE)
+    return exchange.run(module, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+
+
+def _even(total: int, ranks: int) -> list[int]:
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+
+
+def _sorted(experts: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that sorts rows by expert, and its inverse."""
+    order = experts.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return order, inverse
+
+
+def _product(module: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+    """Every row times its expert's matrix [F, D], or [D, F] where `is_transposed`, plus its bias."""
+    weight: Tensor = getattr(module, name)
+    weight = weight if module.is_transposed else weight.mT
+    product = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
+    return product + getattr(module, f"{name}_bias")[experts] if module.has_bias else product
+
+
+@torch.library.custom_op("headrace::host_sizes", mutates_args=())
+def host_sizes(sizes: Tensor) -> Tensor:
+    """A copy of a tensor on the host, which waits for the device. Activation checkpointing may keep it."""
+    return sizes.cpu().clone()
+
+
+def _exchanged(rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup | None) -> Tensor:
+    """Sends `sizes[0][r]` rows to each rank r, and returns the `sizes[1][r]` rows from each, in the ranks' order."""
+    got: Tensor = rows if group is None else _AllToAll.apply(rows, sizes[0], sizes[1], group)
+    return got
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    name = group.group_name
+    got: Tensor = functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), received, sent, name))
+    return got
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (received, sent), group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.sizes
+        return _all_to_all(grads[0], sent, received, ctx.group), None, None, None
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [N, D] -> rows [N K, D] in an order. The gradient of a token is a sum in the order of its experts."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shape = (len(hidden), each, hidden.shape[1])
+        return hidden[order // each]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0][inverse].view(ctx.shape).sum(1), None, None, None
+
+
+def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Rows in an order, whose inverse is given."""
+    found: Tensor = _Permuted.apply(rows, order, inverse)
+    return found
+
+
+class _Permuted(torch.autograd.Function):
+    """See `_permuted`; the backward pass is a gather too, where autograd's own would add up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0][inverse], None, None

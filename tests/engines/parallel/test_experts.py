@@ -1,0 +1,139 @@
+"""Expert parallelism of one layer: whatever the routing, the experts of several ranks compute what one process does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.experts import (
+    NAME,
+    apply_expert_parallel,
+    check_expert_parallel,
+    exchanges,
+    expert_modules,
+)
+from pipeline.models.build.meta import build_meta
+from tests.engines.parallel.ranks import WORLD, Ranks, group_of
+
+D, E, K = 8, 8, 2
+QWEN = {
+    "model_type": "qwen3_moe",
+    "hidden_size": D,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 16,
+    "num_experts": E,
+    "num_experts_per_tok": K,
+}
+TOKENS = {"even": (6, 6, 6, 6), "a rank without tokens": (5, 0, 7, 3), "no tokens at all": (0, 0, 0, 0)}
+CHOICES = {
+    "random": lambda n, g: torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(n)] or [torch.zeros(K)]),
+    "all to one rank": lambda n, _g: torch.arange(K).repeat(n, 1),
+    "all to the last expert, twice": lambda n, _g: torch.full((n, K), E - 1),
+}
+
+
+@cache
+def group(rank: int, size: int) -> Any:
+    return group_of(rank, size)
+
+
+def meta_of(config: dict[str, Any]) -> Any:
+    return build_meta(AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager")
+
+
+def routed(rank: int, tokens: str, choice: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    count = TOKENS[tokens][rank]
+    hidden, weights = torch.randn(count, D, generator=generator), torch.rand(count, K, generator=generator)
+    chosen = CHOICES[choice](count, generator)[:count].long()
+    return hidden.requires_grad_(), chosen, weights.requires_grad_()
+
+
+def layer(ranks: Any) -> Any:
+    model = meta_of(QWEN)
+    [(_, module)] = expert_modules(model)
+    names = {id(p): name for name, p in module.named_parameters()}
+    full = {
+        name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+        for name, p in module.named_parameters()
+    }
+    boxes = apply_expert_parallel(model, ranks, names=names) if ranks else {}
+    for name, value in full.items():
+        own = value[boxes[name].slices].clone() if boxes else value
+        setattr(module, name, torch.nn.Parameter(own))
+    return module
+
+
+def results(module: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    hidden, chosen, weights = inputs
+    out = module(hidden, chosen, weights)
+    if not out.requires_grad:  # transformers' own loop, of no token
+        return [out, torch.zeros_like(hidden), torch.zeros_like(weights)]
+    (out * torch.arange(1, D + 1)).sum().backward()
+    return [out.detach(), hidden.grad, weights.grad]  # type: ignore[list-item]
+
+
+def on_ranks(rank: int, size: int, tokens: str, choice: str) -> dict[str, Any]:
+    module = layer(group(rank, size))
+    found = results(module, routed(rank, tokens, choice))
+    exchange: Any = module.expert_exchange
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return {"found": found, "gradients": gradients, "largest": exchange.largest}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_ranks_compute_what_one_process_does(ranks: Ranks, size: int, tokens: str, choice: str) -> None:
+    found = ranks.run(on_ranks, size, tokens, choice)
+    reference = layer(None)
+    reference.config._experts_implementation = "eager"
+    expected = [results(reference, routed(rank, tokens, choice)) for rank in range(WORLD)]
+    for rank in range(WORLD):
+        for ours, theirs in zip(found[rank]["found"], expected[rank], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    local = E // size
+    for name, parameter in reference.named_parameters():
+        full = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for expert in range(E):
+            held = [found[rank]["gradients"][name] for rank in range(WORLD) if rank % size == expert // local]
+            own = sum(torch.zeros(1) if g is None else g[expert % local] for g in held)
+            torch.testing.assert_close(own.expand_as(full[expert]), full[expert], rtol=1e-5, atol=1e-4)
+
+
+def test_the_rows_of_the_busiest_rank_are_known(ranks: Ranks) -> None:
+    found = ranks.run(on_ranks, 4, "even", "all to one rank")
+    assert [each["largest"] for each in found] == [6 * WORLD * K, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ep", "why"),
+    [
+        ({"model_type": "llama", "hidden_size": 32}, 2, "it is a dense model"),
+        ({}, 3, "it does not divide the 8 experts of model.layers.0.mlp.experts"),
+        ({"moe_intermediate_size": 6}, 2, "multiples of 4, and model.layers.0.mlp.experts.down_proj is .8, 6."),
+        ({"model_type": "jetmoe", "hidden_size": 32}, 2, "through its interface of experts"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(changes: dict[str, Any], ep: int, why: str) -> None:
+    other = {key: QWEN[key] for key in ("hidden_size", "vocab_size", "num_hidden_layers")}
+    config = (other if "model_type" in changes else QWEN) | changes
+    with pytest.raises(ConfigError, match=why):
+        check_expert_parallel(meta_of(config), ep=ep)
+
+
+def test_the_model_that_is_given_stays_as_it_is() -> None:
+    model: Any = meta_of(QWEN)
+    assert model.config._experts_implementation != NAME
+    assert exchanges(model) == []

@@ -1,0 +1,98 @@
+"""Laws 3 and 4 with expert parallelism: layouts match one process, and states are exchanged with it, whatever ep is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
+
+
+def ep(size: int, stage: int = 3, *, model: dict[str, Any] | None = None, more: Any = None, **keys: Any) -> Any:
+    return layout(stage, model=model or EXPERTS, parallel={"ep": size, **keys}, **(more or {}))
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek v3": DEEPSEEK,
+    "glm4 moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 8,
+    },
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+
+TORCH_TWO = {
+    "ep 2, 20 steps": {**ep(2), "steps": 20},
+    "ep 2, unsharded": ep(2, 0),
+    "ep 2, gathered per step": ep(2, 2),
+    "ep 2, tp 2": ep(2, tp=2),
+    "ep 2, cp 2": ep(2, cp=2),
+    "ep 2, full activation checkpointing": ep(2, more={"memory": {"activation_checkpointing": "full"}}),
+    "ep 2, selective activation checkpointing": ep(2, more={"memory": {"activation_checkpointing": "selective"}}),
+    "ep 2, compiled": ep(2, more={"compile": {"enabled": True, "backend": "aot_eager"}}),
+    "ep 2, balanced": ep(2, more={"moe": {"balance": "aux_loss", "aux_loss_coef": 0.1}}),
+    "ep 2, clipped": ep(2, more={"gradient_clipping": 0.1}),
+    "ep 2, bf16": ep(2, more={"bf16": {"enabled": True}}),
+    **{f"ep 2, {name}": ep(2, model=model) for name, model in FAMILIES.items()},
+    "ep 2, gpt oss, biases": ep(2, model=GPT_OSS, more={"attn_implementation": "eager"}),
+}
+TORCH_FOUR = {
+    "ep 4": ep(4),
+    "ep 2 x edp 2": ep(2),
+    "ep 2 x edp 2, unsharded": ep(2, 0),
+    "ep 4, more ranks than rows of tp": ep(4, tp=2),
+    "ep 4, tp 2 x cp 2": ep(4, tp=2, cp=2),
+    "ep 2, hybrid sharding 2 x 2": ep(2, hybrid_shard_size=2),
+    "ep 2, tp 2, hybrid sharding": ep(2, tp=2, hybrid_shard_size=1),
+    "ep 2, pp 2, 1f1b": ep(2, pp=2),
+    "ep 2, pp 2, gathered per step": ep(2, 2, pp=2),
+    "ep 2, pp 2, interleaved": ep(2, pp=2, schedule="interleaved_1f1b"),
+    "ep 2, pp 2, zero bubble": ep(2, 2, pp=2, schedule="zero_bubble"),
+    "ep 2, edp 2 over 1 expert each": ep(2, model={**EXPERTS, "num_experts": 2, "num_experts_per_tok": 1}),
+}
+ALWAYS = {
+    "ep 2, gpt oss, biases",
+    "ep 2, selective activation checkpointing",
+    "ep 2 x edp 2",
+    "ep 2, pp 2, 1f1b",
+    "ep 2, edp 2 over 1 expert each",
+}
+"""The others run with `make sweep-tests`."""
+
+found = differences_fixture("test_a_layout_follows_one_process", {"torch": {2: TORCH_TWO, 4: TORCH_FOUR}}, ALWAYS)
+
+
+@pytest.mark.parametrize("name", layout_params(ALWAYS, TORCH_TWO, TORCH_FOUR))
+def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
+    assert_within_tolerance(found[name], name)
