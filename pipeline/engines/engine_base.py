@@ -62,7 +62,7 @@ class EngineBase(TrainsStepByStep):
         self._objective, self._device, self._mesh = objective, device, mesh
         self._kind, self._scaler = config.optimizer.kind, LossScaler(config.fp16)
         self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(config)
-        self._balancer = make_balancer(config.moe, model, device=device)
+        self._balancer = make_balancer(config.moe, model, device=device, exchanged=topology.ep > 1)
         self._update_scales = update_scales(model, config.model)
         self._tied_group = tied_weights_group(topology) if topology.pp > 1 and is_tied(model) else None
         coordinates = topology.coordinates(self.rank)

@@ -83,7 +83,8 @@ def layout_directory(name: str) -> str:
 @dataclass(frozen=True)
 class Curve:
     """Losses and gradient norms of a run's steps, loss sum of an evaluation, gradients of the first step by name,
-    and of experts the auxiliary loss and the largest violation of balance per step."""
+    of experts the auxiliary loss and the largest violation of balance per step, and with expert parallelism the most
+    rows of a rank."""
 
     losses: list[float]
     norms: list[float]
@@ -91,6 +92,7 @@ class Curve:
     nats: float
     gradients: dict[str, Tensor]
     balance: list[float]
+    rows: float = 0.0
 
 
 def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
@@ -193,7 +195,8 @@ def train(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | 
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
     names = ("load_balance_loss", "expert_max_violation")
     balance = [r.parts[name] for r in results for name in names if name in r.parts]
-    return Curve(losses, norms, [r.skipped for r in results], nats, gradients, balance)
+    rows = max(r.parts.get("largest_expert_rows", 0.0) for r in results)
+    return Curve(losses, norms, [r.skipped for r in results], nats, gradients, balance, rows)
 
 
 def first_states(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -235,6 +238,7 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         "share": weight_share(resumed, expected),
         "losses": found.losses,
         "graphs": graphs,
+        "rows": found.rows,
     }
 
 

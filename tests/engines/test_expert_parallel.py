@@ -96,3 +96,8 @@ found = differences_fixture("test_a_layout_follows_one_process", {"torch": {2: T
 @pytest.mark.parametrize("name", layout_params(ALWAYS, TORCH_TWO, TORCH_FOUR))
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
     assert_within_tolerance(found[name], name)
+
+
+def test_the_rows_of_the_busiest_rank_are_reported(found: dict[str, dict[str, float]]) -> None:
+    mean = 32 * 2  # positions of a micro-batch of one sample, each for two experts
+    assert mean < found["ep 2 x edp 2"]["rows"] <= 2 * mean

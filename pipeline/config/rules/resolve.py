@@ -234,7 +234,7 @@ class ResolvedRun:
         stage = config.zero_optimization.stage
         sharding = next(row.sharding for row in LAYOUTS if (row.engine, row.stage) == (config.engine, stage))
         features = [(FEATURES[name], value) for name, value in selected_features(config, self.topology).items()]
-        shown = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.schedule")
+        shown = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.ep", "parallel.schedule")
         others = [f"{feature.name} {value}" for feature, value in features if feature.field not in shown]
         if self.topology.pp > 1:
             chunks = f", {self.virtual_stages} virtual stages per rank" if self.virtual_stages > 1 else ""

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import MemorySection
+from pipeline.engines.parallel.collectives import host_sizes
 
 _SAVED_OPERATORS = {
     torch.ops.aten.mm.default,
@@ -32,6 +33,7 @@ _SAVED_OPERATORS = {
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
+    host_sizes._opoverload,
 }
 """Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. No collective is
 repeated."""

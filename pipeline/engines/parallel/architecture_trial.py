@@ -22,6 +22,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.experts import apply_expert_parallel
 from pipeline.engines.parallel.stages import keep_stage, split_layers
 from pipeline.engines.parallel.tensor import check_tp_plan
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
@@ -60,7 +61,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     attention = run.config.model.attn_implementation
     own = attention == "sdpa" and not run.plain
     has_heads = global_value(config, "num_attention_heads") is not None
-    needed = separate_head or masks or topology.cp > 1 or (own and has_heads)
+    needed = separate_head or masks or topology.cp > 1 or topology.ep > 1 or (own and has_heads)
     tiny = _tiny_model(config, attention, length=run.config.data.sequence_length, needed=needed)
     if tiny is None:
         return
@@ -87,6 +88,9 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     if topology.pp > 1:
         what = "running it as two pipeline stages"
         tiny.compare("parallel.pp", topology.pp, what, _DENSE, lambda: tiny.pipelined_logits(layout))
+    if topology.ep > 1:
+        remedy = "remove parallel.ep: ZeRO 3 shards them"
+        tiny.compare("parallel.ep", topology.ep, "our product of experts", remedy, tiny.exchanged_logits)
     if topology.tp > 1 and tiny.mixes_positions_outside_tp_blocks():
         why = f"layers of {config.model_type} mix positions in modules that its base_model_tp_plan does not shard"
         raise ConfigError("parallel.tp", topology.tp, why=why, remedy="use ZeRO or FSDP2 (parallel.tp 1)")
@@ -276,6 +280,12 @@ class _TinyModel:
             stage_layout = replace(layout, first=stage.first, last=stage.last)
             hidden = Decoder(model, stage_layout, owners)(hidden, MicroBatch(self._ids, self._ids), recorder)[0]
         return recorder.logits
+
+    def exchanged_logits(self) -> Tensor:
+        """Computed by the experts of expert parallelism, all on one rank."""
+        model = self._build(self._hf_attention)
+        apply_expert_parallel(model, None, names={})
+        return self._hf_logits(model, self._ids)
 
     def attends_across_documents(self, layout: DecoderLayout) -> bool:
         """Whether the logits of two packed documents differ from those of each document alone."""

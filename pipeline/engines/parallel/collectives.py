@@ -15,6 +15,12 @@ functional: Any = torch.ops._c10d_functional
 """torch's collectives that return their result, which a compiled graph can hold and selective recomputation saves."""
 
 
+@torch.library.custom_op("headrace::host_sizes", mutates_args=())
+def host_sizes(sizes: Tensor) -> Tensor:
+    """A copy of a tensor on the host, which waits for the device. Selective activation checkpointing keeps it."""
+    return sizes.cpu().clone()
+
+
 def all_gather(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Concatenates the ranks' parts along `dim`. Backward: gradients are summed over the ranks and scattered."""
     gathered: Tensor = _AllGather.apply(part, group, dim)

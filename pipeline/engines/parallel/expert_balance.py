@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.run import MoeSection
+from pipeline.engines.parallel.experts import ExpertExchange, exchanges
 from pipeline.models.routers import BIAS, Router, find_routers, routed
+from pipeline.runtime.launch.host_copy import to_device
 
 _METRICS = (
     "load_balance_loss",
@@ -48,9 +50,12 @@ class ExpertBalancer:
         section: the config's `moe`.
         routers: of the full model.
         device: of this rank.
+        exchanged: whether tokens go to other ranks' experts (expert parallelism).
     """
 
-    def __init__(self, section: MoeSection, routers: Sequence[Router], *, device: torch.device) -> None:
+    def __init__(
+        self, section: MoeSection, routers: Sequence[Router], *, device: torch.device, exchanged: bool = False
+    ) -> None:
         self._coefficient, self._rate = section.coefficient, section.bias_rate
         self._layers = {router.name: index for index, router in enumerate(routers)}
         self._experts, self._device = routers[0].experts, device
@@ -62,6 +67,7 @@ class ExpertBalancer:
         self._biases: dict[str, tuple[int, nn.Module, Tensor]] = {}
         self._tokens: Tensor | None = None
         self._scale = 0.0
+        self._exchanges: list[ExpertExchange] | None = [] if exchanged else None
 
     def attach(self, causal: nn.Module) -> None:
         """Observes the routers of this rank's part of the model; call it after parameters are replaced, or before."""
@@ -71,6 +77,8 @@ class ExpertBalancer:
             if self._rate and router.bias_owner is not None:
                 name, owner = router.bias_owner
                 self._biases[f"{name}.{BIAS}"] = (index, owner, torch.empty(0))
+        if self._exchanges is not None:
+            self._exchanges += exchanges(causal)
 
     def begin_step(self, scale: float) -> None:
         """Begins a step.
@@ -95,7 +103,7 @@ class ExpertBalancer:
             vetoed: whether the weights were left unchanged, bool scalar. The state stays as it was then, too.
 
         Returns:
-            fp64 [6] on the device, which `parts` names.
+            fp64 [6] on the device, [7] with expert parallelism, which `parts` names.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._sums)
@@ -105,7 +113,16 @@ class ExpertBalancer:
         kept = torch.as_tensor(vetoed, device=self._device)
         self._update_biases(load, kept | ~seen)
         self._load.copy_(torch.where(kept, self._load.double(), load))
-        return self._metrics(load, probabilities / max(targets, 1), seen.double())
+        metrics = self._metrics(load, probabilities / max(targets, 1), seen.double())
+        return metrics if self._exchanges is None else torch.cat([metrics, self._most_rows(self._exchanges)])
+
+    def _most_rows(self, own: Sequence[ExpertExchange]) -> Tensor:
+        """fp64 [1]: the rows of the busiest rank's experts, of all ranks, layers and micro-batches of the step."""
+        most = to_device([max((each.largest for each in own), default=0)], self._device)
+        for each in own:
+            each.largest = 0
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return most
 
     @staticmethod
     def parts(values: Sequence[float]) -> dict[str, float]:
@@ -114,10 +131,12 @@ class ExpertBalancer:
         `load_balance_loss` (mean over layers, without its coefficient; 1 is uniform), `expert_max_violation` and
         `expert_mean_violation` (largest load / mean load - 1: of the worst layer, and the mean over layers; source:
         arXiv:2408.15664, section 4.1), `expert_load_entropy` (mean over layers; 1 is uniform), `idle_experts` (experts
-        of all layers without a token).
+        of all layers without a token), `largest_expert_rows` (expert parallelism: tokens, each for one of its experts,
+        that the busiest rank got in a layer of a micro-batch).
         """
-        *metrics, layers = values
-        return dict(zip(_METRICS, metrics, strict=True)) if layers else {}
+        metrics, layers, rows = values[: len(_METRICS)], values[len(_METRICS)], values[len(_METRICS) + 1 :]
+        largest = dict(zip(("largest_expert_rows",), rows, strict=False))
+        return {**dict(zip(_METRICS, metrics, strict=True)), **largest} if layers else {}
 
     @property
     def observed(self) -> bool:
@@ -192,18 +211,21 @@ class ExpertBalancer:
         return torch.stack([mean(balance), worst, mean(violation), mean(entropy), idle, layers])
 
 
-def make_balancer(section: MoeSection, model: nn.Module, *, device: torch.device) -> ExpertBalancer | None:
+def make_balancer(
+    section: MoeSection, model: nn.Module, *, device: torch.device, exchanged: bool = False
+) -> ExpertBalancer | None:
     """The balancer of a model; None for one without routers that can be observed.
 
     Args:
         section: the config's `moe`.
         model: the full model, on meta.
         device: of this rank.
+        exchanged: see `ExpertBalancer`.
     """
     routers = find_routers(model)
     if not routers or len({router.experts for router in routers}) > 1:
         return None
-    return ExpertBalancer(section, routers, device=device)
+    return ExpertBalancer(section, routers, device=device, exchanged=exchanged)
 
 
 class _BalancingGradient(torch.autograd.Function):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel.collectives import functional
+from pipeline.engines.parallel.collectives import functional, host_sizes
 from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.routers import has_experts
 
@@ -211,12 +211,6 @@ def _product(module: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor
     weight = weight if module.is_transposed else weight.mT
     product = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
     return product + getattr(module, f"{name}_bias")[experts] if module.has_bias else product
-
-
-@torch.library.custom_op("headrace::host_sizes", mutates_args=())
-def host_sizes(sizes: Tensor) -> Tensor:
-    """A copy of a tensor on the host, which waits for the device. Activation checkpointing may keep it."""
-    return sizes.cpu().clone()
 
 
 def _exchanged(rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup | None) -> Tensor:

@@ -232,18 +232,22 @@ def _shrink_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
     """The smallest mesh that keeps every axis, and its hybrid shard size (`parallel.hybrid_shard_size`)."""
     pp, dp, cp, tp = (min(size, 2) for size in run.topology.sizes)
     shard, data = run.config.parallel.hybrid_shard_size, run.topology.dp * run.topology.cp
-    if run.config.zero_optimization.zero_hpz_partition_size:  # two groups of two
-        return Topology(pp=pp, dp=4 // cp, cp=cp, tp=tp), None
-    if shard is None:
-        return Topology(pp=pp, dp=dp, cp=cp, tp=tp), None
-    if 1 < shard < data:  # two replicas of two shards
-        return Topology(pp=pp, dp=4 // cp, cp=cp, tp=tp), 2
-    return Topology(pp=pp, dp=dp, cp=cp, tp=tp), dp * cp if shard > 1 else 1
+    hpz = run.config.zero_optimization.zero_hpz_partition_size
+    replicated = not hpz and shard is not None and 1 < shard < data
+    if hpz or replicated:  # two groups, or replicas, of two
+        dp = 4 // cp
+    ep, edp = min(run.topology.ep, 2), min(run.topology.edp, 2)
+    if ep > 1:
+        dp *= next(times for times in (1, 2, 4) if dp * times * cp * tp % (ep * edp) == 0)
+    topology = Topology(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+    if hpz or shard is None:
+        return topology, None
+    return topology, 2 if replicated else dp * cp if shard > 1 else 1
 
 
 def _shrink_parallel(run: ResolvedRun, topology: Topology, shard: int | None) -> dict[str, Any]:
     given = run.config.parallel
-    section: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
+    section: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp, "ep": topology.ep}
     section |= {"schedule": given.schedule, "cp_method": given.cp_method}
     if run.virtual_stages > 1:
         section["virtual_stages"] = run.virtual_stages

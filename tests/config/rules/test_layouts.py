@@ -21,6 +21,7 @@ SELECTED_BY: dict[str, tuple[str, ...]] = {
     "pp": ("parallel.pp=2",),
     "tp": ("parallel.tp=2",),
     "cp": ("parallel.cp=2",),
+    "ep": ("parallel.ep=2",),
     "ring": ("parallel.cp=2", "parallel.cp_method=ring"),
     "shard": ("parallel.hybrid_shard_size=2",),
     "offload_optimizer": ("zero_optimization.offload_optimizer.device=cpu",),
@@ -220,3 +221,26 @@ def test_a_size_of_trained_weights_is_not_to_be_changed() -> None:
         check_heads(sizes, topology, cp_method="ulysses", trained=True)
     assert refused.value.remedy == "use 1"
     check_heads({"vocab_size": 514}, topology, cp_method="ulysses")
+
+
+EXPERTS = {
+    "does not divide the 8 ranks of a pipeline stage": (["parallel.ep=3"], 8, "use 2, or start 9 processes"),
+    "of a stage, not of the world": (["parallel.pp=2", "parallel.ep=8"], 8, "use 4, or start 16 processes"),
+    "within a replica": (["parallel.ep=4", "parallel.hybrid_shard_size=2"], 8, "use 2, or hybrid_shard_size 4"),
+    "uneven shares": (["parallel.ep=2", "parallel.shares=[3,1,1,1]"], 4, "remove parallel.shares, or parallel.ep"),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_an_expert_parallel_size_that_does_not_fit_is_refused(tmp_path: Path, case: str) -> None:
+    sets, processes, remedy = EXPERTS[case]
+    error = refusal(tmp_path, [*base("torch", 3), *sets], processes=processes)
+    assert error is not None
+    assert (error.field, error.remedy) == ("parallel.ep", remedy)
+
+
+def test_an_elastic_run_takes_a_number_of_processes_that_ep_divides(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run", train_batch_size=64))
+    sets = [*base("torch", 3), "parallel.ep=4", "parallel.tp=2", "parallel.elastic=true"]
+    run = resolve(load_config(path, sets), world_size=7)
+    assert (run.topology.dp, run.topology.ep, run.topology.edp, run.spare) == (2, 4, 1, 3)

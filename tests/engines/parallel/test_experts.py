@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.config.sections.run import MemorySection
+from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
+from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.experts import (
     NAME,
     apply_expert_parallel,
@@ -18,6 +23,7 @@ from pipeline.engines.parallel.experts import (
     exchanges,
     expert_modules,
 )
+from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import build_meta
 from tests.engines.parallel.ranks import WORLD, Ranks, group_of
 
@@ -115,6 +121,34 @@ def test_ranks_compute_what_one_process_does(ranks: Ranks, size: int, tokens: st
 def test_the_rows_of_the_busiest_rank_are_known(ranks: Ranks) -> None:
     found = ranks.run(on_ranks, 4, "even", "all to one rank")
     assert [each["largest"] for each in found] == [6 * WORLD * K, 0, 0, 0]
+
+
+def exchanges_of(rank: int, mode: str) -> tuple[int, int]:
+    model = meta_of({**QWEN, "num_hidden_layers": 2})
+    apply_activation_checkpointing(model, MemorySection(activation_checkpointing=mode))
+    names = {id(p): name for name, p in model.named_parameters()}
+    apply_expert_parallel(model, group(rank, 2), names=names)
+    materialize(model, RandomValues(model), device=torch.device("cpu"))
+    with CommDebugMode() as collectives, HostReads() as reads:
+        model.train()(input_ids=torch.arange(8)[None], use_cache=False).logits.sum().backward()
+    return collectives.get_total_counts(), reads.count
+
+
+@pytest.mark.parametrize(("mode", "exchanged", "reads"), [("none", 5, 1), ("selective", 5, 1), ("full", 8, 2)])
+def test_only_full_activation_checkpointing_exchanges_and_reads_sizes_again(
+    ranks: Ranks, mode: str, exchanged: int, reads: int
+) -> None:
+    assert ranks.run(exchanges_of, mode) == [(2 * exchanged, 2 * reads)] * WORLD  # of two layers
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the copies of sizes to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.headrace.host_sizes.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

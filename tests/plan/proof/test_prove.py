@@ -87,6 +87,26 @@ def test_what_a_shrunk_run_keeps_and_what_its_reference_does_without(tmp_path: P
     assert reference.keys().isdisjoint({"compile", "communication_data_type"})
 
 
+EXPERT_MESHES = {  # ep, tp, hybrid shards, processes -> of the shrunk run: dp, ep, edp
+    "all ranks hold different experts": (64, 1, None, 64, (2, 2, 1)),
+    "eight ranks hold the same": (8, 1, None, 64, (4, 2, 2)),
+    "over tp": (16, 8, None, 32, (2, 2, 2)),
+    "within a replica": (8, 1, 8, 32, (4, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("case", EXPERT_MESHES)
+def test_a_shrunk_run_keeps_the_mesh_of_its_experts(tmp_path: Path, case: str) -> None:
+    ep, tp, shard, processes, expected = EXPERT_MESHES[case]
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", train_batch_size=128)
+    config["model"]["config"] |= {**EXPERTS, "num_experts": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {"parallel": {"ep": ep, "tp": tp, "hybrid_shard_size": shard}, "zero_optimization": {"stage": 3}}
+    shrunk = shrink_run(resolve(parse(Config, config), world_size=processes), steps=20, work=tmp_path)
+    assert (shrunk.topology.dp, shrunk.topology.ep, shrunk.topology.edp) == expected
+    config = shrunk.layout("layout", precision="fp32", tokens=tmp_path).config
+    assert resolve(parse(Config, config), world_size=shrunk.topology.world_size).topology == shrunk.topology
+
+
 def test_a_completep_parametrization_is_proven_from_a_smaller_base_model(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
     base = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
