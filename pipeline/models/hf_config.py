@@ -193,7 +193,7 @@ _OTHER_PARTS = ("vision", "audio", "vq_config", "encoder", "patcher")
 
 
 def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
-    """Refuses unknown keys: transformers accepts them silently, so a typo would train a different model."""
+    """Refuses unknown keys, and two values of one key: transformers accepts both silently, and trains another model."""
     known = known_keys(kind)
     if not known >= given.keys():
         known |= optional_keys(kind)
@@ -202,13 +202,17 @@ def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
             near = suggest(key, sorted(known))
             remedy = f"did you mean '{near}'?" if near else f"see the {kind} config of transformers"
             raise ConfigError(f"model.config.{key}", value, why=f"{kind} has no such key", remedy=remedy)
+    for key, stored in CONFIG_MAPPING[kind].attribute_map.items():
+        if key in given and stored in given and given[key] != given[stored]:
+            why = f"{stored}, the same key of {kind} under another name, is {given[stored]!r}"
+            raise ConfigError(f"model.config.{key}", given[key], why=why, remedy="remove one of the two")
 
 
 def known_keys(kind: str) -> set[str]:
-    """The keys that an architecture's config accepts, including aliases."""
+    """The keys that an architecture's config accepts, with both names of those that have two (`attribute_map`)."""
     config_class = CONFIG_MAPPING[kind]
-    signature = inspect.signature(config_class.__init__).parameters
-    return {*signature, *config_class.attribute_map, "model_type", "per_layer_config"} - {"self", "kwargs"}
+    signature, named = inspect.signature(config_class.__init__).parameters, config_class.attribute_map
+    return {*signature, *named, *named.values(), "model_type", "per_layer_config"} - {"self", "kwargs"}
 
 
 def optional_keys(kind: str) -> set[str]:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
+from pipeline.models.resize.experts import DENSE_FIRST, EXPERTS, depth_with_experts, few_experts, with_experts_inside
 
 HEAD_SIZE = 8
 """The rotated part of it stays even with partial_rotary_factor 0.25 to 1."""
@@ -34,9 +35,7 @@ _SMALL = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
+    **dict.fromkeys(DENSE_FIRST, 1),
     "num_nextn_predict_layers": 0,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
@@ -44,8 +43,6 @@ _SMALL = {
     "rotary_dim": HEAD_SIZE,
     "hidden_size_per_layer_input": HEAD_SIZE,
     "zero_expert_num": 2,
-    "num_expert_group": 1,
-    **dict.fromkeys(("num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"), 2),
 }
 _THRESHOLDS = (
     # the longest sequence with the short factors of longrope, or with the temperature 1 of Llama 4
@@ -58,10 +55,11 @@ _THRESHOLDS = (
 _OF_POSITIONS = re.compile(
     "position|length|window|chunk|block_size|budget|index_topk|floor_scale|context|compress_rate"
 )
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
     *("ffn_dim", "ffn_hidden_size", "n_inner", "expert_ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"),
+    *("shared_intermediate_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("dense_intermediate_size", "prefix_dense_intermediate_size", "moe_latent_size"),
 )
 _LAYERS, _SHARED = "num_hidden_layers", "num_kv_shared_layers"
 _KINDS = 4
@@ -96,14 +94,16 @@ def shrink(
     alias = config.attribute_map
     given = {k: v for k, v in config.to_dict().items() if k not in DERIVED}
     total = config.num_hidden_layers
-    depth = minimum_depth(given, total, layers)
+    depth = max(minimum_depth(given, total, layers), depth_with_experts(given, total))
     if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
         depth *= 2
     small: dict[str, Any] = {**given, "vocab_size": vocab_size}
     small |= {key: depth for key in (alias.get(_LAYERS, _LAYERS),) if key in given}
     small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
-    small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and value is not None}
+    small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and isinstance(value, int)}
     small |= {key: repeated(value, depth) for key, value in given.items() if per_layer(key, value, total)}
+    if given.get("attention_types"):  # GPT-Neo
+        small["attention_types"] = [[small["attention_layers"], 1]]
     small |= {
         key: min(value, vocab_size - 1)
         for key, value in given.items()
@@ -113,8 +113,11 @@ def shrink(
     # CodeGen lays out its projections for four devices
     small |= _attention(config, given, math.lcm(divide, 4) if config.model_type == "codegen" else divide)
     hidden = small[alias.get("hidden_size", "hidden_size")]
-    small |= _widths(given, config.hidden_size, hidden, divide, depth)
-    small |= _experts(given)
+    small |= _widths(given, config.hidden_size, hidden, divide, depth) | few_experts(given)
+    small |= {
+        key: {**inside, **_widths(inside, config.hidden_size, hidden, divide, depth), **few_experts(inside)}
+        for key, inside in with_experts_inside(given)
+    }
     small |= _rope(given, config)
     small |= _states(given, hidden)
     small |= _single_layers(given, small, depth)
@@ -196,10 +199,12 @@ def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> 
     head_size = given.get("head_dim") or config.hidden_size // heads
     if given.get("head_dim"):
         sizes["head_dim"] = HEAD_SIZE
-    hidden_size = round(config.hidden_size / (heads * head_size) * small_heads * HEAD_SIZE / 4) * 4
-    sizes[alias.get("hidden_size", "hidden_size")] = max(hidden_size, HEAD_SIZE)
+    hidden_size = _hidden_size(config.hidden_size / (heads * head_size), small_heads * HEAD_SIZE, unit=_unit(given))
+    sizes[alias.get("hidden_size", "hidden_size")] = hidden_size
     if given.get("word_embed_proj_dim"):
-        sizes["word_embed_proj_dim"] = max(hidden_size, HEAD_SIZE)
+        sizes["word_embed_proj_dim"] = hidden_size
+    if "kv_n_heads" in (inside := given.get("attn_config") or {}):  # DBRX
+        sizes["attn_config"] = {**inside, "kv_n_heads": small_groups}
     if given.get("attention_hidden_size") and "mamba_expand" in given:  # Zamba: attention on two hidden states
         ratio = given["attention_hidden_size"] // config.hidden_size
         sizes["attention_hidden_size"] = ratio * sizes["hidden_size"]
@@ -207,6 +212,20 @@ def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> 
     if given.get("d_head"):
         sizes["d_head"] = sizes[alias.get("hidden_size", "hidden_size")] // small_heads
     return sizes
+
+
+def _hidden_size(ratio: float, heads: int, *, unit: int) -> int:
+    """A multiple of `unit` near `ratio` times the width of all heads, which it equals only where the ratio is 1."""
+    nearest = max(round(ratio * heads / unit) * unit, HEAD_SIZE)
+    if nearest != heads or ratio == 1:
+        return nearest
+    return heads + unit if ratio > 1 or heads <= unit else heads - unit
+
+
+def _unit(given: dict[str, Any]) -> int:
+    """Divisor of widths: grouped products of experts take rows of a multiple of 16 bytes, eight numbers in bf16."""
+    mixture = any(given.get(key) for key in EXPERTS) or any(True for _ in with_experts_inside(given))
+    return 8 if mixture else 4
 
 
 def _states(given: dict[str, Any], hidden: int) -> dict[str, int]:
@@ -247,8 +266,7 @@ def _single_layers(given: dict[str, Any], small: dict[str, Any], depth: int) -> 
 
 
 def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int, layers: int) -> dict[str, Any]:
-    # grouped matrix products of experts need rows of a multiple of 16 bytes: eight numbers in bf16
-    unit = math.lcm(4 * divide, 8) if any(given.get(key) for key in _EXPERTS) else 4 * divide
+    unit = math.lcm(4 * divide, _unit(given))
 
     def shrunk(width: int) -> int:
         return max(1, round(width / hidden * small_hidden / unit)) * unit
@@ -256,13 +274,6 @@ def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int, 
     widths = {key: shrunk(given[key]) for key in WIDTHS if isinstance(given.get(key), int)}
     lists = {key: [shrunk(each) for each in given[key]] for key in WIDTHS if isinstance(given.get(key), list)}
     return widths | {key: repeated(each, layers) for key, each in lists.items()}
-
-
-def _experts(given: dict[str, Any]) -> dict[str, int]:
-    sizes = {key: min(given[key], 4) for key in _EXPERTS if given.get(key)}
-    if sizes and given.get("num_experts_per_tok"):
-        sizes["num_experts_per_tok"] = min(given["num_experts_per_tok"], 2)
-    return sizes
 
 
 def _rope(given: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pipeline.config.topology import Topology
 from pipeline.models.hf_config import known_keys, optional_keys, resolve_hf_config
 from pipeline.models.resize.shrink import not_reached, shrink
 from pipeline.plan.proof.case import Case
+from pipeline.plan.proof.tokens import EOS
 
 SEQUENCE = 32
 """Tokens per sample."""
@@ -33,7 +34,7 @@ _LAYOUT_KEYS = frozenset({"parallel", "memory", "aio", "compile", "communication
 """Sections and keys that a plain process does without."""
 
 _MOMENTUM, _SGD_DECAY = 0.9, 1e-3
-_TRACED = "aot_eager"
+TRACED = "aot_eager"
 """Backend that traces layers as for inductor, forward and backward, and compiles no kernels: those of a CPU are not
 those of a GPU, and take minutes."""
 
@@ -120,9 +121,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         ConfigError: the layout does not divide the model's heads, or its architecture cannot be shrunk.
     """
     config, notes = run.config, list(_compile_notes(run.config.compile))
-    hf_config = resolve_hf_config(
-        config.model, tokenizer={"vocab_size": 1}, sequence_length=config.data.sequence_length
-    )
+    hf_config = real_model(run)
     check_heads(hf_config.to_dict(), run.topology, cp_method=config.parallel.cp_method)
     topology, shard = _shrink_mesh(run)
     lengths = config.data.sequence_length, SEQUENCE
@@ -136,10 +135,9 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     )
     for key, positions in not_reached(model, lengths=lengths).items():
         notes.append(f"not reached: model.config.{key} {positions}; the proof's sequences have {SEQUENCE} tokens")
-    attention = config.model.attn_implementation
-    if attention.startswith("flash_attention"):
-        notes.append(f"{attention} needs a GPU: proven with sdpa")
-        attention = "sdpa"
+    attention = proven_attention(config.model)
+    if attention != config.model.attn_implementation:
+        notes.append(f"{config.model.attn_implementation} needs a GPU: proven with {attention}")
     if config.distill is not None:
         notes.append("without the teacher: the next-token loss replaces the distillation objective")
     if config.fp8.enabled:
@@ -169,7 +167,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         "loss": _shrink_loss(run, topology),
         "memory": {**raw["memory"], "every_n_layers": min(config.memory.every_n_layers, 2)},
         "moe": raw["moe"],
-        "compile": {"enabled": bool(config.compile.enabled), "backend": _TRACED},
+        "compile": {"enabled": bool(config.compile.enabled), "backend": TRACED},
         "communication_data_type": config.communication_data_type,
         "parallel": _shrink_parallel(run, topology, shard),
         "train_micro_batch_size_per_gpu": min(run.batch.micro, 2),
@@ -191,6 +189,22 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     return ShrunkRun(topology, tuple(notes), shrunk, precision)
 
 
+def real_model(run: ResolvedRun) -> PretrainedConfig:
+    """The Hugging Face config of a run's model at its own size, for data with the special tokens of a proof's.
+
+    Raises:
+        ConfigError, DataError: see `resolve_hf_config`.
+    """
+    tokenizer = {"vocab_size": 1, "bos_id": None, "eos_id": EOS, "pad_id": None}
+    return resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=run.config.data.sequence_length)
+
+
+def proven_attention(section: ModelSection) -> str:
+    """The attention implementation of a proof, on CPUs."""
+    given: str = section.attn_implementation
+    return "sdpa" if given.startswith("flash_attention") else given
+
+
 def _shrink_parametrization(section: ModelSection, model: PretrainedConfig) -> dict[str, Any]:
     """CompleteP from a base model of two layers, with half of the heads and of the width where they can be halved."""
     if section.parametrization == "standard":
@@ -204,7 +218,7 @@ def _shrink_parametrization(section: ModelSection, model: PretrainedConfig) -> d
 
 def _compile_notes(section: CompileSection) -> Iterator[str]:
     if section.enabled:
-        yield f"compiled layers are proven as they are traced ({_TRACED}), without the kernels of {section.backend}"
+        yield f"compiled layers are proven as they are traced ({TRACED}), without the kernels of {section.backend}"
     elif section.enabled is None:
         yield "proven without compilation, which is on by default on a GPU: compile.enabled true proves traced layers"
 

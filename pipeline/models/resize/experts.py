@@ -1,0 +1,45 @@
+"""Shrinks a mixture of experts: the numbers of experts, of those of a token and of groups, and the layers without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts."""
+DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Names of the number of layers without experts before all others."""
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""Names of the number of experts of a token."""
+_GROUPS = ("n_group", "num_expert_group")
+"""Names of the number of groups of experts; a token's experts are of `topk_group` of them."""
+_PERIODS = (
+    *("decoder_sparse_step", "expert_layer_period", "moe_layer_interval", "moe_layer_freq"),
+    "interleave_moe_layer_step",
+)
+"""Names of the number of layers of which one has experts."""
+
+
+def few_experts(given: dict[str, Any]) -> dict[str, int]:
+    """Four experts, of which a token has two. Where groups are chosen first: two of one of two groups of four."""
+    chosen = {key: min(given[key], 2) for key in _CHOSEN if given.get(key)}
+    groups = max(given.get(key) or 1 for key in _GROUPS)
+    if groups == 1:
+        return chosen | {key: min(given[key], 4) for key in EXPERTS if given.get(key)}
+    few = {key: 2 for key in _GROUPS if given.get(key)}
+    few |= {"topk_group": 1 if (given.get("topk_group") or groups) < groups else 2}
+    return chosen | few | {key: min(given[key] // 2 * 2, 8) for key in EXPERTS if given.get(key)}
+
+
+def with_experts_inside(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Sections of a config that hold its number of experts, by key: `ffn_config` of DBRX."""
+    return (
+        (key, each) for key, each in given.items() if isinstance(each, dict) and not each.keys().isdisjoint(EXPERTS)
+    )
+
+
+def depth_with_experts(given: dict[str, Any], total: int) -> int:
+    """Layers until the first with experts, after one dense layer where dense ones come first; 0 without one."""
+    period = max([1, *(given[key] for key in _PERIODS if isinstance(given.get(key), int))])
+    dense, without = any(given.get(key) for key in DENSE_FIRST), given.get("mlp_only_layers") or []
+    return next((layer + 1 for layer in range(dense + period - 1, total, period) if layer not in without), 0)
