@@ -140,15 +140,20 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     )
 
 
-def check_fallbacks(run: ResolvedRun, model: nn.Module) -> None:
+def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:
     """Refuses a layout that the model's architecture does not have, before it is needed: a fallback, or the configured.
+
+    Args:
+        run: the resolved config.
+        model: on meta.
+        packages: see `check_layout`.
 
     Raises:
         ConfigError: names the fallback.
     """
     for field, other in run.layouts.items():
         with naming_fallback(field, run.config):
-            check_layout(other, model)
+            check_layout(other, model, packages=packages)
 
 
 def attention_of(run: ResolvedRun) -> str:

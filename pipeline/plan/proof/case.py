@@ -51,6 +51,7 @@ class CaseResult:
         seconds: wall time from the start of its processes to their end.
         cpu_seconds: CPU time of all processes.
         error: the last lines of output of the rank that failed; None if the case succeeded.
+        refusal: what a rank refused, and why, where that is why the case failed.
     """
 
     directory: Path
@@ -62,6 +63,7 @@ class CaseResult:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     error: str | None = None
+    refusal: str | None = None
 
     def state(self, step: int) -> Path:
         """Directory of the state saved after a step."""

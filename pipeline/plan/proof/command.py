@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.base.cli import add_config_arguments
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
@@ -41,14 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the proof; returns PROVEN, REFUTED or INCONCLUSIVE as the exit code."""
+    """Runs the proof; returns PROVEN, REFUTED or INCONCLUSIVE as the exit code.
+
+    Raises:
+        ConfigError, DataError: the config cannot run, which is neither.
+    """
     started = time.monotonic()
     config = load_config(arguments.config, arguments.overrides)
     real = resolve(config, world_size=arguments.processes) if arguments.processes else _fewest(config)
     print(f"{arguments.config}: {real.layout}; {real.precision}", flush=True)
     # torch takes seconds to import, and a config error should not wait for it
+    from pipeline.plan.proof.preflight import check_run  # noqa: PLC0415
     from pipeline.plan.proof.shrunk_run import shrink_run  # noqa: PLC0415
 
+    check_run(real)
     with tempfile.TemporaryDirectory(prefix="headrace-prove-") as work:
         shrunk = shrink_run(real, steps=max(2, arguments.steps), work=Path(work))
         for note in shrunk.notes:
@@ -154,5 +160,17 @@ def _look_at_noise(
     ]
 
 
+def raise_refusal(case: Case, result: CaseResult) -> None:
+    """Nothing of a case that its ranks did not refuse.
+
+    Raises:
+        HeadraceError: they did. The checks of the config at its own size have passed then.
+    """
+    if result.refusal is not None:
+        where = f"in the shrunk run {case.name}, whose sizes are not the config's"
+        raise HeadraceError(f"{result.refusal}\n  where: {where}")
+
+
 def _print_case(case: Case, result: CaseResult) -> None:
+    raise_refusal(case, result)
     print(f"  {case.name:<16} {case.processes:>2} processes {result.seconds:6.1f} s", flush=True)

@@ -19,9 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.base.errors import ConfigError, DataError
 from pipeline.plan.proof.case import Case, CaseResult, read_cases, read_result, write_result
 from pipeline.run.preload import preload
 from pipeline.runtime.launch.group import free_port
+
+REFUSAL = "refusal.txt"
+"""File of a case: what one of its ranks refused to run, and why."""
 
 TIMEOUT_S = 240.0
 """After this time a case counts as hung. The slowest in the tests takes about a tenth of it."""
@@ -44,7 +48,7 @@ def run_cases(
         timeout_s: seconds after which a case is killed.
         on_result: called after each case.
     """
-    _use_cpu()
+    use_cpu()
     _preload_for(cases)
     results: dict[str, CaseResult] = {}
     for case in cases:
@@ -57,7 +61,7 @@ def run_cases(
     return results
 
 
-def _use_cpu() -> None:
+def use_cpu() -> None:
     """Proofs run on CPU processes even on a machine with GPUs: they test the layout, not the kernels."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -78,7 +82,10 @@ def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:
     ranks = {_fork(case, case_directory, rank=rank, port=port): rank for rank in range(case.processes)}
     cpu: list[float] = []
     error = _wait(ranks, case_directory, cpu, deadline=started + timeout_s)
-    result = read_result(case_directory) if error is None else CaseResult(case_directory, error=error)
+    refusal = case_directory / REFUSAL
+    refused = refusal.read_text() if refusal.exists() else None
+    failed = CaseResult(case_directory, error=error, refusal=refused)
+    result = read_result(case_directory) if error is None else failed
     result = replace(result, seconds=time.monotonic() - started, cpu_seconds=sum(cpu))
     write_result(result)
     return result
@@ -98,8 +105,10 @@ def _fork(case: Case, case_directory: Path, *, rank: int, port: int) -> int:
 
                 run_rank(case, case_directory, rank=rank, port=port)
                 code = 0
-            except BaseException:  # whatever it is, the parent must see it
+            except BaseException as error:  # whatever it is, the parent must see it
                 traceback.print_exc()
+                if isinstance(error, ConfigError | DataError):
+                    (case_directory / REFUSAL).write_text(str(error))
             sys.stdout.flush()
             sys.stderr.flush()
     finally:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.base.errors import HeadraceError
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config, ModelSection
 from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.plan.proof.case import Case, CaseResult
+from pipeline.plan.proof.command import raise_refusal
 from pipeline.plan.proof.compare import first_gradient, relative_differences
 from pipeline.plan.proof.equivalence import check_equivalence, with_noise
 from pipeline.plan.proof.shrunk_run import shrink_run
@@ -27,6 +29,8 @@ from tests.parity.choice import read_pairs
 from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, reference_of
 from tests.parity.run import launch
 from tests.support import output_of, refusal_of
+
+Runs = dict[str, tuple[Case, CaseResult]]
 
 
 def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +52,35 @@ def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> No
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", parallel={"pp": 2})
     said = refusal_of(prove("--config", str(write_config(tmp_path / "c.json", config))))
     assert "use engine torch, or zero_optimization.stage 1" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        ({"model_type": "gpt2"}, {}),  # dropout, which no rule of the config knows
+        ({"model_type": "minimax", "head_dim": 16}, {"engine": "torch", "parallel": {"cp": 2}}),
+        ({"model_type": "llama"}, {"moe": {"balance": "bias"}}),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_local_experts": 4}, {}),
+    ],
+)
+def test_what_check_refuses_of_an_architecture_is_refused_and_not_refuted(
+    tokens: Path, tmp_path: Path, model: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    config = tiny_config(tokens, tmp_path / "run", model={"config": model}, **sections)
+    path = str(write_config(tmp_path / "c.json", config))
+    checked = refusal_of(warm.run("-m", "pipeline", "check", "--config", path, "--processes", "4"))
+    assert "  why: " in checked
+    assert refusal_of(prove("--config", path, "--processes", "4")) == checked
+
+
+def test_a_refusal_of_the_ranks_is_refused_and_not_refuted(runs: Runs) -> None:
+    case, result = runs["failing"]
+    with pytest.raises(
+        HeadraceError, match=r"(?s)model\.config = .*why: .*try: .*in the shrunk run failing"
+    ) as refused:
+        raise_refusal(case, result)
+    assert refused.value.exit_code == 2
+    raise_refusal(*runs["plain"])
 
 
 @pytest.mark.integration
@@ -205,9 +238,6 @@ def test_a_run_with_another_seed_is_refuted_in_every_tensor(runs: dict[str, tupl
     assert {each.quantity for each in result.comparisons if not each.passed} >= {"loss", "gradient", "gradient norm"}
     assert len(result.wrong_gradients()) == len(first_gradient(*runs["plain"]))
     assert check_equivalence(runs["plain"], runs["plain"], fp32_reference=runs["plain"]).passed
-
-
-Runs = dict[str, tuple[Case, CaseResult]]
 
 
 def test_a_chaotic_curve_is_inconclusive_where_the_first_gradients_are_equal(runs: Runs) -> None:

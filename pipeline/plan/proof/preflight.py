@@ -1,0 +1,42 @@
+"""Refuses a run before any rank of a proof is started, with what `headrace check` says: by its config as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pipeline.config.load import changed
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.deepspeed import Fp16Section
+from pipeline.engines.common import model_dtype
+from pipeline.engines.deepspeed.machine import check_machine
+from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.models.build.meta import build_meta
+from pipeline.plan.proof.shrunk_run import TRACED, proven_attention, real_model
+from pipeline.plan.proof.worker import use_cpu
+from pipeline.run.prepare import attention_of, check_fallbacks, first_values
+
+
+def check_run(run: ResolvedRun) -> None:
+    """Builds the real model on meta and checks the real layout; the data, directories and GPUs of the run are not here.
+
+    Args:
+        run: the user's, resolved for its own number of processes.
+
+    Raises:
+        ConfigError, DataError: see the modules that are called.
+    """
+    use_cpu()
+    torch.set_num_threads(1)  # ranks are forked from this process
+    config = run.config
+    here = {"model.attn_implementation": proven_attention(config.model)}
+    if config.compile.backend == "inductor":  # whose compilers a proof does without
+        here["compile.backend"] = TRACED
+    run = replace(run, config=changed(config, here))
+    model = build_meta(real_model(run), dtype=model_dtype(config), attn_implementation=attention_of(run))
+    check_layout(run, model, packages=False)
+    check_fallbacks(run, model, packages=False)
+    first_values(config.model, model, seed=config.run.seed)
+    if config.engine == "deepspeed":
+        check_machine(config.zero_optimization, Fp16Section())  # fp16 is proven in fp32 where the processor lacks it
