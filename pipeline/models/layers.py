@@ -42,6 +42,8 @@ _NUMBERS = ("mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_id
 """Keys whose lists hold the numbers of single layers."""
 _FIRST = ("first_k_dense_replace", "num_dense_layers")
 """Keys with the number of first layers that have no experts."""
+_TOTAL = "num_blocks"
+"""The number of layers under another name, of a config that has it beside num_hidden_layers (xLSTM)."""
 
 
 def of_kept_layers(fields: dict[str, Any], layers: Sequence[int], *, total: int) -> dict[str, Any]:
@@ -60,6 +62,8 @@ def of_kept_layers(fields: dict[str, Any], layers: Sequence[int], *, total: int)
             new[key] = [value[layer] for layer in layers]
         elif key in _FIRST and isinstance(value, int):
             new[key] = sum(layer < value for layer in layers)
+        elif key == _TOTAL and value == total:
+            new[key] = len(layers)
     first, last = fields.get("moe_layer_start_index"), fields.get("moe_layer_end_index")
     if isinstance(first, int):
         end = last if isinstance(last, int) and last >= 0 else total - 1
@@ -99,12 +103,21 @@ def _attention_width(config: Any) -> int:
 
 
 def original_name(layers: Sequence[int] | None) -> Callable[[str], str]:
-    """A function from a parameter's name in the model with `layers` kept to its name in the original one."""
+    """A function from a parameter's name in the model with `layers` kept to its name in the original one.
+
+    Raises:
+        ConfigError: by the function, of a model that has more layers: its config counts them in a way of its own.
+    """
 
     def rename(name: str) -> str:
         match = _LAYER.match(name)
         if layers is None or match is None:
             return name
+        if int(match[2]) >= len(layers):
+            why = f"the architecture counts its layers by another key: with {len(layers)} kept it still has {name}"
+            raise ConfigError(
+                "model.keep_layers", list(layers), why=why, remedy="keep all layers, or use another model"
+            )
         return f"{match[1]}{layers[int(match[2])]}{match[3]}"
 
     return rename

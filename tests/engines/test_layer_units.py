@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING
 
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
-from pipeline.engines.torch_native.fsdp_units import layer_units, units_of
+from pipeline.engines.torch_native.fsdp_units import layer_units, prefetch_explicitly, units_of
 from pipeline.models.build.meta import build_meta
+from tests.sweeps.families import tiny_fields
 
 _HEADS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 64}
 _BLOCKS = ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"]
@@ -67,3 +72,28 @@ def test_the_stages_of_a_pipeline_have_a_unit_for_their_own_end_even_if_the_weig
     assert first.embedding is not None
     assert (first.end, len(first.layers)) == ((), 2)
     assert (last.embedding, len(last.end), len(last.layers)) == (None, 2, 2)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A process group of two ranks whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(("kind", "gathered"), [("llama", False), ("gemma", False), ("inkling_text", True)])
+def test_an_embedding_is_gathered_for_the_backward_pass_where_more_than_its_weight_is_in_it(
+    kind: str, gathered: bool
+) -> None:
+    fields = {**tiny_fields(kind), "tie_word_embeddings": False}
+    fields.pop("model_type")
+    model = build_meta(CONFIG_MAPPING[kind](**fields), dtype=torch.float32, attn_implementation="eager")
+    units = units_of(model)
+    for unit in units.ordered():
+        fully_shard(list(unit))
+    root = fully_shard(model)
+    prefetch_explicitly(root, units)
+    embedding: Any = units.embedding
+    assert embedding._get_fsdp_state()._fsdp_param_group.unshard_in_backward == gathered

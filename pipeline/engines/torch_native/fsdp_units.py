@@ -2,7 +2,7 @@
 
 | unit | gathered (stage 3) | its gradients are reduced |
 |---|---|---|
-| the embedding | for the forward pass; its backward pass needs no weight | at the end of the backward pass |
+| the embedding | for the forward pass; the gradient of a lookup needs no weight | at the end of the backward pass |
 | every decoder layer | for the forward and for the backward pass | after its own backward pass |
 | the experts of a layer (expert parallelism) | as the layer, over the ranks that hold the same | as the layer |
 | final norm and head | once, for both passes, which follow each other | at the start of the backward pass |
@@ -82,8 +82,8 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
         root: the root unit's module.
         units: the others; all sharded.
     """
-    if units.embedding is not None:
-        _sharded(units.embedding).set_unshard_in_backward(False)  # the gradient of a lookup does not need the weight
+    if units.embedding is not None and only_looks_up(units.embedding):
+        _sharded(units.embedding).set_unshard_in_backward(False)
     if units.end:
         # else FSDP2 keeps the buffer of its all-gather until the end of the forward pass: through head and loss
         _sharded(units.end[0])._set_unshard_async_op(True)
@@ -100,6 +100,14 @@ def _with_inner(unit: tuple[nn.Module, ...]) -> list[FSDPModule]:
     outer: set[object] = set(unit)
     inner = [each for module in unit for each in sharded_modules(module) if each not in outer]
     return [_sharded(unit[0]), *inner]
+
+
+def only_looks_up(embedding: nn.Module) -> bool:
+    """Whether an embedding's backward pass needs no parameter: it has no more than its weight.
+
+    The norm inside of Inkling's embedding reads its own weight again. Freed memory in its place was seen as SIGSEGV.
+    """
+    return len(list(embedding.parameters())) == 1
 
 
 def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.kept_layers import check_kept_layers
-from pipeline.models.layers import keep_layers
+from pipeline.models.layers import keep_layers, original_name
 from tests.sweeps.families import tiny_fields
 
 KEPT = [0, 2, 3]
@@ -63,3 +63,11 @@ def test_what_a_config_says_of_layers_by_their_number_follows_them() -> None:
     assert (small.decoder_sparse_step, small.mlp_only_layers) == (1, [0, 1])  # of 0 and 2; 1 and 3 have experts
     assert keep_layers(config_of("deepseek_v3", first_k_dense_replace=3), KEPT).first_k_dense_replace == 2
     assert keep_layers(config_of("smollm3"), KEPT).no_rope_layers == [1, 1, 0]
+    assert keep_layers(config_of("xlstm"), KEPT).num_blocks == 3
+
+
+def test_a_model_that_has_more_layers_than_are_kept_is_refused() -> None:
+    rename = original_name(KEPT)
+    assert rename("model.layers.2.norm.weight") == "model.layers.3.norm.weight"
+    with pytest.raises(ConfigError, match=r"model.keep_layers = \[0, 2, 3\]\n.*still has model.layers.3.norm.weight"):
+        rename("model.layers.3.norm.weight")

@@ -29,6 +29,7 @@ from tests.parity.choice import read_pairs
 from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, reference_of
 from tests.parity.run import launch
 from tests.support import output_of, refusal_of
+from tests.sweeps.families import OVERRIDES
 
 Runs = dict[str, tuple[Case, CaseResult]]
 
@@ -262,10 +263,15 @@ def test_a_wrong_gradient_is_refuted_however_chaotic_the_curve_is(runs: Runs) ->
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["olmo3", "exaone4"])
-def test_families_with_norms_after_their_layers_are_proven(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "attention"), [("olmo3", "sdpa"), ("exaone4", "sdpa"), ("inkling_text", "eager")])
+def test_families_with_norms_after_their_layers_or_their_embedding_are_proven(
+    tmp_path: Path, kind: str, attention: str
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = {"config": {"model_type": kind, **sizes, "num_key_value_heads": 2}}
+    model = {
+        "config": {"model_type": kind, **sizes, "num_key_value_heads": 2, **OVERRIDES.get(kind, {})},
+        "attn_implementation": attention,
+    }
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", model=model, engine="torch")
     output_of(prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "10"))
 
