@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from headrace.base.errors import TrainingError
+from headrace.base.errors import ConfigError, TrainingError
+from pipeline.config.sections.optimizers import OptimizerSection, UpdateScope
 from pipeline.config.sections.run import Config, ModelSection
 from pipeline.engines.base import StepOutcome, StepResult
 from pipeline.engines.optim.groups import DECAYED, NOT_DECAYED, UpdateScale
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.engines.parametrization.scales import find_parametrization
+from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 
 def model_dtype(config: Config) -> torch.dtype:
@@ -28,7 +31,9 @@ def samples_text(config: Config) -> bool:
     return config.distill is not None and config.distill.on_policy is not None
 
 
-def update_scales(model: nn.Module, section: ModelSection | None = None) -> dict[str, UpdateScale]:
+def update_scales(
+    model: nn.Module, section: ModelSection | None = None, *, matrices: Collection[str] = ()
+) -> dict[str, UpdateScale]:
     """How the optimizer updates every parameter: weight decay applies to matrices, not to norms and biases.
 
     Nor to what a module marks `_no_weight_decay`, and the decay rates and skips of state-space layers.
@@ -38,12 +43,30 @@ def update_scales(model: nn.Module, section: ModelSection | None = None) -> dict
     Args:
         model: built by `build_meta`, or a user's own.
         section: the config's `model`, whose parametrization may scale the learning rate; None for a user's own model.
+        matrices: names of the parameters that the optimizer treats as hidden matrices.
     """
     found = None if section is None else find_parametrization(section, model)
     decayed = {name: _is_decayed(model, name, parameter) for name, parameter in model.named_parameters()}
     if found is None:
-        return {name: DECAYED if each else NOT_DECAYED for name, each in decayed.items()}
+        plain = {name: DECAYED if each else NOT_DECAYED for name, each in decayed.items()}
+        return {name: replace(scale, matrix=True) if name in matrices else scale for name, scale in plain.items()}
+    assert not matrices, "CompleteP has no rules for matrices"
     return {name: found.update_scale(name, decayed=each) for name, each in decayed.items()}
+
+
+def matrices_of(model: nn.Module, optimizer: OptimizerSection) -> dict[str, MatrixForm]:
+    """The parameters that the optimizer treats as hidden matrices: none but with Muon. Call it as `update_scales`.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    if optimizer.kind.scope is not UpdateScope.MATRIX:
+        return {}
+    found = hidden_matrices(model)
+    if not found:
+        why = "no hidden matrix was found in this model: no linear layer within decoder layers, no stacked experts"
+        raise ConfigError("optimizer.type", optimizer.type, why=why, remedy="use AdamW")
+    return found
 
 
 _STATE_SPACE = ("A_log", "D")

@@ -15,9 +15,10 @@ from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.data.loader import IGNORE, MicroBatch
 from pipeline.engines.base import EvaluationSums, Objective, Replica, TrainsStepByStep
-from pipeline.engines.common import samples_text, update_scales
+from pipeline.engines.common import matrices_of, samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.decoder import Decoder
@@ -63,7 +64,8 @@ class EngineBase(TrainsStepByStep):
         self._kind, self._scaler = config.optimizer.kind, LossScaler(config.fp16)
         self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(config)
         self._balancer = make_balancer(config.moe, model, device=device, exchanged=topology.ep > 1)
-        self._update_scales = update_scales(model, config.model)
+        self._matrices = matrices_of(model, config.optimizer)
+        self._update_scales = update_scales(model, config.model, matrices=self._matrices)
         self._tied_group = tied_weights_group(topology) if topology.pp > 1 and is_tied(model) else None
         coordinates = topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts
@@ -139,6 +141,10 @@ class EngineBase(TrainsStepByStep):
             state.update(named_state.buffer_state(decoder.causal))
         state.update(self._scaler.state_dict())
         return state, restore
+
+    def _kind_of(self, name: str) -> OptimizerKind:
+        """The optimizer's kind for a parameter."""
+        return self._kind.of(matrix=name in self._matrices)
 
     def _set_training(self, mode: bool) -> None:
         for decoder in self.decoders:

@@ -21,7 +21,7 @@ from pipeline.config.batch import split_batch
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.rules.training import check_optimizer
 from pipeline.config.sections.deepspeed import Bf16Section, Fp16Section, SchedulerSection, ZeroSection
-from pipeline.config.sections.optimizers import LISTED, OptimizerSection
+from pipeline.config.sections.optimizers import LISTED, OptimizerSection, UpdateScope
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch import detect
 
@@ -167,6 +167,10 @@ def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int
 def _check(config: LoopConfig) -> None:
     if config.optimizer is not None:
         check_optimizer(config.optimizer)
+        if config.optimizer.kind.scope is UpdateScope.MATRIX:
+            why = "which parameters are hidden matrices is known of Hugging Face models that headrace train builds"
+            remedy = "use AdamW, Lion or SGD, or pass torch.optim.Muon to prepare() on one device"
+            raise ConfigError("optimizer.type", config.optimizer.type, why=why, remedy=remedy)
     if config.launch.fallback_layouts:
         why = "a custom model is sharded over all ranks, whatever their number"
         raise ConfigError("launch.fallback_layouts", why=why, remedy="remove it")

@@ -1,4 +1,4 @@
-"""Laws 3 and 4 with SGD and Lion: layouts of both engines match one process, and states are exchanged with it."""
+"""Laws 3 and 4 with SGD, Lion and Muon: layouts of both engines match one process, and states are exchanged with it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import assert_within_tolerance, compare_layouts, layout
+from tests.engines.comparison import EXPERTS, assert_within_tolerance, compare_layouts, layout
 
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
 SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}}
 PLAIN_SGD = {"type": "SGD", "params": {"lr": 0.3, "weight_decay": 0.1}}
 LION = {"type": "Lion", "params": {"lr": 3e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+MUON = {"type": "Muon", "params": {"lr": 3e-3, "adam_lr": 2e-3, "weight_decay": 0.1}}
 # the worker's rate grows with the step: at those above, the curve of 20 steps is chaotic, and rounding becomes 1.4e-4
 CALM_SGD, CALM_LION = ({**each, "params": {**each["params"], "lr": lr}} for each, lr in ((SGD, 0.03), (LION, 1e-3)))
 # in 4 steps a decay rate of Lion's momentum that is wrong by 0.01 changes the loss by 6e-6 only: some run for 20
@@ -33,6 +34,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "lion, stage 1, bf16": layout(1, optimizer=LION, **BF16),
         "lion, tp 2": layout(3, zero=SMALL, optimizer=LION, parallel={"tp": 2}),
         "lion, pp 2": layout(1, optimizer=LION, parallel={"pp": 2}),
+        "muon, stage 0, clipped": layout(0, optimizer=MUON, gradient_clipping=0.1),
+        "muon, stage 1": layout(1, optimizer=MUON),
+        "muon, stage 2": layout(2, optimizer=MUON, gradient_clipping=0.1),
+        "muon, stage 3": layout(3, zero=SMALL, optimizer=MUON),
+        "muon, stage 1, bf16": layout(1, optimizer=MUON, **BF16),
+        "muon, tp 2": layout(3, zero=SMALL, optimizer=MUON, parallel={"tp": 2}),
+        "muon, pp 2": layout(1, optimizer=MUON, parallel={"pp": 2}),
     },
     "torch": {
         "sgd, unsharded": layout(0, optimizer=SGD),
@@ -43,6 +51,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "lion, fsdp2, bf16": layout(3, optimizer=LION, **BF16),
         "lion, tp 2": layout(2, optimizer=LION, parallel={"tp": 2}),
         "lion, pp 2": layout(2, optimizer=LION, parallel={"pp": 2}),
+        "muon, unsharded": layout(0, optimizer=MUON),
+        "muon, fsdp2, clipped": layout(3, optimizer=MUON, gradient_clipping=0.1),
+        "muon, fsdp2, stage 2": layout(2, optimizer=MUON),
+        "muon, fsdp2, bf16": layout(3, optimizer=MUON, **BF16),
+        "muon, fsdp2, experts": layout(3, optimizer=MUON, model=EXPERTS),
+        "muon, tp 2": layout(2, optimizer=MUON, parallel={"tp": 2}),
+        "muon, pp 2": layout(2, optimizer=MUON, parallel={"pp": 2}),
     },
 }
 

@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from headrace.base.directory import Manifest
 from pipeline.models.build.buffers import buffer_shapes
 from pipeline.models.build.meta import build_meta, parameter_shapes
+from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 
 def trained_config(manifest: Manifest) -> PretrainedConfig:
@@ -68,6 +69,15 @@ def trained_buffers(manifest: Manifest) -> dict[str, torch.Size]:
         ConfigError: as `trained_model`.
     """
     return buffer_shapes(trained_model(manifest, dtype=torch.float32))
+
+
+def trained_matrices(manifest: Manifest) -> dict[str, MatrixForm]:
+    """The hidden matrices by parameter name, which an optimizer such as Muon treats otherwise than the rest.
+
+    Raises:
+        ConfigError: as `trained_model`.
+    """
+    return hidden_matrices(trained_model(manifest, dtype=torch.float32))
 
 
 def trained_positions(manifest: Manifest, model: nn.Module) -> int | None:

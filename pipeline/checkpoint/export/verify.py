@@ -103,15 +103,17 @@ def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Itera
     """Tensors that are missing, have another shape than in the manifest's model, or do not belong to it."""
     if "hf_config" not in manifest.details:  # of a custom training loop, which does not record its model
         return
-    from pipeline.checkpoint.export.trained_model import trained_buffers, trained_shapes  # noqa: PLC0415  imports transformers, seconds
+    from pipeline.checkpoint.export import trained_model  # noqa: PLC0415  imports transformers, seconds
 
+    kind = kind_of(manifest.config.get("optimizer", {}))
     try:
-        shapes, buffers = trained_shapes(manifest), trained_buffers(manifest)
+        shapes, buffers = trained_model.trained_shapes(manifest), trained_model.trained_buffers(manifest)
+        matrices = {} if kind.rest is None else trained_model.trained_matrices(manifest)
     except DataError as error:
         yield Problem("manifest.json", f"describes a model that cannot be built: {error}")
         return
-    kind = kind_of(manifest.config.get("optimizer", {}))
-    needed = {key: tuple(shape) for name, shape in shapes.items() for key in parameter_keys(name, kind)}
+    kinds = {name: kind.of(matrix=name in matrices) for name in shapes}
+    needed = {key: tuple(shape) for name, shape in shapes.items() for key in parameter_keys(name, kinds[name])}
     if "island" in manifest.details:
         needed |= {f"{key}/{name}": tuple(shape) for key in OUTER_STATES for name, shape in shapes.items()}
     if any(each.key.startswith("buffer/") for each in stored):  # older versions stored none

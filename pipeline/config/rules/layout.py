@@ -14,7 +14,7 @@ from pipeline.config.rules.distillation import check_distillation, check_feature
 from pipeline.config.rules.on_policy import check_on_policy
 from pipeline.config.sections.deepspeed import ZeroSection
 from pipeline.config.sections.layout import ParallelSection
-from pipeline.config.sections.optimizers import ADAMW, OptimizerSection
+from pipeline.config.sections.optimizers import ADAMW, OptimizerSection, UpdateScope
 from pipeline.config.sections.run import Config, MemorySection
 from pipeline.config.topology import Topology
 
@@ -210,6 +210,10 @@ def _check_offload(zero: ZeroSection, optimizer: OptimizerSection) -> None:
                 field, why="it is required with device nvme", remedy="name a directory on a local NVMe disk"
             )
     offload, stage = zero.offload_optimizer, zero.stage
+    if offload.device != "none" and optimizer.kind.scope is UpdateScope.MATRIX:
+        why = f"{optimizer.type}'s iterations on whole matrices would run on the host"
+        remedy = "remove it, or use optimizer.type AdamW"
+        raise ConfigError("zero_optimization.offload_optimizer.device", offload.device, why=why, remedy=remedy)
     if offload.device == "nvme" and stage != 3:
         why = f"DeepSpeed's ZeRO stage {stage} offloads the optimizer to host memory only"
         raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy="use cpu, or stage 3")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from headrace.base.section import Section
 
@@ -45,6 +45,7 @@ class OptimizerKind:
         proof_lr: bounds of the learning rate of a proof: the weights of a tiny model change noticeably in a few steps,
             and a curve at a higher rate is chaotic, so that rounding alone tells two layouts apart.
         usual_betas: what a refusal of betas suggests.
+        rest: the kind of the parameters that are no hidden matrices, where the scope is `MATRIX`.
     """
 
     name: str
@@ -59,6 +60,11 @@ class OptimizerKind:
     sign_like: bool = False
     proof_lr: tuple[float, float] = (1e-3, 3e-3)
     usual_betas: tuple[float, float] = (0.9, 0.95)
+    rest: OptimizerKind | None = None
+
+    def of(self, *, matrix: bool) -> OptimizerKind:
+        """The kind of one parameter, a hidden matrix or not."""
+        return self if matrix or self.rest is None else self.rest
 
     @property
     def module(self) -> str:
@@ -75,8 +81,13 @@ class OptimizerKind:
         """Bytes of the fp32 master weight and of the states of one parameter: what a checkpoint holds of it."""
         return _FP32_BYTES * (1 + len(self.states))
 
+    def state_bytes(self, *, parameters: float, matrices: float) -> float:
+        """As `bytes_per_parameter`, of all parameters, so many of which are elements of hidden matrices."""
+        return matrices * self.bytes_per_parameter + (parameters - matrices) * self.of(matrix=False).bytes_per_parameter
+
     def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.states) or 'no state'})"
+        states = f"{self.name} ({', '.join(self.states) or 'no state'})"
+        return states if self.rest is None else f"{states} and {self.rest}"
 
 
 _BETAS = (0.9, 0.999)
@@ -109,6 +120,24 @@ KINDS = (
         states_need="momentum",
         l2_decay=True,
         proof_lr=(3e-2, 1e-1),
+    ),
+    OptimizerKind(
+        "Muon",
+        ("momentum_buffer",),
+        {
+            "muon_lr": None,
+            "adam_lr": None,
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_steps": 5,
+            "ns_method": "standard",
+            "adjust_lr": "match_rms_adamw",
+            "betas": (0.9, 0.95),
+            "eps": 1e-10,
+        },
+        counts_steps=True,
+        scope=UpdateScope.MATRIX,
+        rest=ADAMW,
     ),
 )
 OPTIMIZERS = {name: kind for kind in KINDS for name in (kind.name, *kind.aliases)}
@@ -144,17 +173,41 @@ class OptimizerParams(Section):
     betas: tuple[float, float] | None = Field(
         None,
         description="Two numbers in [0, 1), e.g. [0.9, 0.95]. AdamW: decay rates of the first and second moment. Lion:"
-        " weight of the momentum in the update, and its decay rate. Default: [0.9, 0.999], as in DeepSpeed",
+        " weight of the momentum in the update, and its decay rate. Default: [0.9, 0.999], as in DeepSpeed. Muon: those"
+        " of its AdamW part, default [0.9, 0.95], as in DeepSpeed",
         strict=False,
     )
     eps: PositiveFloat | None = Field(
         None,
-        description="Term added to the denominator of AdamW's update for numerical stability, e.g. 1e-8, the default",
+        description="Term added to the denominator of AdamW's update for numerical stability, e.g. 1e-8, the default;"
+        " of Muon's AdamW part 1e-10, as in DeepSpeed",
     )
     momentum: NonNegativeFloat | None = Field(
-        None, description="Momentum of SGD, a number in [0, 1), e.g. 0.9; default 0: without momentum and its state"
+        None,
+        description="Momentum of SGD, a number in [0, 1), e.g. 0.9; default 0: without momentum and its state. Of Muon:"
+        " default 0.95",
     )
-    nesterov: bool | None = Field(None, description="true: Nesterov momentum (SGD); default false")
+    nesterov: bool | None = Field(
+        None, description="true: Nesterov momentum; default false with SGD and true with Muon"
+    )
+    muon_lr: PositiveFloat | None = Field(
+        None,
+        description="Muon: peak learning rate of the hidden matrices; default lr. The schedule scales it as it does lr",
+    )
+    adam_lr: PositiveFloat | None = Field(
+        None, description="Muon: peak learning rate of all parameters that AdamW updates; default lr"
+    )
+    ns_steps: PositiveInt | None = Field(
+        None, description="Muon: Newton-Schulz iterations per update; default 5, as published"
+    )
+    ns_method: Literal["standard"] | None = Field(
+        None, description="Muon: the quintic iteration on the matrix itself, the only method offered"
+    )
+    adjust_lr: Literal["match_rms_adamw", "original"] | None = Field(
+        None,
+        description="Muon: factor on the update of a matrix with m outputs and n inputs. match_rms_adamw, the default:"
+        " 0.2 sqrt(max(m, n)), updates as large as AdamW's, whose rates and decays hold. original: sqrt(max(1, m/n))",
+    )
     weight_decay: NonNegativeFloat = Field(
         0.0,
         description="Weight decay, e.g. 0.1; 0 is off. Decoupled, but for SGD, where it is added to the gradient (L2),"
@@ -183,8 +236,8 @@ class OptimizerSection(Section):
 
     type: Literal[*OPTIMIZERS] = Field(  # type: ignore[valid-type]
         "AdamW",
-        description="AdamW (Adam is another name for it, as in DeepSpeed), Lion, or SGD, with or without momentum;"
-        " upper and lower case are not distinguished",
+        description="AdamW (Adam is another name for it, as in DeepSpeed), Lion, SGD, with or without momentum, or"
+        " Muon; upper and lower case are not distinguished",
     )
     params: OptimizerParams = OptimizerParams()
 
@@ -225,7 +278,6 @@ REFUSED_TYPES: dict[str, tuple[str, str]] = {
     "adafactor": (_TENSORS.format("means of its rows and columns"), _OURS),
     "lamb": (_TENSORS.format("a trust ratio of norms"), _OURS),
     "lars": (_TENSORS.format("a trust ratio of norms"), _OURS),
-    "muon": (_TENSORS.format("its momentum is orthogonalized"), _OURS),
     "shampoo": (_TENSORS.format("preconditioners of its dims"), _OURS),
     "soap": (_TENSORS.format("preconditioners of its dims"), _OURS),
     "prodigy": (_TENSORS.format("one step size is estimated from all of them"), _OURS),

@@ -22,7 +22,14 @@ from pipeline.engines.deepspeed.groups import ModelParallelUnit
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
-from pipeline.engines.deepspeed.state import collect_local_state, replicas, reset_optimizer_state, restore_local_state
+from pipeline.engines.deepspeed.state import (
+    collect_local_state,
+    held_matrices,
+    replicas,
+    reset_optimizer_state,
+    restore_local_state,
+    wrapped,
+)
 from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.groups import set_learning_rate
 from pipeline.engines.parallel.assemble import LocalModel
@@ -67,6 +74,10 @@ class DeepSpeedBase(EngineBase):
         )
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=unit)
         reset_optimizer_state(self._engine.optimizer)
+        if self._matrices:
+            bound: Any = wrapped(self._engine.optimizer)
+            held = held_matrices(self._engine.optimizer, self._local_model, self._matrices)
+            bound.bind_matrices(held, self._mesh.stage_group() if self._mesh else None)
         self.decoders = [self._local_model.decoder]
 
     def state(self) -> State:
@@ -80,12 +91,14 @@ class DeepSpeedBase(EngineBase):
         raise_on_all_ranks(failed, "the optimizer state could not be read")
         if not self._local_model.decoder.layout.first:  # of tied weights, the first stage writes its copy
             for name in self._local_model.tied:
-                for key in named_state.parameter_keys(name, self._kind):
+                for key in named_state.parameter_keys(name, self._kind_of(name)):
                     del state[key]
         return state
 
     def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
-        local_state = collect_local_state(self._engine.optimizer, self._local_model, self._kind)
+        local_state = collect_local_state(
+            self._engine.optimizer, self._local_model, self._kind, matrices=self._matrices
+        )
         return local_state.named, partial(restore_local_state, self._engine.optimizer, local_state, self._kind)
 
     def replicas(self) -> Iterator[Replica]:

@@ -55,6 +55,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         masters: the fp32 master weights by Hugging Face name.
+        updating: the torch optimizer of them.
         scale: loss scale of the current step.
         overflow: whether the last update was skipped.
     """
@@ -74,10 +75,10 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         self._weights = local_model.decoder.parameters_by_name()
         self.masters = {name: master_weight(weight) for name, weight in self._weights.items()}
         groups = parameter_groups(self.masters, scales, section.params)
-        self._updating = build_optimizer(groups, section)
-        ensure_all_states(self._updating, section.kind)
-        super().__init__(self._updating.param_groups, self._updating.defaults)
-        self.param_groups, self.state = self._updating.param_groups, self._updating.state
+        self.updating = build_optimizer(groups, section)
+        ensure_all_states(self.updating, section.kind)
+        super().__init__(self.updating.param_groups, self.updating.defaults)
+        self.param_groups, self.state = self.updating.param_groups, self.updating.state
         self.scale, self.overflow, self._global_grad_norm = 1.0, False, 0.0
         for name, weight in self._weights.items():
             if self.masters[name] is not weight:
@@ -108,7 +109,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             factor = update_factor(norm, clip=self._clip, scale=self.scale)
             if factor != 1.0:
                 torch._foreach_mul_([self.gradient(name) for name in self.masters], factor)
-            self._updating.step()
+            self.updating.step()
             self.refresh_weights()
         for master in self.masters.values():
             master.grad = None

@@ -9,7 +9,7 @@ be offloaded to a disk (see `offload`); and our `ReplicatedOptimizer` (stage 0),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,11 @@ from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.engines.base import Replica
 from pipeline.engines.deepspeed.offload import is_swapped, swapped_in
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
-from pipeline.engines.optim.state import ensure_state, set_step_counter, step_counter
+from pipeline.engines.optim.matrix_exchange import HeldShard
+from pipeline.engines.optim.state import ensure_state, kind_of_group, set_step_counter, step_counter
 from pipeline.engines.parallel.assemble import LocalModel
 from pipeline.engines.parallel.mesh import Mesh
+from pipeline.models.hidden_matrices import MatrixForm
 
 _WEIGHT = "weight"
 
@@ -63,24 +65,31 @@ class LocalState:
     copies: dict[int, dict[str, Tensor]]
 
 
-def collect_local_state(optimizer: Any, local_model: LocalModel, kind: OptimizerKind) -> LocalState:
+def collect_local_state(
+    optimizer: Any, local_model: LocalModel, kind: OptimizerKind, *, matrices: Container[str]
+) -> LocalState:
     """This rank's state. What is offloaded to a disk is read into host memory.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
         kind: of the optimizer that it wraps.
+        matrices: names of the parameters that it treats as hidden matrices.
     """
     flats = [_weight_and_states(optimizer, index, kind) for index in range(len(flat_tensors(optimizer)))]
     copies = {index: flat for index, flat in enumerate(flats) if is_swapped(optimizer, index)}
     named: dict[str, NamedShard | Tensor] = {}
     for s in flat_slices(optimizer, local_model.decoder.parameters_by_name()):
         shape, box = local_model.shapes[s.name], local_model.box(s.name)
-        for key, tensor in zip(named_state.parameter_keys(s.name, kind), (_WEIGHT, *kind.states), strict=True):
+        own = kind.of(matrix=s.name in matrices)
+        for key, tensor in zip(named_state.parameter_keys(s.name, own), (_WEIGHT, *own.states), strict=True):
+            if not s.length:  # perhaps of no flat tensor here
+                named[key] = NamedShard(shape, start=s.start, values=flats[s.flat][_WEIGHT].new_empty(0), box=box)
+                continue
             values = flats[s.flat][tensor].view(-1).narrow(0, s.offset, s.length)
             named[key] = NamedShard(shape, start=s.start, values=values, box=box)
     if kind.counts_steps:
-        state = _wrapped(optimizer).state.get(flat_tensors(optimizer)[-1], {})
+        state = wrapped(optimizer).state.get(flat_tensors(optimizer)[-1], {})
         named[named_state.OPTIMIZER_STEP] = step_counter(state)
     return LocalState(named, copies)
 
@@ -91,7 +100,7 @@ def restore_local_state(optimizer: Any, local_state: LocalState, kind: Optimizer
     counter = local_state.named.get(named_state.OPTIMIZER_STEP)
     for index, flat in enumerate(flat_tensors(optimizer)):
         with swapped_in(optimizer, index, write=True):
-            state = ensure_state(_wrapped(optimizer), flat, kind)
+            state = ensure_state(wrapped(optimizer), flat, _kind_of(optimizer, index, kind))
             for tensor, values in local_state.copies.get(index, {}).items():
                 (flat.data if tensor == _WEIGHT else state[tensor]).copy_(values)
             set_step_counter(state, counter)  # not through param_groups: stage 3 keeps them empty between steps
@@ -105,7 +114,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
 
     It leaves AdamW's step counter at 1, which would make the first real update 0.74 of its size (bias correction).
     """
-    for state in _wrapped(optimizer).state.values():
+    for state in wrapped(optimizer).state.values():
         for value in state.values():
             if torch.is_tensor(value):
                 value.zero_()
@@ -113,15 +122,45 @@ def reset_optimizer_state(optimizer: Any) -> None:
 
 def _weight_and_states(optimizer: Any, index: int, kind: OptimizerKind) -> dict[str, Tensor]:
     """A flat tensor and its states; copies when they are offloaded to a disk."""
-    flat = flat_tensors(optimizer)[index]
+    flat, kind = flat_tensors(optimizer)[index], _kind_of(optimizer, index, kind)
     if not is_swapped(optimizer, index):
-        state = ensure_state(_wrapped(optimizer), flat, kind)
+        state = ensure_state(wrapped(optimizer), flat, kind)
         return {_WEIGHT: flat.data, **{name: state[name] for name in kind.states}}
     with swapped_in(optimizer, index, write=False):
-        state = _wrapped(optimizer).state.get(flat, {})
+        state = wrapped(optimizer).state.get(flat, {})
         weight = flat.data.clone()
         states = {s: state[s].clone() if s in state else torch.zeros_like(weight) for s in kind.states}
     return {_WEIGHT: weight, **states}
+
+
+def _kind_of(optimizer: Any, index: int, kind: OptimizerKind) -> OptimizerKind:
+    """The kind of a flat tensor: that of its parameter group."""
+    groups = wrapped(optimizer).param_groups
+    if isinstance(optimizer, ReplicatedOptimizer):
+        flat = flat_tensors(optimizer)[index]
+        [group] = [each for each in groups if any(p is flat for p in each["params"])]
+    else:
+        group = groups[optimizer.sub_group_to_group_id[index] if _is_stage3(optimizer) else index]
+    return kind_of_group(kind, group)
+
+
+def held_matrices(
+    optimizer: Any, local_model: LocalModel, matrices: Mapping[str, MatrixForm]
+) -> list[tuple[Tensor, list[HeldShard]]]:
+    """What this rank has of hidden matrices, by flat tensor: the same tensors in the same order on all data ranks.
+
+    Args:
+        optimizer: the engine's `optimizer`.
+        local_model: this rank's part of the model.
+        matrices: see `models.hidden_matrices`; of more parameters, perhaps.
+    """
+    flats = flat_tensors(optimizer)
+    held: list[tuple[Tensor, list[HeldShard]]] = [(flat, []) for flat in flats]
+    for s in flat_slices(optimizer, local_model.decoder.parameters_by_name()):
+        if s.length and s.name in matrices:
+            shard = HeldShard(s.name, matrices[s.name], local_model.box(s.name), s.start, s.offset, s.length)
+            held[s.flat][1].append(shard)
+    return held
 
 
 def refresh_model_weights(optimizer: Any) -> None:
@@ -168,9 +207,9 @@ def replicas(
         yield from (Replica(name, values, group) for group in groups if group is not None)
 
 
-def _wrapped(optimizer: Any) -> Any:
+def wrapped(optimizer: Any) -> Any:
     """The wrapped optimizer, which holds the states."""
-    return optimizer if isinstance(optimizer, ReplicatedOptimizer) else optimizer.optimizer
+    return optimizer.updating if isinstance(optimizer, ReplicatedOptimizer) else optimizer.optimizer
 
 
 def _is_stage3(optimizer: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config.sections.optimizers import OptimizerSection, UpdateScope
+from pipeline.config.sections.optimizers import OptimizerSection
 
 
 def build_optimizer(
@@ -20,13 +20,12 @@ def build_optimizer(
     to allocate optimizer state, and only at rate 0 does weight decay leave the weights unchanged in it.
 
     Args:
-        groups: parameter groups with their `weight_decay`; those without parameters are left out.
+        groups: parameter groups with their `weight_decay`; those without parameters are left out. Of an optimizer whose
+            scope is `UpdateScope.MATRIX` the engine has to say what its tensors hold (`bind_matrices`).
         section: the config's `optimizer`.
         lr: learning rate of all groups.
         fused: use torch's fused kernels. They need `ensure_all_states` before a step without some of the gradients.
     """
-    # every engine hands over pieces of parameters in some of its layouts
-    assert section.kind.scope is UpdateScope.ELEMENT, "see docs/decisions/0015-optimizers.md"
     filled = [group for group in groups if group["params"]]
     built: torch.optim.Optimizer = import_module(section.kind.module).build(filled, section.params, lr=lr, fused=fused)
     return built

@@ -17,6 +17,8 @@ from pipeline.config.sections.optimizers import OptimizerParams
 
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate divided by the run's; 1 when absent."""
+MATRICES = "matrices"
+"""Key of a parameter group: true where its parameters are hidden matrices, which Muon treats as such."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,11 +29,13 @@ class UpdateScale:
         weight_decay: on `weight_decay`: 0 for vectors.
         lr: on the learning rate of every step.
         eps: on AdamW's epsilon.
+        matrix: whether the optimizer treats it as a hidden matrix; false with one that knows no matrices.
     """
 
     weight_decay: float = 1.0
     lr: float = 1.0
     eps: float = 1.0
+    matrix: bool = False
 
 
 DECAYED, NOT_DECAYED = UpdateScale(), UpdateScale(weight_decay=0.0)
@@ -54,11 +58,18 @@ def parameter_groups(
         {
             "params": [p for name, p in parameters.items() if scales[name] == scale],
             "weight_decay": params.weight_decay * scale.weight_decay,
-            **({LR_SCALE: scale.lr} if scale.lr != 1.0 else {}),
+            **({LR_SCALE: rate} if (rate := scale.lr * _own_rate(params, scale)) != 1.0 else {}),
             **({"eps": params.eps * scale.eps} if scale.eps != 1.0 and params.eps is not None else {}),
+            **({MATRICES: True} if scale.matrix else {}),
         }
         for scale in sorted(set(scales.values()), key=_order)
     ]
+
+
+def _own_rate(params: OptimizerParams, scale: UpdateScale) -> float:
+    """The learning rate of Muon's or of its AdamW part relative to `lr`, which the schedule scales."""
+    own = params.muon_lr if scale.matrix else params.adam_lr
+    return 1.0 if own is None else own / params.lr
 
 
 def without_empty_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

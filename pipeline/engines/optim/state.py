@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.config.sections.optimizers import OptimizerKind
+from pipeline.engines.optim.groups import MATRICES
 from pipeline.engines.optim.small_moments import AdamWSmallMoments
 
 _COUNTER = "step"
@@ -33,6 +35,11 @@ def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: Opti
     return state
 
 
+def kind_of_group(kind: OptimizerKind, group: Mapping[str, Any]) -> OptimizerKind:
+    """The kind of the parameters in a group of an optimizer."""
+    return kind.of(matrix=bool(group.get(MATRICES)))
+
+
 def ensure_all_states(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> None:
     """Creates the state of every parameter.
 
@@ -40,7 +47,7 @@ def ensure_all_states(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> 
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            ensure_state(optimizer, parameter, kind)
+            ensure_state(optimizer, parameter, kind_of_group(kind, group))
 
 
 def step_counter(state: dict[str, Any]) -> Tensor:

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.common import matrices_of
 from pipeline.engines.parallel.activation_checkpointing import check_activation_checkpointing
 from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.compilation import check_compile
@@ -61,6 +62,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     check_fp8(run.config.fp8, model, tp=topology.tp, packages=packages)
     check_quantization_aware(run.config.quantization_aware, model)
     check_experts(run.config.moe, model)
+    matrices_of(model, run.config.optimizer)
     check_architecture(run, config)
 
 

@@ -10,7 +10,7 @@ group hold different experts, those of an edp group the same, over which they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,6 +65,13 @@ class Mesh:
         """The 1-D device mesh of this rank's data ranks."""
         return self._data
 
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this rank's pipeline stage, which together hold all of its parameters. Collective."""
+        stage = self.topology.world_size // self.topology.pp  # pp varies slowest
+        return _own_group(
+            (range(first, first + stage) for first in range(0, self.topology.world_size, stage)), name="stage"
+        )
+
     def sharding_mesh(self) -> DeviceMesh:
         """The device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""
         if self._shard_size == self.size("data"):
@@ -101,7 +108,7 @@ def tied_weights_group(topology: Topology) -> dist.ProcessGroup | None:
     return _own_group(([column[0], column[-1]] for column in columns if topology.pp > 1), name="tied_weights")
 
 
-def _own_group(groups: Iterable[list[int]], *, name: str) -> dist.ProcessGroup | None:
+def _own_group(groups: Iterable[Sequence[int]], *, name: str) -> dist.ProcessGroup | None:
     """Creates every group of several ranks once, in the same order on all ranks, and returns this rank's own.
 
     The name is what a fault report shows.

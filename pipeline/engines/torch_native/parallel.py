@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,15 @@ class TorchParallel(EngineBase, ExchangedGradients):
         masters = {shard.name: shard.master for shard in self._shards}
         groups = parameter_groups(masters, self._update_scales, section.params)
         self._optimizer = build_optimizer(groups, section)
+        if self._matrices:
+            self._bind_matrices()
         ensure_all_states(self._optimizer, self._kind)
+
+    def _bind_matrices(self) -> None:
+        trained = [s for s in self._shards if s.name in self._matrices and s.sharded.requires_grad]
+        held = [(s.master, [s.held(self._matrices[s.name])] if s.master.numel() else []) for s in trained]
+        bound: Any = self._optimizer
+        bound.bind_matrices(held, self._mesh.stage_group())
 
     def _build_stage(
         self, run: ResolvedRun, model: nn.Module, values: ParameterValues, stage: StageLayers
@@ -147,11 +156,11 @@ class TorchParallel(EngineBase, ExchangedGradients):
         return self._forward_backward.score(batch, objective)[0]
 
     def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
-        named = named_shards(self._shards, self._optimizer, self._kind)
+        named = named_shards(self._shards, self._optimizer, self._kind_of)
         return named, partial(self._restore, named)
 
     def _restore(self, state: NamedState) -> None:
-        set_step(self._shards, self._optimizer, self._kind, state.get(named_state.OPTIMIZER_STEP))
+        set_step(self._shards, self._optimizer, self._kind_of, state.get(named_state.OPTIMIZER_STEP))
         for root in self._roots:
             reshard(root)
         refresh_scales(shard.sharded for shard in self._shards)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
@@ -31,6 +33,7 @@ from pipeline.engines.base import (
 )
 from pipeline.engines.common import (
     master_weight,
+    matrices_of,
     update_scales,
     with_expert_load,
 )
@@ -71,7 +74,8 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self._objective, self._device, self._seed = objective, device, run.config.run.seed
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
         self._balancer = make_balancer(run.config.moe, model, device=device)
-        scales = update_scales(model, run.config.model)
+        self._matrices = matrices_of(model, section)
+        scales = update_scales(model, run.config.model, matrices=self._matrices)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         materialize(self._decoder.causal, values, device=device)
         self._decoder.train()
@@ -79,6 +83,9 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self._masters = {name: master_weight(weight) for name, weight in self._weights.items()}
         groups = parameter_groups(self._masters, scales, section.params)
         self._optimizer = build_optimizer(groups, section)
+        if self._matrices:
+            bound: Any = self._optimizer
+            bound.bind_whole(self._masters, self._matrices)
         ensure_all_states(self._optimizer, self._kind)
 
     def begin_step(
@@ -173,16 +180,17 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         if self._balancer is not None:
             self._balancer.load_state_dict(state)
         for name, master in self._masters.items():
-            set_step_counter(ensure_state(self._optimizer, master, self._kind), counter)
+            set_step_counter(ensure_state(self._optimizer, master, self._kind_of(name)), counter)
             self._weights[name].data.copy_(master.data)
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
         named: dict[str, NamedShard | Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
-            state, shape = ensure_state(self._optimizer, master, self._kind), tuple(master.shape)
-            values = (master.data, *(state[each] for each in self._kind.states))
-            for key, tensor in zip(named_state.parameter_keys(name, self._kind), values, strict=True):
+            kind = self._kind_of(name)
+            state, shape = ensure_state(self._optimizer, master, kind), tuple(master.shape)
+            values = (master.data, *(state[each] for each in kind.states))
+            for key, tensor in zip(named_state.parameter_keys(name, kind), values, strict=True):
                 named[key] = NamedShard(shape, start=0, values=tensor.view(-1))
         counter = {named_state.OPTIMIZER_STEP: step_counter(state)} if self._kind.counts_steps else {}
         experts = self._balancer.state_dict() if self._balancer else {}
@@ -193,6 +201,9 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
             **self._scaler.state_dict(),
             **counter,
         }
+
+    def _kind_of(self, name: str) -> OptimizerKind:
+        return self._kind.of(matrix=name in self._matrices)
 
     def _accumulate_gradients(self) -> None:
         for name, weight in self._weights.items():

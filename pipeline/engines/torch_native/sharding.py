@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.run import Fp8Section
+from pipeline.engines.optim.matrix_exchange import HeldShard
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.experts import expert_modules
@@ -34,6 +35,7 @@ from pipeline.engines.torch_native.fsdp_units import Units, prefetch_explicitly,
 from pipeline.models.build.buffers import fill_buffers
 from pipeline.models.build.initial_values import ParameterValues
 from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.hidden_matrices import MatrixForm
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class ParameterShard:
     def clear_gradient(self) -> None:
         """Frees the gradient."""
         self.master.grad = self.sharded.grad = None
+
+    def held(self, form: MatrixForm) -> HeldShard:
+        """What it has of a hidden matrix."""
+        return HeldShard(self.name, form, self.box, self.start, offset=0, length=self.master.numel())
 
     def named_shard(self, values: Tensor) -> NamedShard:
         """The named shard of values laid out as the master weight: the weight itself or an optimizer state."""

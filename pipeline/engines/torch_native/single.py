@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,10 @@ class TorchSingle(EngineBase, ExchangedGradients):
             masters = {name: self._masters[name] for name in names}
             updated = {name: master.parameter for name, master in masters.items()}
             groups = parameter_groups(updated, self._update_scales, section.params)
-            self._updates.append(_Update(masters, build_optimizer(groups, section)))
+            optimizer: Any = build_optimizer(groups, section)
+            if self._matrices:
+                optimizer.bind_whole(updated, self._matrices)
+            self._updates.append(_Update(masters, optimizer))
         for update in self._updates:
             with update.master_values():
                 ensure_all_states(update.optimizer, self._kind)
@@ -182,8 +186,9 @@ class TorchSingle(EngineBase, ExchangedGradients):
         for update in self._updates:
             for name, master in update.masters.items():
                 state, shape = update.optimizer.state[master.parameter], tuple(master.weight.shape)
-                tensors = (masters[name], *(update.moment(master, each) for each in self._kind.states))
-                for key, tensor in zip(named_state.parameter_keys(name, self._kind), tensors, strict=True):
+                kind = self._kind_of(name)
+                tensors = (masters[name], *(update.moment(master, each) for each in kind.states))
+                for key, tensor in zip(named_state.parameter_keys(name, kind), tensors, strict=True):
                     named[key] = NamedShard(shape, start=0, values=tensor.view(-1))
         if self._kind.counts_steps:
             named[named_state.OPTIMIZER_STEP] = step_counter(state)
@@ -196,8 +201,9 @@ class TorchSingle(EngineBase, ExchangedGradients):
                 master.set(masters[name].to(self._device))
                 kept = update.optimizer.state[master.parameter]
                 set_step_counter(kept, counter)
-                for key, each in zip(named_state.parameter_keys(name, self._kind)[1:], self._kind.states, strict=True):
-                    if isinstance(update.optimizer, AdamWSmallMoments):
+                if isinstance(update.optimizer, AdamWSmallMoments):
+                    keys = named_state.parameter_keys(name, self._kind)[1:]
+                    for key, each in zip(keys, self._kind.states, strict=True):
                         update.optimizer.set_moment(master.parameter, each, _whole(state[key]))
 
     def _gradient_norm(self) -> Tensor:
@@ -287,8 +293,9 @@ def _master(weight: nn.Parameter, residual: Tensor | None) -> _Master:
     if weight.dtype == torch.float32:
         return _Master(weight, weight, None)
     if weight.dtype == torch.bfloat16:
-        return _Master(weight, nn.Parameter(torch.empty(0, device=weight.device)), residual)
-    return _Master(weight, nn.Parameter(weight.detach().float()), None)
+        empty = nn.Parameter(torch.empty(0, device=weight.device), requires_grad=weight.requires_grad)
+        return _Master(weight, empty, residual)
+    return _Master(weight, nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad), None)
 
 
 def _whole(shard: NamedShard | Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,29 +20,41 @@ from pipeline.engines.torch_native.sharding import ParameterShard
 
 @torch.no_grad()
 def named_shards(
-    shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, kind: OptimizerKind
+    shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, kind_of: Callable[[str], OptimizerKind]
 ) -> dict[str, NamedShard | Tensor]:
-    """This rank's shards of weights and optimizer states, as views; and the optimizer's step counter, a copy."""
+    """This rank's shards of weights and optimizer states, as views; and the optimizer's step counter, a copy.
+
+    Args:
+        shards: of this rank.
+        optimizer: of their master weights.
+        kind_of: its kind for a parameter.
+    """
     named: dict[str, NamedShard | Tensor] = {}
     state: dict[str, Tensor] = {}
+    counts = False
     for shard in shards:
         shard.attach()
+        kind = kind_of(shard.name)
+        counts |= kind.counts_steps
         state = ensure_state(optimizer, shard.master, kind)
         values = (shard.master.data, *(state[name] for name in kind.states))
         for key, tensor in zip(named_state.parameter_keys(shard.name, kind), values, strict=True):
             named[key] = shard.named_shard(tensor)
-    if kind.counts_steps:
+    if counts:
         named[named_state.OPTIMIZER_STEP] = step_counter(state)
     return named
 
 
 @torch.no_grad()
 def set_step(
-    shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, kind: OptimizerKind, step: object
+    shards: Sequence[ParameterShard],
+    optimizer: torch.optim.Optimizer,
+    kind_of: Callable[[str], OptimizerKind],
+    step: object,
 ) -> None:
     """Sets the step counter of every shard; `step` is None for an optimizer that has none."""
     for shard in shards:
-        set_step_counter(ensure_state(optimizer, shard.master, kind), step)
+        set_step_counter(ensure_state(optimizer, shard.master, kind_of(shard.name)), step)
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ PROSE = {
     "optimizer.type=LAMB",  # "use AdamW, Lion or SGD"
     "optimizer.type=adafactor",
     "optimizer.type=OneBitAdam",
-    "optimizer.type=Muon",
+    "optimizer.type=Shampoo",
     "model.config.model_type=null",
     "fp8.recipe=NVFP4",
 }

@@ -1,0 +1,329 @@
+"""Whole matrices from the shards that ranks hold of them, and back, in any layout.
+
+An update that depends on whole matrices (Muon's) is computed once per matrix, by an owner: shards of matrices go to
+their owners in one all-to-all, results come back to everyone who holds a part in another. Matrices are dealt over the
+ranks by the work that they are. One that a rank holds whole is computed there and not sent, unless that rank would then
+have more than its share.
+
+The exchange knows of a layout only what every rank holds: a flat range of a box of a parameter. That names a shard of
+FSDP2, ZeRO, tensor and expert parallelism alike. Ranks may hold copies, of which one is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.checkpoint.format.shards import split_flat_range
+from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.hidden_matrices import MatrixForm
+
+_ELEMENTS_AT_ONCE = 1 << 27
+"""Elements of a rank's shards that one exchange moves: bounds what is beside them in memory, 256 MiB in bf16."""
+_OVER_SHARE = 1.1
+"""A rank computes the matrices that it holds whole up to so many times its share of the work."""
+
+
+@dataclass(frozen=True)
+class HeldShard:
+    """A rank's part of a parameter within one of its tensors.
+
+    Attributes:
+        name: of the parameter.
+        form: of its matrices.
+        box: of the parameter in which the flat range is; all of it when None.
+        start: first flat index within the box.
+        offset: first index in the flattened tensor.
+        length: number of elements.
+    """
+
+    name: str
+    form: MatrixForm
+    box: Rectangle | None
+    start: int
+    offset: int
+    length: int
+
+
+Stored = tuple[str, int]
+"""A matrix as it is stored: parameter, and number of the expert within it."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rectangle of a stored matrix that a rank holds, contiguous in its tensor.
+
+    Attributes:
+        tensor: index of the rank's tensor.
+        offset: first index in it, flattened.
+        rows, columns: the rectangle, as (first, count).
+    """
+
+    tensor: int
+    offset: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return self.rows[1] * self.columns[1]
+
+    @property
+    def rectangle(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return self.rows, self.columns
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """The rectangle of a whole matrix."""
+        return matrix.narrow(0, *self.rows).narrow(1, *self.columns)
+
+
+class MatrixExchange:
+    """Gathers, changes and returns matrices. Every rank of the group has the same tensors by index. Collective.
+
+    Args:
+        tensors: what this rank holds, by tensor; an empty list where it holds nothing of one.
+        group: the ranks that together hold every matrix; None for this process alone.
+        work: of a parameter's matrices: the measure by which they are dealt, e.g. FLOPs.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Sequence[HeldShard]],
+        group: dist.ProcessGroup | None,
+        *,
+        work: Callable[[MatrixForm], float],
+    ) -> None:
+        self._group, self._work = group, work
+        self._held: list[list[list[HeldShard]]] = [[list(each) for each in tensors]]
+        self._rank = 0
+        if group is not None:
+            self._rank = dist.get_rank(group)
+            self._held *= dist.get_world_size(group)
+            dist.all_gather_object(self._held, [list(each) for each in tensors], group=group)
+        self._rounds: dict[tuple[int, ...], list[_Round]] = {}
+
+    def apply(self, tensors: dict[int, Tensor], compute: Callable[[list[tuple[MatrixForm, Tensor]]], None]) -> None:
+        """Changes tensors in place.
+
+        Args:
+            tensors: index -> this rank's tensor, contiguous and all of one dtype. The same indices on every rank.
+            compute: changes the given whole matrices, each as it is stored [m, n], in place.
+        """
+        key = tuple(tensors)
+        if key not in self._rounds:
+            self._rounds[key] = list(self._made(key))
+        for each in self._rounds[key]:
+            each.run({index: tensors[index].view(-1) for index in each.tensors}, compute, group=self._group)
+
+    def shares(self, indices: Sequence[int]) -> list[float]:
+        """The work of every rank."""
+        return [*self._made(indices)][-1].load
+
+    def _divided(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Tensors that are exchanged together: no rank has more than `_ELEMENTS_AT_ONCE` of them, one at least."""
+        chosen: list[int] = []
+        sizes = [0] * len(self._held)
+        for index in indices:
+            added = [sum(shard.length for shard in held[index]) for held in self._held]
+            if chosen and max(map(sum, zip(sizes, added, strict=True))) > _ELEMENTS_AT_ONCE:
+                yield chosen
+                chosen, sizes = [], [0] * len(self._held)
+            chosen.append(index)
+            sizes = [size + more for size, more in zip(sizes, added, strict=True)]
+        yield chosen
+
+    def _made(self, indices: Sequence[int]) -> Iterator[_Round]:
+        load = [0.0] * len(self._held)
+        for each in self._divided(indices):
+            made = self._round(each, load)
+            load = made.load
+            yield made
+
+    def _round(self, indices: Sequence[int], load: list[float]) -> _Round:
+        holders: dict[Stored, dict[int, list[_Part]]] = {}
+        for rank, of_rank in enumerate(self._held):
+            for stored, part in _parts_of(of_rank, indices):
+                holders.setdefault(stored, {}).setdefault(rank, []).append(part)
+        shards = (shard for of_rank in self._held for index in indices for shard in of_rank[index])
+        forms = {shard.name: shard.form for shard in shards}
+        work = {name: self._work(form) for name, form in forms.items()}
+        return _Round(holders, forms, work, rank=self._rank, load=load, tensors=tuple(indices))
+
+
+def _parts_of(held: Sequence[Sequence[HeldShard]], indices: Sequence[int]) -> Iterator[tuple[Stored, _Part]]:
+    for index in indices:
+        for shard in held[index]:
+            inner = shard.box.sizes if shard.box else shard.form.shape
+            offset = shard.offset
+            for rectangle in split_flat_range(inner, shard.start, shard.length):
+                box = rectangle.shifted(shard.box.offsets) if shard.box else rectangle
+                *experts, rows, columns = zip(box.offsets, box.sizes, strict=True)
+                first, count = experts[0] if experts else (0, 1)
+                for expert in range(first, first + count):
+                    yield (shard.name, expert), _Part(index, offset, rows, columns)
+                    offset += rows[1] * columns[1]
+
+
+class _Round:
+    """One exchange: what this rank sends, computes and receives.
+
+    Args:
+        holders: stored matrix -> rank -> its parts there.
+        forms: of the parameters.
+        work: that each matrix of a parameter is.
+        rank: this one, within the group.
+        load: the work of every rank in the rounds before.
+        tensors: indices of the tensors that are exchanged.
+
+    Attributes:
+        load: the work of every rank so far.
+    """
+
+    def __init__(
+        self,
+        holders: dict[Stored, dict[int, list[_Part]]],
+        forms: dict[str, MatrixForm],
+        work: dict[str, float],
+        *,
+        rank: int,
+        load: list[float],
+        tensors: tuple[int, ...],
+    ) -> None:
+        self._holders, self._forms, self._rank, self.tensors = holders, forms, rank, tensors
+        self.load, ranks = list(load), len(load)
+        owners = self._deal(work)
+        # in an order that is the same on all ranks
+        self._there = _Leg(rank, ranks, (row for each in owners.items() for row in self._senders(*each, ranks=ranks)))
+        self._back = _Leg(rank, ranks, (row for each in owners.items() for row in self._receivers(*each)))
+        self._owned = [stored for stored, owner in owners.items() if owner == rank]
+
+    def _deal(self, work: dict[str, float]) -> dict[Stored, int]:
+        """Stored matrix -> its owner, the largest first. The same on all ranks."""
+        total = sum(self.load) + sum(work[name] for name, _ in self._holders)
+        limit = _OVER_SHARE * total / len(self.load)
+        least = [(load, rank) for rank, load in enumerate(self.load)]
+        heapq.heapify(least)
+        owners: dict[Stored, int] = {}
+        for stored in sorted(self._holders, key=lambda stored: (-work[stored[0]], stored)):
+            cost = work[stored[0]]
+            whole = (rank for rank in self._holders[stored] if self._is_whole(rank, stored))
+            allowed = [rank for rank in whole if self.load[rank] + cost <= max(limit, cost)]
+            while least[0][0] < self.load[least[0][1]]:  # it got more since it was put there
+                heapq.heapreplace(least, (self.load[least[0][1]], least[0][1]))
+            owner = min(allowed, key=lambda rank: (self.load[rank], rank)) if allowed else least[0][1]
+            owners[stored] = owner
+            self.load[owner] += cost
+        return owners
+
+    def _is_whole(self, rank: int, stored: Stored) -> bool:
+        """Whether a rank has all of a matrix, in one piece."""
+        parts, (m, n) = self._holders[stored].get(rank, []), self._forms[stored[0]].shape[-2:]
+        return len(parts) == 1 and parts[0].rectangle == ((0, m), (0, n))
+
+    def _senders(self, stored: Stored, owner: int, *, ranks: int) -> Iterator[_Sent]:
+        """The parts that together are the matrix; nothing where the owner has it whole."""
+        if self._is_whole(owner, stored):
+            return
+        taken: set[tuple[tuple[int, int], tuple[int, int]]] = set()
+        for rank in sorted(self._holders[stored], key=lambda rank: (rank - owner) % ranks):
+            for part in self._holders[stored][rank]:
+                if part.rectangle not in taken:  # another rank's copy is the same
+                    taken.add(part.rectangle)
+                    yield rank, owner, stored, part
+
+    def _receivers(self, stored: Stored, owner: int) -> Iterator[_Sent]:
+        """The parts of everyone who has one, but for an owner that has the matrix whole."""
+        for rank, parts in self._holders[stored].items():
+            if rank != owner or not self._is_whole(owner, stored):
+                yield from ((owner, rank, stored, part) for part in parts)
+
+    def run(
+        self,
+        tensors: dict[int, Tensor],
+        compute: Callable[[list[tuple[MatrixForm, Tensor]]], None],
+        *,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """See `MatrixExchange.apply`; tensors are flat."""
+        like = next(iter(tensors.values()))
+        matrices: dict[Stored, Tensor] = {}
+        for stored in self._owned:
+            shape = self._forms[stored[0]].shape[-2:]
+            if self._is_whole(self._rank, stored):
+                [part] = self._holders[stored][self._rank]
+                matrices[stored] = _values(tensors, part).view(shape)
+            else:
+                matrices[stored] = like.new_empty(shape)
+        self._there.run(
+            lambda _, part: _values(tensors, part),
+            lambda stored, part, values: part.of(matrices[stored]).copy_(values),
+            like=like,
+            group=group,
+        )
+        compute([(self._forms[stored[0]], matrix) for stored, matrix in matrices.items()])
+        self._back.run(
+            lambda stored, part: part.of(matrices[stored]),
+            lambda _, part, values: _values(tensors, part).copy_(values.reshape(-1)),
+            like=like,
+            group=group,
+        )
+
+
+def _values(tensors: dict[int, Tensor], part: _Part) -> Tensor:
+    return tensors[part.tensor].narrow(0, part.offset, part.numel)
+
+
+_Sent = tuple[int, int, Stored, _Part]
+"""(from rank, to rank, matrix, part of it)."""
+
+
+class _Leg:
+    """One all-to-all of parts.
+
+    Args:
+        rank: this one.
+        ranks: of the group.
+        rows: what all ranks send, in an order that is the same on all of them.
+    """
+
+    def __init__(self, rank: int, ranks: int, rows: Iterator[_Sent]) -> None:
+        out: list[list[tuple[Stored, _Part]]] = [[] for _ in range(ranks)]
+        into: list[list[tuple[Stored, _Part]]] = [[] for _ in range(ranks)]
+        self._used = False
+        for sender, receiver, stored, part in rows:
+            self._used = True
+            if sender == rank:
+                out[receiver].append((stored, part))
+            if receiver == rank:
+                into[sender].append((stored, part))
+        self._out, self._in = (list(chain.from_iterable(side)) for side in (out, into))
+        self._out_sizes, self._in_sizes = (
+            [sum(part.numel for _, part in each) for each in side] for side in (out, into)
+        )
+
+    def run(
+        self,
+        read: Callable[[Stored, _Part], Tensor],
+        write: Callable[[Stored, _Part, Tensor], object],
+        *,
+        like: Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Sends what `read` returns of every part; gives what came to `write`, in the shape of the part."""
+        if not self._used:
+            return
+        sent = [read(stored, part).reshape(-1) for stored, part in self._out]
+        outgoing = torch.cat(sent) if sent else like.new_empty(0)
+        incoming = outgoing
+        if group is not None:
+            incoming = like.new_empty(sum(self._in_sizes))
+            dist.all_to_all_single(incoming, outgoing, self._in_sizes, self._out_sizes, group=group)
+        pieces = incoming.split([part.numel for _, part in self._in]) if self._in else ()
+        for (stored, part), values in zip(self._in, pieces, strict=True):
+            write(stored, part, values.view(part.rows[1], part.columns[1]))

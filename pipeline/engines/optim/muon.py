@@ -1,0 +1,143 @@
+"""Muon (Jordan et al. 2024): the momentum of a hidden matrix is orthogonalized; AdamW for all other parameters.
+
+m <- b m + (1 - b) g; with Nesterov momentum u = b m + (1 - b) g, else u = m; then w <- (1 - lr decay) w - lr s O, where
+O is u orthogonalized (`newton_schulz`), and s the factor of `adjust_lr`. Defaults are those of DeepSpeed 0.19.8.
+
+A rank updates what it has of a parameter; the whole matrix exists on its owner for as long as it is orthogonalized
+(`matrix_exchange`). The iteration and what is sent for it are in bf16 on GPUs, as published, and in fp32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config.sections.optimizers import OptimizerParams
+from pipeline.engines.optim.groups import MATRICES
+from pipeline.engines.optim.matrix_exchange import HeldShard, MatrixExchange
+from pipeline.engines.optim.newton_schulz import flops, orthogonalize, update_scale
+from pipeline.models.hidden_matrices import MatrixForm
+
+MOMENTUM, STEP = "momentum_buffer", "step"
+
+
+def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, fused: bool) -> Muon:
+    """Builds it of parameter groups."""
+    return Muon(groups, params, lr=lr, fused=fused)
+
+
+class Muon(torch.optim.AdamW):
+    """Groups with a true `matrices` get Muon's update, the others AdamW's.
+
+    Until `bind_matrices` has said what its tensors hold, a step changes nothing: DeepSpeed makes one to allocate state.
+
+    Args:
+        groups: parameter groups.
+        params: the config's `optimizer.params`.
+        lr: learning rate of all groups.
+        fused: use torch's fused AdamW.
+
+    Attributes:
+        grad_scale, found_inf: as torch's fused optimizers take them, for both parts.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, fused: bool) -> None:
+        assert params.momentum is not None
+        assert params.betas is not None
+        assert params.eps is not None
+        assert params.ns_steps is not None
+        assert params.adjust_lr is not None
+        super().__init__(groups, lr=lr, betas=params.betas, eps=params.eps, weight_decay=0.0, fused=fused or None)
+        self._momentum, self._nesterov = params.momentum, bool(params.nesterov)
+        self._steps, self._rule = params.ns_steps, params.adjust_lr
+        self._index: dict[int, int] = {}
+        self._exchange: MatrixExchange | None = None
+
+    def bind_matrices(
+        self, held: Sequence[tuple[Tensor, Sequence[HeldShard]]], group: dist.ProcessGroup | None
+    ) -> None:
+        """Says what of which matrices the tensors of the groups hold. Collective.
+
+        Args:
+            held: the tensors that have a gradient, the same in the same order on all ranks of the group, and what this
+                rank has in each. Those of other groups have none.
+            group: the ranks that together have every matrix; None for one process.
+        """
+        self._index = {id(tensor): index for index, (tensor, _) in enumerate(held)}
+        self._exchange = MatrixExchange([shards for _, shards in held], group, work=self._work)
+
+    def bind_whole(self, parameters: Mapping[str, Tensor], matrices: Mapping[str, MatrixForm]) -> None:
+        """Says the same where this process has all parameters whole.
+
+        Args:
+            parameters: the tensors of the groups by parameter name; those that require no gradient stay as they are.
+            matrices: see `models.hidden_matrices`.
+        """
+        trained = {name: p for name, p in parameters.items() if name in matrices and p.requires_grad}
+        held = [
+            (p, [HeldShard(name, matrices[name], None, 0, 0, math.prod(matrices[name].shape))])
+            for name, p in trained.items()
+        ]
+        self.bind_matrices(held, None)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates every parameter. A matrix without a gradient has one of zeros: all ranks have to take part."""
+        assert closure is None
+        if self._exchange is None:
+            return
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if not group.get(MATRICES)]
+            super().step()
+        finally:
+            self.param_groups = groups
+        updated = [
+            (p, group) for group in groups if group.get(MATRICES) for p in group["params"] if id(p) in self._index
+        ]
+        if updated:
+            self._update(updated, self._exchange)
+
+    def _update(self, updated: list[tuple[Tensor, dict[str, Any]]], exchange: MatrixExchange) -> None:
+        vetoed = None if self.found_inf is None else self.found_inf.reshape(()) > 0
+        directions = {self._index[id(p)]: self._direction(p, vetoed) for p, _ in updated}
+        exchange.apply(directions, self._orthogonalize)
+        for parameter, group in updated:
+            direction = directions[self._index[id(parameter)]]
+            new = (parameter * (1 - group["lr"] * group["weight_decay"])).sub_(direction, alpha=group["lr"])
+            parameter.copy_(new if vetoed is None else torch.where(vetoed, parameter, new))
+
+    def _direction(self, parameter: Tensor, vetoed: Tensor | None) -> Tensor:
+        """u, after the momentum has taken in the gradient; what is sent of it."""
+        state = self.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if STEP not in state:
+            state[STEP] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        momentum = state[MOMENTUM].lerp(gradient, 1 - self._momentum)
+        direction = gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
+        state[MOMENTUM].copy_(momentum if vetoed is None else torch.where(vetoed, state[MOMENTUM], momentum))
+        state[STEP] += 1 if vetoed is None else (~vetoed).to(state[STEP].device, torch.float32)
+        dtype = torch.bfloat16 if parameter.device.type == "cuda" else torch.float32
+        return direction.to(dtype).contiguous()
+
+    def _orthogonalize(self, stored: list[tuple[MatrixForm, Tensor]]) -> None:
+        """Replaces whole matrices, as they are stored, by their update at learning rate 1."""
+        split = [form.split(matrix) for form, matrix in stored]
+        done = iter(orthogonalize([each for parts in split for each in parts], steps=self._steps))
+        for (form, matrix), parts in zip(stored, split, strict=True):
+            form.write([next(done) * update_scale(*part.shape, rule=self._rule) for part in parts], matrix)
+
+    def _work(self, form: MatrixForm) -> float:
+        return float(sum(flops(*each, steps=self._steps) for each in form.matrices))

@@ -1,0 +1,69 @@
+"""Orthogonalization by Newton-Schulz iterations, as Muon uses it (Jordan et al. 2024).
+
+https://kellerjordan.github.io/posts/muon. The quintic polynomial a x + b x^3 + c x^5, five times, moves every singular
+value of a matrix to between 0.7 and 1.2, which is not its nearest orthogonal matrix, and near enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+A, B, C = 3.4445, -4.7750, 2.0315
+"""Coefficients of the polynomial: the steepest slope at zero (Jordan et al.)."""
+_SMALLEST_NORM = 1e-7
+_ELEMENTS_AT_ONCE = 1 << 27
+"""Bound on a batch of matrices: the iteration holds it, a product of it and two squares of its smaller dim."""
+
+
+def newton_schulz(matrices: Tensor, *, steps: int) -> Tensor:
+    """[..., m, n] -> about the nearest semi-orthogonal matrices, of the same shape and dtype, in which it computes.
+
+    Norms are in fp32. A matrix of zeros stays one.
+    """
+    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = (x / norms.clamp(min=_SMALLEST_NORM)).to(matrices.dtype)
+    for _ in range(steps):
+        squares = x @ x.mT
+        x = A * x + (B * squares + C * squares @ squares) @ x
+    found: Tensor = x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+    return found
+
+
+def orthogonalize(matrices: Sequence[Tensor], *, steps: int) -> list[Tensor]:
+    """The same of many matrices [..., m, n], those of equal shape in one batch of products."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(tuple(matrix.shape[-2:]), []).append(index)
+    found: dict[int, Tensor] = {}
+    for shape, indices in by_shape.items():
+        at_once = max(1, _ELEMENTS_AT_ONCE // math.prod(shape))
+        for first in range(0, len(indices), at_once):
+            batch = indices[first : first + at_once]
+            done = newton_schulz(torch.stack([matrices[index] for index in batch]), steps=steps)
+            found.update(zip(batch, done.unbind(), strict=True))
+    return [found[index] for index in range(len(matrices))]
+
+
+def flops(outputs: int, inputs: int, *, steps: int = 5) -> int:
+    """Floating-point operations of one matrix: of m x n, m <= n, each step takes 4 m^2 n + 2 m^3."""
+    m, n = sorted((outputs, inputs))
+    return steps * (4 * m * m * n + 2 * m**3)
+
+
+def update_scale(outputs: int, inputs: int, *, rule: str) -> float:
+    """The factor on an orthogonalized matrix, `optimizer.params.adjust_lr`.
+
+    Args:
+        outputs: rows of the matrix.
+        inputs: its columns.
+        rule: `match_rms_adamw`: a step as large as AdamW's, so that its learning rates and weight decays hold (Liu et
+            al. 2025, Moonlight, arXiv:2502.16982, section 2.2); `original`: that of Jordan et al.
+    """
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(outputs, inputs))
+    return math.sqrt(max(1.0, outputs / inputs))

@@ -1,0 +1,222 @@
+"""The hidden matrices of a Hugging Face model: which parameters are matrices within a layer, and what they consist of.
+
+Optimizers that treat a matrix as one thing (Muon) ask here. Hidden matrices are the weights of linear layers within the
+decoder layers, and stacked experts [E, m, n], which are E matrices. Not among them: embeddings, the head, norms,
+biases, routers, convolution kernels, decay rates of state-space layers, other tensors that are no weights of a linear
+layer, and matrices with one row or one column.
+
+A tensor in which a family keeps several projections (q, k and v; gate and up) is several matrices. Where they lie is
+known by the name of the projection and the widths of the config; a fused tensor that is not in the table counts as one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.models.router_names import is_router
+from pipeline.models.routers import find_routers
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """What matrices a parameter consists of.
+
+    Its rows (outputs) are `groups` times the same sequence of parts; the i-th part of every group together is the i-th
+    matrix. So q, k and v one below the other are one group of three parts, and those of GPT-NeoX, which alternate from
+    head to head, are as many groups as heads.
+
+    Attributes:
+        shape: of the parameter, [m, n], or [E, m, n] of stacked experts.
+        transposed: stored as [inputs, outputs].
+        parts: rows of each part of a group.
+        groups: of rows.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+    transposed: bool = False
+    groups: int = 1
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of every matrix of one expert, or of the parameter."""
+        inputs = self.shape[-2] if self.transposed else self.shape[-1]
+        return tuple((self.groups * part, inputs) for part in self.parts)
+
+    @property
+    def stacked(self) -> int:
+        """Experts, or 1."""
+        return math.prod(self.shape[:-2])
+
+    def split(self, stored: Tensor) -> list[Tensor]:
+        """[..., m, n] as it is stored -> the matrices, each [..., outputs, inputs]: views where they are contiguous."""
+        rows = stored.mT if self.transposed else stored
+        grouped = rows.unflatten(-2, (self.groups, -1)).split(list(self.parts), dim=-2)
+        return [part.flatten(-3, -2) for part in grouped]
+
+    def write(self, matrices: list[Tensor], stored: Tensor) -> None:
+        """Writes the matrices into a tensor [..., m, n]: the inverse of `split`."""
+        rows = stored.mT if self.transposed else stored
+        grouped = rows.unflatten(-2, (self.groups, -1)).split(list(self.parts), dim=-2)
+        for part, matrix in zip(grouped, matrices, strict=True):
+            part.copy_(matrix.unflatten(-2, (self.groups, -1)))
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, MatrixForm]:
+    """The hidden matrices of a model by parameter name, in its order.
+
+    Args:
+        model: whole, on any device: a sharded parameter no longer has its full shape.
+    """
+    layers = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer))
+    routers = {router.name for router in find_routers(model)}
+    found: dict[str, MatrixForm] = {}
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if name.startswith(layers) and owner not in routers and not is_router(owner) and min(parameter.shape) > 1:
+            form = _form(model, name, tuple(parameter.shape))
+            if form is not None:
+                found[name] = form
+    return found
+
+
+def unknown_fused(forms: dict[str, MatrixForm]) -> list[str]:
+    """Names, without their layer, of projections that seem to be several matrices and count as one."""
+    whole = [name for name, form in forms.items() if len(form.parts) == 1 and _FUSED_NAME.search(name)]
+    return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in whole})
+
+
+_FUSED_NAME = re.compile(
+    r"(qkv|query_key_value|gate_up|up_gate|in_proj|c_attn|kv_[ab]_proj|input_linear)\w*(\.weight)?$"
+)
+
+
+def _form(model: nn.Module, name: str, shape: tuple[int, ...]) -> MatrixForm | None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner: Any = model.get_submodule(owner_name)
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    if len(shape) == 2 and leaf == "weight" and isinstance(owner, nn.Linear | Conv1D):
+        transposed = isinstance(owner, Conv1D)
+        layout = _fused(owner_name.rpartition(".")[2], config, outputs=shape[1 if transposed else 0])
+    elif len(shape) == 3 and not leaf.endswith("bias") and _are_experts(owner):
+        transposed = bool(getattr(owner, "is_transposed", False)) or config.model_type.startswith("llama4")
+        outputs = shape[-1 if transposed else -2]
+        interleaved = not getattr(owner, "is_concatenated", True)
+        halves = leaf.startswith("gate_up")
+        layout = (outputs // 2, (1, 1)) if interleaved and halves else _halves(outputs) if halves else (1, (outputs,))
+    elif len(shape) == 2 and config.model_type == "dbrx" and _are_experts(owner):  # experts one below the other
+        return MatrixForm(shape, parts=(owner.ffn_hidden_size,) * owner.moe_num_experts)
+    else:
+        return None
+    groups, parts = layout
+    return MatrixForm(shape, parts, transposed, groups)
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return hasattr(module, "is_transposed") or re.search(r"Experts|ExpertGLU", type(module).__name__) is not None
+
+
+Layout = tuple[int, tuple[int, ...]]
+"""(groups, parts of a group)."""
+
+
+def _fused(projection: str, config: Any, *, outputs: int) -> Layout:
+    """Where the matrices of a projection lie; one matrix where that is not known, or its widths do not fit."""
+    for pattern, rule in _RULES:
+        if re.fullmatch(pattern, f"{config.model_type}:{projection}"):
+            groups, parts = rule(config, outputs)
+            if groups * sum(parts) == outputs and min(parts) > 0:
+                return groups, parts
+    return 1, (outputs,)
+
+
+def _halves(outputs: int) -> Layout:
+    return 1, (outputs // 2,) * 2
+
+
+def _thirds(outputs: int) -> Layout:
+    return 1, (outputs // 3,) * 3
+
+
+def _attention(config: Any) -> tuple[int, int, int]:
+    """(heads, key/value heads, head size) by the names that configs have for them."""
+    heads = next(getattr(config, n) for n in ("num_attention_heads", "n_heads", "n_head") if hasattr(config, n))
+    width = next(getattr(config, n) for n in ("hidden_size", "d_model", "n_embd") if hasattr(config, n))
+    shared = (getattr(config, n, None) for n in ("num_key_value_heads", "num_kv_heads"))
+    return heads, next((n for n in shared if n), heads), getattr(config, "head_dim", None) or width // heads
+
+
+def _one_after_the_other(config: Any, outputs: int) -> Layout:
+    heads, kv, size = _attention(config)
+    return (1, (heads * size, kv * size, kv * size)) if (heads + 2 * kv) * size == outputs else _thirds(outputs)
+
+
+def _by_head(config: Any, outputs: int) -> Layout:
+    heads = _attention(config)[0]
+    return heads, (outputs // heads // 3,) * 3
+
+
+def _falcon(config: Any, outputs: int) -> Layout:
+    heads, kv, size = _attention(config)
+    if config.new_decoder_architecture:  # the heads that share a key, their key, their value
+        return kv, (heads // kv * size, size, size)
+    return (1, (heads * size, size, size)) if config.multi_query else _by_head(config, outputs)
+
+
+def _bigcode(config: Any, outputs: int) -> Layout:
+    heads, _, size = _attention(config)
+    return (1, (heads * size, size, size)) if config.multi_query else _by_head(config, outputs)
+
+
+def _dbrx(config: Any, outputs: int) -> Layout:
+    heads, size = config.n_heads, config.d_model // config.n_heads
+    shared = (outputs - heads * size) // 2
+    return 1, (heads * size, shared, shared)
+
+
+_RULES: tuple[tuple[str, Callable[[Any, int], Layout]], ...] = (
+    (r".*:(gate_up_proj)", lambda _, outputs: _halves(outputs)),
+    (r"granitemoe\w*:input_linear", lambda _, outputs: _halves(outputs)),
+    (r"(mamba|falcon_mamba|jamba|zamba):in_proj", lambda _, outputs: _halves(outputs)),  # values, gate
+    (r"lfm\d\w*:in_proj", lambda _, outputs: _thirds(outputs)),
+    (r"gpt_bigcode:c_attn", _bigcode),
+    (r".*:c_attn", lambda _, outputs: _thirds(outputs)),
+    (r"falcon:query_key_value", _falcon),
+    (r".*:query_key_value", _by_head),
+    (r"minimax:qkv_proj", _by_head),
+    (r"codegen:qkv_proj", lambda _, outputs: (4, (outputs // 12,) * 3)),
+    (r"dbrx:Wqkv", _dbrx),
+    (r".*:(qkv_proj|Wqkv)", _one_after_the_other),
+    (
+        r".*:in_proj_qkv",
+        lambda c, _: (1, (*(c.linear_num_key_heads * c.linear_key_head_dim,) * 2, _values(c))),
+    ),
+    (
+        r"qwen3_next:in_proj_qkvz",
+        lambda c, _: (c.linear_num_key_heads, (*(c.linear_key_head_dim,) * 2, *(_values_of_key(c),) * 2)),
+    ),
+)
+"""Pattern of `model_type:projection` -> its rule; the first that matches. Source: the modules of transformers 5.23."""
+
+
+def _values(config: Any) -> int:
+    return int(config.linear_num_value_heads * config.linear_value_head_dim)
+
+
+def _values_of_key(config: Any) -> int:
+    return _values(config) // int(config.linear_num_key_heads)
+
+
+def each_matrix(forms: dict[str, MatrixForm]) -> Iterator[tuple[int, int]]:
+    """(outputs, inputs) of every matrix, experts counted one by one."""
+    for form in forms.values():
+        for _ in range(form.stacked):
+            yield from form.matrices
