@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, MatrixForm]:
     return found
 
 
-def unknown_fused(forms: dict[str, MatrixForm]) -> list[str]:
+def unknown_fused(forms: Mapping[str, MatrixForm]) -> list[str]:
     """Names, without their layer, of projections that seem to be several matrices and count as one."""
     whole = [name for name, form in forms.items() if len(form.parts) == 1 and _FUSED_NAME.search(name)]
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in whole})
@@ -213,10 +213,3 @@ def _values(config: Any) -> int:
 
 def _values_of_key(config: Any) -> int:
     return _values(config) // int(config.linear_num_key_heads)
-
-
-def each_matrix(forms: dict[str, MatrixForm]) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of every matrix, experts counted one by one."""
-    for form in forms.values():
-        for _ in range(form.stacked):
-            yield from form.matrices

@@ -18,6 +18,7 @@ from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.data import DataSection
+from pipeline.config.sections.optimizers import UpdateScope
 from pipeline.plan.fake_gpu.requirements import check_exact
 from pipeline.run.before.summary import Entry, as_json, prepared_entries, resolved_entries
 from pipeline.runtime.launch import detect
@@ -83,7 +84,11 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     if arguments.exact:
         if arguments.rules_only:
             raise ConfigError("--exact", True, why="--rules-only looks at no model", remedy="give one of the two")
-        check_exact(config.engine, distils=config.distill is not None)
+        check_exact(
+            config.engine,
+            distils=config.distill is not None,
+            matrices=config.optimizer.kind.scope is UpdateScope.MATRIX,
+        )
     entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
     entries += [Entry("differs", text, text) for text in loaded.differs]
     entries += resolved_entries(resolved)

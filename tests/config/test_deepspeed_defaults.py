@@ -32,6 +32,10 @@ from tests.conftest import ROOT, tiny_config, write_config
 
 SECTIONS = (*OWNED, "communication_data_type", "sequence_parallel_size", "wandb", "tensorboard")
 OURS = {
+    "optimizer.params.adjust_lr",
+    "optimizer.params.ns_steps",
+    # DeepSpeed's, without a default in a signature: see `runtime/engine.py`, `_muon_param_groups`
+    *(f"optimizer.params.{name}" for name in ("muon_lr", "adam_lr", "ns_method")),
     "optimizer.params.moments_dtype",
     "scheduler.params.decay_num_steps",  # WSD is ours
     "scheduler.params.min_ratio",

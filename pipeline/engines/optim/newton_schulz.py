@@ -14,6 +14,8 @@ from torch import Tensor
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the polynomial: the steepest slope at zero (Jordan et al.)."""
+NS_STEPS = 5
+"""As published."""
 _SMALLEST_NORM = 1e-7
 _ELEMENTS_AT_ONCE = 1 << 27
 """Bound on a batch of matrices: the iteration holds it, a product of it and two squares of its smaller dim."""
@@ -49,7 +51,7 @@ def orthogonalize(matrices: Sequence[Tensor], *, steps: int) -> list[Tensor]:
     return [found[index] for index in range(len(matrices))]
 
 
-def flops(outputs: int, inputs: int, *, steps: int = 5) -> int:
+def flops(outputs: int, inputs: int, *, steps: int = NS_STEPS) -> int:
     """Floating-point operations of one matrix: of m x n, m <= n, each step takes 4 m^2 n + 2 m^3."""
     m, n = sorted((outputs, inputs))
     return steps * (4 * m * m * n + 2 * m**3)

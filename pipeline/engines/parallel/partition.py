@@ -15,6 +15,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.rules.stage_devices import GB, MEMORY
 from pipeline.config.shares import even_parts
+from pipeline.engines.common import matrices_of
 from pipeline.engines.parallel.costs import describe_stages, forward_flops
 from pipeline.engines.parallel.rank_model import Footprint, counts_of, first_prefixes, layer_of, rank_model, widths_of
 from pipeline.engines.parallel.stages import StageLayers, layer_list, split_layers
@@ -74,10 +75,11 @@ class _Fit:
             raise ConfigError(MEMORY, [each / GB for each in memory], why=why, remedy="remove it")
         self._run, self._model, self._memory, self._widths = run, model, memory, widths
         self._pp, self._virtual = run.topology.pp, run.virtual_stages
-        self._counts, self._before = counts_of(model, tp=run.topology.tp), first_prefixes(model)
+        forms = matrices_of(model, run.config.optimizer)
+        self._counts, self._before = counts_of(model, tp=run.topology.tp, matrices=forms), first_prefixes(model)
         self._layers = len(layer_list(model)[1])
         self._sizes = [0] * self._layers
-        for name, count, _ in self._counts:
+        for name, count, *_ in self._counts:
             if (layer := layer_of(name)) is not None:
                 self._sizes[layer] += count
         self._peaks: dict[tuple[object, ...], float] = {}

@@ -7,14 +7,16 @@ size, V ids, E experts, k of them per token.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from pipeline.engines.optim.newton_schulz import flops
 from pipeline.engines.parallel.stages import StageLayers, is_tied, layer_list, modules_before_layers
 from pipeline.engines.parallel.tensor import check_tp_plan
+from pipeline.models.hidden_matrices import MatrixForm
 from pipeline.models.layers import differ
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -61,6 +63,8 @@ class RankModel:
         first: whether it has the embedding.
         last: whether it has the head.
         stage_layers: number of decoder layers of each (virtual) stage that the rank holds.
+        matrices: elements that the optimizer treats as hidden matrices (Muon), after tensor parallelism; 0 with others.
+        matrix_flops: that orthogonalizing all of these matrices takes in a step, those of its tp ranks included.
     """
 
     layers: tuple[int, ...]
@@ -72,6 +76,8 @@ class RankModel:
     first: bool
     last: bool
     stage_layers: tuple[int, ...]
+    matrices: int = 0
+    matrix_flops: int = 0
 
     @property
     def stages(self) -> int:
@@ -125,21 +131,47 @@ class Footprint:
     ranks: tuple[RankModel, ...]
 
 
-def counts_of(model: nn.Module, *, tp: int) -> list[tuple[str, int, bool]]:
-    """(name, elements on a rank, whether tensor parallelism splits it) of every parameter."""
+class ParameterCount(NamedTuple):
+    """A parameter in numbers.
+
+    Attributes:
+        name: of the parameter.
+        elements: on a rank.
+        split: whether tensor parallelism splits it.
+        matrix_flops: that orthogonalizing its matrices takes; 0 where the optimizer treats it as no matrix.
+    """
+
+    name: str
+    elements: int
+    split: bool
+    matrix_flops: int
+
+
+def counts_of(model: nn.Module, *, tp: int, matrices: Mapping[str, MatrixForm]) -> list[ParameterCount]:
+    """The counts of every parameter.
+
+    Args:
+        model: the full model, on meta.
+        tp: tensor-parallel ranks.
+        matrices: what the optimizer treats as hidden matrices.
+    """
     styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
     ends: Any = model
     vocabulary = {id(ends.get_input_embeddings().weight), id(ends.get_output_embeddings().weight)}
     return [
-        (name, p.numel() // (tp if split else 1), split)
+        ParameterCount(name, p.numel() // (tp if split else 1), split, _matrix_flops(matrices.get(name)))
         for name, p in model.named_parameters()
         for split in [name.rpartition(".")[0] in styles or id(p) in vocabulary]
     ]
 
 
+def _matrix_flops(form: MatrixForm | None) -> int:
+    return 0 if form is None else form.stacked * sum(flops(*each) for each in form.matrices)
+
+
 def rank_model(
     model: nn.Module,
-    counts: Sequence[tuple[str, int, bool]],
+    counts: Sequence[ParameterCount],
     stages: Sequence[StageLayers],
     *,
     before: tuple[str, ...],
@@ -157,8 +189,8 @@ def rank_model(
     first, last = stages[0].first, stages[-1].last
     layers = {layer: 0 for stage in stages for layer in range(*stage.layers)}
     tied, split_up = is_tied(model), stages[0].count > 1
-    rest = small = largest = 0
-    for name, count, split in counts:
+    rest = small = largest = matrices = matrix_flops = 0
+    for name, count, split, of_matrix in counts:
         layer = layer_of(name)
         if layer is None and (not split_up or _at_end(name, before, first=first, last=last, tied=tied)):
             rest += count
@@ -167,6 +199,7 @@ def rank_model(
         else:
             continue
         small, largest = small + (0 if split or tp == 1 else count), max(largest, count)
+        matrices, matrix_flops = matrices + (count if of_matrix else 0), matrix_flops + of_matrix
     head = model.get_output_embeddings().weight.numel() // tp  # type: ignore[operator]
     return RankModel(
         layers=tuple(layers.values()),
@@ -178,6 +211,8 @@ def rank_model(
         first=first,
         last=last,
         stage_layers=tuple(len(range(*stage.layers)) for stage in stages),
+        matrices=matrices,
+        matrix_flops=matrix_flops,
     )
 
 

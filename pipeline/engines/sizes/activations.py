@@ -33,9 +33,10 @@ class StepSizes:
 
     @property
     def states(self) -> float:
-        """Bytes per parameter of optimizer states."""
-        section = self.run.config.optimizer
-        return len(section.kind.states) * section.moments_bytes
+        """Bytes per parameter of optimizer states, on this rank's average."""
+        section, share = self.run.config.optimizer, self.rank.matrices / self.rank.parameters
+        matrix, other = (len(section.kind.of(matrix=each).states) for each in (True, False))
+        return (share * matrix + (1 - share) * other) * section.moments_bytes
 
     @property
     def stage(self) -> int:

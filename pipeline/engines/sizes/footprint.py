@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.common import matrices_of
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.rank_model import Footprint, counts_of, first_prefixes, rank_model, widths_of
 
@@ -23,7 +24,7 @@ def footprint_of(run: ResolvedRun, model: nn.Module) -> Footprint | None:
         return None
     tp, pp = run.topology.tp, run.topology.pp
     stages = pipeline_stages(run, model)
-    counts = counts_of(model, tp=tp)
+    counts = counts_of(model, tp=tp, matrices=matrices_of(model, run.config.optimizer))
     before = first_prefixes(model) if pp > 1 else ()
     own = ([stage for stage in stages if stage.index % pp == rank] for rank in range(pp))
     return Footprint(widths, tuple(rank_model(model, counts, each, before=before, tp=tp) for each in own))

@@ -31,6 +31,10 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers"
 UPDATE_ELEMENTS = 1 << 27
 """Parameters that the engine on one device updates at once (`engines.torch_native.single`)."""
 
+MATRIX_ELEMENTS, MATRIX_COPIES = 1 << 27, 6
+"""Elements of a round of Muon's exchange (`optim.matrix_exchange`), and its copies: sent, received, whole, and three of
+the iteration."""
+
 TABLES = 2 * 4 * 8192
 """Bytes of the tables by which weights are drawn (`models.counter`), which stay in the host's memory."""
 
@@ -77,7 +81,7 @@ def phases(
     does not; both are among the buffers.
     """
     step = StepSizes(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank, cpu)
-    moments = _moments(step)
+    moments = {**_moments(step), **_matrices(step)}
     beside = host_memory(run, footprint, pp_rank=pp_rank) + TABLES if cpu else 0.0
     return {name: replace(each, buffers=each.buffers + beside) for name, each in moments.items()}
 
@@ -114,6 +118,26 @@ def _moments(step: StepSizes) -> dict[str, Bytes]:
     if step.run.plain:
         return _plain(step)
     return _single(step) if step.run.alone else _sharded(step)
+
+
+def _matrices(step: StepSizes) -> dict[str, Bytes]:
+    """Muon: beside the sharded state what is sent of every matrix, and a round of the exchange with its products."""
+    rank, width = step.rank, 4 if step.cpu else 2
+    if not rank.matrices:
+        return {}
+    held = rank.parameters / step.shards
+    mine = rank.matrices / step.shards
+    masters = (step.size - MASTER) * held if step.run.alone and not step.run.plain and step.size < MASTER else 0.0
+    unsharded = step.size * rank.parameters if step.run.config.engine == "deepspeed" and step.stage < 3 else 0.0
+    sent = width * (mine + MATRIX_COPIES * min(mine, MATRIX_ELEMENTS))
+    return {
+        "matrices": Bytes(
+            weights=MASTER * held + masters + unsharded,
+            gradients=MASTER * held,
+            optimizer=step.states * held,
+            buffers=sent,
+        )
+    }
 
 
 def _single(step: StepSizes) -> dict[str, Bytes]:

@@ -8,28 +8,31 @@ from headrace.base.errors import ConfigError
 from pipeline.plan.fake_gpu import guard
 
 
-def check_exact(engine: str, *, distils: bool) -> None:
+def check_exact(engine: str, *, distils: bool, matrices: bool) -> None:
     """Refuses a step that cannot be executed here, before data and model are looked at.
 
     Args:
         engine: the config's.
         distils: whether the run is a distillation.
+        matrices: whether the optimizer exchanges whole matrices.
 
     Raises:
         ConfigError: this machine cannot have the fake device, the engine's package is missing, or the config is one of
-            the plain reference or a distillation.
+            the plain reference, a distillation, or one with Muon.
     """
-    why = _missing(engine, distils=distils)
+    why = _missing(engine, distils=distils, matrices=matrices)
     if why is not None:
         remedy = "leave it out: the closed formulas need nothing"
         raise ConfigError("--exact", True, why=why, remedy=remedy)
 
 
-def _missing(engine: str, *, distils: bool) -> str | None:
+def _missing(engine: str, *, distils: bool, matrices: bool) -> str | None:
     if engine == "reference":
         return "the plain reference is not executed on the fake device, only the engines torch and deepspeed"
     if distils:
         return "the step of a distillation, with its teacher, is not executed on the fake device"
+    if matrices:
+        return "Muon's exchange of matrices needs other ranks' shards, which the fake device has none of"
     if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed, the config's engine, is not installed (pip install deepspeed)"
     return guard.missing()

@@ -15,6 +15,9 @@ from pipeline.engines.sizes import traffic
 from pipeline.engines.sizes.traffic import TrafficLayout
 from pipeline.runtime.machines.machine import Operation
 
+MATRIX_BYTES = 2
+"""Bytes per element of a matrix that is orthogonalized on a GPU."""
+
 _GRADIENT_BYTES = 4
 """Gradients are reduced in fp32, unless communication_data_type says bf16."""
 
@@ -24,7 +27,7 @@ class Transfer:
     """Collectives of one purpose.
 
     Attributes:
-        purpose: weights, gradients, tensor, context or pipeline.
+        purpose: weights, gradients, tensor, context, pipeline or matrices.
         kind: all_gather, reduce_scatter, all_reduce, all_to_all or send.
         bytes: of the whole tensors, in a step.
         count: of collectives, in a step.
@@ -40,7 +43,7 @@ class Transfer:
 
 def transfers(layout: TrafficLayout) -> list[Transfer]:
     """Collectives and messages of a step, by purpose; those of a single rank, and of a few numbers, are left out."""
-    found = [*_data_parallel(layout), *_within_layers(layout), *_pipeline(layout)]
+    found = [*_data_parallel(layout), *_within_layers(layout), *_pipeline(layout), *_matrices(layout)]
     return [each for each in found if len(each.ranks) > 1 and each.bytes]
 
 
@@ -97,6 +100,17 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
             yield Transfer("context", "send", exchanged + gradients, 3 * layers * run.topology.cp, ranks)
         else:
             yield Transfer("context", "all_to_all", exchanged, round(layers * 8 * (1 + repeated / 2)), ranks)
+
+
+def _matrices(layout: TrafficLayout) -> Iterator[Transfer]:
+    """Shards of hidden matrices to the ranks that orthogonalize them, and back, in bf16 on GPUs (`optim.muon`)."""
+    run, elements = layout.run, layout.rank.matrices
+    data = run.topology.dp * run.topology.cp
+    sharded = layout.stage > 0 or run.topology.tp > 1  # else every rank has every matrix, and only results are sent
+    shards = (run.config.parallel.hybrid_shard_size or data) if layout.stage else 1
+    moved = (elements / data if sharded else 0.0) + elements / shards
+    ranks = group_of(run.topology, ("dp", "cp", "tp"))
+    yield Transfer("matrices", "all_to_all", MATRIX_BYTES * moved, 2 if sharded else 1, ranks)
 
 
 def _pipeline(layout: TrafficLayout) -> Iterator[Transfer]:

@@ -24,7 +24,7 @@ CONSTRAINTS = {
     "context_parallel": "communication of context parallelism, for which attention waits",
     "data_parallel": "communication of data parallelism that no kernel hides: weights gathered, gradients reduced",
     "bubble": "the pipeline's bubble",
-    "optimizer": "memory bandwidth: the optimizer's update and the addition of gradients",
+    "optimizer": "memory bandwidth: the optimizer's update and the addition of gradients (Muon: its products, too)",
     "offload": "the link to the host and the update there (offload)",
     "data": "the data loader",
     "checkpoint": "checkpoints",

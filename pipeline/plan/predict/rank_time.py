@@ -66,6 +66,7 @@ class RankTime:
         products, kernels: of a micro-batch; kernels with the host's time for layers on a CPU.
         stages: its (virtual) stages in order.
         tensor, context, weights, gradients: communication of a step, hidden or not.
+        matrices: of an optimizer of whole matrices: their exchange and their orthogonalization in a step.
         message: of hidden states to the next stage, by the collectives of the same model.
         work: what it computes.
     """
@@ -77,6 +78,7 @@ class RankTime:
     context: float
     weights: float
     gradients: float
+    matrices: float
     message: float
     work: Work
 
@@ -109,13 +111,14 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
         rates: of the machine.
         collective: seconds of collectives.
     """
-    sums = dict.fromkeys(("tensor", "context", "weights", "gradients"), 0.0)
+    sums = dict.fromkeys(("tensor", "context", "weights", "gradients", "matrices"), 0.0)
     message = 0.0
     for each in transfers(work.layout):
         if each.purpose == "pipeline":
             message = collective(each, rates) / each.count
         else:
             sums[each.purpose] += collective(each, rates)
+    sums["matrices"] += work.matrix_flops / rates.head
     passes = work.forward, work.backward
     stages = [
         StageSeconds(

@@ -36,7 +36,7 @@ class StepTime:
         context_parallel: the same, of context parallelism.
         data_parallel: gathers of weights and reductions of gradients that no kernel hides.
         bubble: of the pipeline.
-        optimizer: the update, and the addition of gradients.
+        optimizer: the update, with whole matrices that it moves and orthogonalizes, and the addition of gradients.
         offload: transfers to the host and the update there.
         data: for which the loader keeps the step waiting.
         checkpoint: for which training waits, spread over the steps between two checkpoints.
@@ -99,7 +99,7 @@ def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepM
         context_parallel=slowest.context,
         data_parallel=max(model.exposed(run, rank, rates) for rank in ranks),
         bubble=model.pipeline(run, ranks, rates).bubble,
-        optimizer=max(rank.work.update_bytes for rank in ranks) / rates.memory,
+        optimizer=max(rank.work.update_bytes / rates.memory + rank.matrices for rank in ranks),
         offload=_offload(run, slowest.work, rates),
         data=max(0.0, run.batch.micro * count * run.batch.sequence_length / LOADER_TOKENS_PER_S - computing),
     )
@@ -129,7 +129,8 @@ def _checkpoint(run: ResolvedRun, works: list[Work], rates: Rates, *, step_s: fl
     With "auto", by the interval that a run would take after a save of this length.
     """
     section = run.config.run
-    state = max(work.layout.rank.parameters for work in works) * run.config.optimizer.kind.bytes_per_parameter
+    kind, ranks = run.config.optimizer.kind, [work.layout.rank for work in works]
+    state = max(kind.state_bytes(parameters=rank.parameters, matrices=rank.matrices) for rank in ranks)
     mine = state / (run.topology.dp * run.topology.cp)
     written = mine * min(run.topology.world_size, rates.topology.devices_per_node) / rates.storage
     seconds = rates.host.seconds(mine) + (0.0 if section.async_checkpoints else written)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.optim.newton_schulz import NS_STEPS
 from pipeline.engines.parallel.costs import update_bytes
 from pipeline.engines.sizes.memory import layer_activations
 from pipeline.engines.sizes.traffic import TrafficLayout
@@ -90,11 +91,13 @@ class Work:
         layout: inputs of the formulas of traffic.
         stages: its (virtual) stages in order.
         update_bytes: read and written in a step by the optimizer, and to add up gradients.
+        matrix_flops: of this rank in a step, to orthogonalize hidden matrices (Muon).
     """
 
     layout: TrafficLayout
     stages: tuple[StageWork, ...]
     update_bytes: float
+    matrix_flops: float
 
     @property
     def forward(self) -> Pass:
@@ -124,7 +127,9 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
         StageWork(flops.layers, _decoder(layout, flops, activations * flops.layers), _head(layout, flops))
         for flops in shares.flops[pp_rank]
     )
-    return Work(layout, stages, update_bytes(run, rank.parameters))
+    steps = (run.config.optimizer.params.ns_steps or NS_STEPS) / NS_STEPS
+    sharing = run.topology.world_size // run.topology.pp
+    return Work(layout, stages, update_bytes(run, rank.parameters), steps * rank.matrix_flops / sharing)
 
 
 def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float) -> Passes:

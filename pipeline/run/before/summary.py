@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
-from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.config.sections.optimizers import OptimizerKind, OptimizerSection
 from pipeline.config.sections.run import EvaluationSection, RunSection
 from pipeline.models.split_names import conversion
 from pipeline.run.checkpoint_timer import minutes_of
 
 if TYPE_CHECKING:
     from pipeline.data.dataset import TokenDataset
+    from pipeline.models.hidden_matrices import MatrixForm
     from pipeline.run.prepare import PreparedRun
 
 
@@ -81,7 +83,7 @@ def _optimizer_entry(section: OptimizerSection, *, held: float | None) -> Entry:
     kind = section.kind
     params = section.params.model_dump(mode="json", exclude_none=True)
     shown = ", ".join(f"{name} {json.dumps(params[name])}" for name in _SHOWN_PARAMS if name in params)
-    states = f"{len(kind.states)} state tensor{'' if len(kind.states) == 1 else 's'} per parameter"
+    states = f"{len(kind.states)} state tensor{'' if len(kind.states) == 1 else 's'} per {_parameter(kind)}"
     text = f"{kind.name}, {shown}; {states}: {kind.bytes_per_parameter} bytes per parameter with the fp32 master weight"
     sizes: dict[str, Any] = {"states": list(kind.states), "bytes_per_parameter": kind.bytes_per_parameter}
     if held is not None:
@@ -90,7 +92,38 @@ def _optimizer_entry(section: OptimizerSection, *, held: float | None) -> Entry:
     return Entry("optimizer", text, {"type": kind.name, "params": params, **sizes})
 
 
-_SHOWN_PARAMS = ("betas", "momentum", "nesterov", "weight_decay")
+def _state_entries(prepared: PreparedRun) -> Iterator[Entry]:
+    from pipeline.engines.common import matrices_of  # noqa: PLC0415  imports torch
+
+    run, size = prepared.run, prepared.size
+    forms = matrices_of(prepared.model, run.config.optimizer)
+    elements = sum(math.prod(form.shape) for form in forms.values())
+    if forms:
+        yield _matrices_entry(forms, elements, of=size.parameters)
+    state_bytes = run.config.optimizer.kind.state_bytes(parameters=size.parameters, matrices=elements)
+    state = f"{state_bytes / 2**30:,.3f} GiB of fp32 weights and optimizer states over all ranks, and on disk"
+    each = state_bytes / size.parameters
+    each = int(each) if each.is_integer() else round(each, 3)
+    yield Entry("training state", state, {"bytes": int(state_bytes), "bytes_per_parameter": each})
+
+
+def _matrices_entry(forms: Mapping[str, MatrixForm], elements: int, *, of: int) -> Entry:
+    """What Muon orthogonalizes, and what counts as one matrix although it may be several."""
+    from pipeline.models.hidden_matrices import unknown_fused  # noqa: PLC0415  imports torch
+
+    count = sum(form.stacked * len(form.parts) for form in forms.values())
+    text = f"Muon: {count:,} matrices in {len(forms):,} parameters, {elements / of:.1%} of all; AdamW: the rest"
+    fused = unknown_fused(forms)
+    if fused:
+        text += f". One matrix each, though perhaps fused: {', '.join(fused)}"
+    return Entry("matrices", text, {"matrices": count, "parameters": len(forms), "elements": elements, "fused": fused})
+
+
+def _parameter(kind: OptimizerKind) -> str:
+    return "parameter" if kind.rest is None else f"parameter in hidden matrices ({len(kind.rest.states)} of others)"
+
+
+_SHOWN_PARAMS = ("betas", "momentum", "nesterov", "muon_lr", "adam_lr", "adjust_lr", "weight_decay")
 
 
 def _data_entries(data: DataSection) -> Iterator[Entry]:
@@ -173,11 +206,7 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
     active = "" if size.active == size.parameters else f", {size.active:,} of them active for a token"
     shown = f"{kind}, {size.parameters:,} parameters ({size.embedding:,} embedding){active}"
     yield Entry("model", shown, {"model_type": kind, **counts})
-    each = run.config.optimizer.kind.bytes_per_parameter
-    state = (
-        f"{size.parameters * each / 2**30:,.3f} GiB of fp32 weights and optimizer states over all ranks, and on disk"
-    )
-    yield Entry("training state", state, {"bytes": size.parameters * each, "bytes_per_parameter": each})
+    yield from _state_entries(prepared)
     if size.flops_per_token is not None:
         compute = f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward"
         yield Entry("compute", compute, {"flops": size.flops_per_token * run.steps * run.batch.tokens})

@@ -82,12 +82,12 @@ def test_a_machine_is_told_what_it_lacks(lacks: str, monkeypatch: pytest.MonkeyP
     else:
         monkeypatch.setattr(guard, "_torch_version", lambda: "2.13.0+cu130")
     with pytest.raises(ConfigError, match=lacks.replace("+", r"\+")):
-        check_exact("deepspeed", distils=False)
+        check_exact("deepspeed", distils=False, matrices=False)
 
 
 def test_the_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match="reference"):
-        check_exact("reference", distils=False)
+        check_exact("reference", distils=False, matrices=False)
 
 
 def test_exact_without_a_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
