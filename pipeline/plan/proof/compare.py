@@ -13,9 +13,10 @@ from torch import Tensor
 from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.config.schedule import make_schedule
 from pipeline.config.sections.deepspeed import SchedulerSection
-from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.config.sections.optimizers import OptimizerKind, OptimizerSection, UpdateScope
 from pipeline.plan.proof.case import Case, CaseResult
 from pipeline.plan.proof.tolerance import Tolerance
 
@@ -53,21 +54,33 @@ def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
     """The gradient of the first step by tensor, fp32, before clipping.
 
     After one step the first state is (1 - beta) times the clipped gradient, of AdamW with its first beta, of Lion with
-    its second; with that beta 0 it is the gradient. SGD's momentum is the clipped gradient plus the weight decay. The
-    clipping factor follows from the norm. Elements that the state does not contain are NaN.
+    its second, of Muon's matrices with its momentum; with that beta 0 it is the gradient. SGD's momentum is the clipped
+    gradient plus the weight decay. The clipping factor follows from the norm. Elements that the state does not contain
+    are NaN.
     """
     directory = result.state(1)
     shapes = CheckpointWeights(directory).shapes
     section = parse(OptimizerSection, case.config["optimizer"])
-    kind, betas = section.kind, section.params.betas or ()
-    share = 1.0 if kind.state_beta is None else 1 - betas[kind.state_beta]
     clip = case.config.get("gradient_clipping") or math.inf
-    factor = share * min(1.0, clip / (result.grad_norms[1] + 1e-6))
-    states = _read(kind.states[0], shapes, directory)
-    if kind.l2_decay:
+    factor = min(1.0, clip / (result.grad_norms[1] + 1e-6))
+    stored = {each.key for each in read_metadata(directory).tensors}
+    found: dict[str, Tensor] = {}
+    for kind in filter(None, (section.kind, section.kind.rest)):
+        # of Muon some parameters have the state of one kind, others that of the other
+        own = {name: s for name, s in shapes.items() if named_state.moment_key(kind.states[0], name) in stored}
+        found |= {name: state / _share(section, kind) for name, state in _read(kind.states[0], own, directory).items()}
+    if section.kind.l2_decay:
         weights = _read("weight", shapes, directory)
-        states = {name: state - _decay_within(case, section, weights[name], state) for name, state in states.items()}
-    return {name: state / factor for name, state in states.items()}
+        found = {name: state - _decay_within(case, section, weights[name], state) for name, state in found.items()}
+    return {name: found[name] / factor for name in shapes}
+
+
+def _share(section: OptimizerSection, kind: OptimizerKind) -> float:
+    """The factor of a gradient in the first state of a kind."""
+    if kind.scope is UpdateScope.MATRIX:
+        return 1 - (section.params.momentum or 0.0)
+    betas = section.params.betas
+    return 1.0 if kind.state_beta is None or betas is None else 1 - betas[kind.state_beta]
 
 
 def _decay_within(case: Case, section: OptimizerSection, weight: Tensor, momentum: Tensor) -> Tensor | float:
