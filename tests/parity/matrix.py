@@ -73,6 +73,10 @@ COMPLETEP: dict[str, Any] = {
 """Of a cell with `completep`, which is no factor of the matrix: see `test_completep.py`. Width and depth are twice the
 base model's and the MLP three times, so that every kind of parameter has a learning rate of its own."""
 
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 3e-3, "adam_lr": 2e-3, "weight_decay": 0.1}}
+"""Of a cell with `muon`, which is no factor of the matrix either: see `test_muon.py`."""
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 CURVE = ("tied", "mask", "z_loss", "clip", "precision")
 """Factors that change the training curve; a reference is run for each combination that occurs."""
@@ -106,7 +110,7 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
         "parallel": parallel,
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": values["accumulation"],
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": MUON if values.get("muon") else ADAMW,
         "gradient_clipping": values["clip"],
         "zero_optimization": _zero(engine, int(stage), values["extra"]),
         "fp16": {"initial_scale_power": 12},
@@ -116,7 +120,12 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
 
 
 def model_of(values: Values) -> dict[str, Any]:
-    """Llama with four layers: enough for four pipeline stages, which the cost of the head makes unequal."""
+    """Llama with four layers: enough for four pipeline stages, which the cost of the head makes unequal.
+
+    Qwen3-MoE of the same sizes in a cell with `experts`.
+    """
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts = {"model_type": "qwen3_moe", "head_dim": 8, **sizes} if values.get("experts") else {}
     return {
         "model_type": "llama",
         "hidden_size": 32,
@@ -126,6 +135,7 @@ def model_of(values: Values) -> dict[str, Any]:
         "num_key_value_heads": 2,
         "vocab_size": VOCABULARY,
         "tie_word_embeddings": values["tied"],
+        **experts,
     }
 
 
@@ -167,7 +177,12 @@ def name_of(values: Values) -> str:
     defaults = {**_defaults(), "pipeline": "none", "tp": 1, "cp": "none", "extra": "none"}
     named = [name for name in [*LAYOUT, *NUMBERS, "precision"] if values[name] != defaults.get(name)]
     shown = [name if values[name] is True else f"{_SHORT.get(name, name)}{values[name]}" for name in named]
-    return ",".join([*shown, *(["completep"] if values.get("completep") else [])])
+    return ",".join([*shown, *_apart(values)])
+
+
+def _apart(values: Values) -> list[str]:
+    """What a cell has beside the factors of the matrix."""
+    return [name for name in ("completep", "muon", "experts") if values.get(name)]
 
 
 _SHORT = {
@@ -183,7 +198,7 @@ _SHORT = {
 
 def curve_of(values: Values) -> tuple[Any, ...]:
     """The values that a cell shares with its reference."""
-    return (*(["completep"] if values.get("completep") else []), *(values[name] for name in CURVE))
+    return (*_apart(values), *(values[name] for name in CURVE))
 
 
 def case_of(values: Values, tokens: str, *, length: RunLength, resume_from: tuple[str, int] | None = None) -> Case:
