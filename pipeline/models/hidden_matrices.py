@@ -94,9 +94,7 @@ def unknown_fused(forms: Mapping[str, MatrixForm]) -> list[str]:
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in whole})
 
 
-_FUSED_NAME = re.compile(
-    r"(qkv|query_key_value|gate_up|up_gate|in_proj|c_attn|kv_[ab]_proj|input_linear)\w*(\.weight)?$"
-)
+_FUSED_NAME = re.compile(r"(qkv|query_key_value|gate_up|in_proj|c_attn|kv_[ab]_proj|input_linear)\w*(\.weight)?$")
 
 
 def _form(model: nn.Module, name: str, shape: tuple[int, ...]) -> MatrixForm | None:
@@ -184,7 +182,7 @@ def _dbrx(config: Any, outputs: int) -> Layout:
 
 _RULES: tuple[tuple[str, Callable[[Any, int], Layout]], ...] = (
     (r".*:(gate_up_proj)", lambda _, outputs: _halves(outputs)),
-    (r"granitemoe\w*:input_linear", lambda _, outputs: _halves(outputs)),
+    (r"granitemoe\w*:input_linear|jetmoe:kv_proj", lambda _, outputs: _halves(outputs)),
     (r"(mamba|falcon_mamba|jamba|zamba):in_proj", lambda _, outputs: _halves(outputs)),  # values, gate
     (r"lfm\d\w*:in_proj", lambda _, outputs: _thirds(outputs)),
     (r"gpt_bigcode:c_attn", _bigcode),

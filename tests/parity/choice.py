@@ -175,7 +175,7 @@ def groups() -> list[str]:
 def full() -> dict[str, list[Values]]:
     """Every legal layout with every mode of activation checkpointing, in fp32 and bf16; other factors alternate.
 
-    By engine, ZeRO stage and pipeline schedule: thousands of cells.
+    By engine, ZeRO stage and pipeline schedule: thousands of cells. And every layout once with Muon, in fp32.
     """
     others = [dict(zip(NUMBERS, each, strict=True)) for each in itertools.product(*NUMBERS.values())]
     turns = itertools.cycle(random.Random(0).sample(others, len(others)))
@@ -185,6 +185,9 @@ def full() -> dict[str, list[Values]]:
         for mode, precision in itertools.product(NUMBERS["activation_checkpointing"], PRECISIONS[:2]):
             cell = {**layout, **next(turns), "activation_checkpointing": mode, "precision": precision}
             group += [cell] if is_legal(cell) else []
+        # offloaded states are refused with Muon
+        muon = {**layout, **next(turns), "precision": "fp32", "muon": True}
+        groups.setdefault("with Muon", []).extend([muon] if is_legal(muon) else [])
     return groups
 
 

@@ -1,0 +1,134 @@
+"""Which parameters of which architecture are hidden matrices, and what a fused tensor consists of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
+from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.engines.common import matrices_of
+from pipeline.models.build.meta import build_meta
+from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices, unknown_fused
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
+GROUPED = {**LLAMA, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+MPT = {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 64}
+
+FUSED: list[tuple[str, dict[str, Any], str, MatrixForm]] = [
+    ("gpt2", GPT2, "attn.c_attn.weight", MatrixForm((32, 96), (32, 32, 32), transposed=True)),
+    ("phi3", GROUPED | {"pad_token_id": 0}, "self_attn.qkv_proj.weight", MatrixForm((64, 32), (32, 16, 16))),
+    ("phi3", GROUPED | {"pad_token_id": 0}, "mlp.gate_up_proj.weight", MatrixForm((96, 32), (48, 48))),
+    ("mpt", MPT, "attn.Wqkv.weight", MatrixForm((96, 32), (32, 32, 32))),
+    ("gpt_neox", LLAMA, "attention.query_key_value.weight", MatrixForm((96, 32), (8, 8, 8), groups=4)),
+    ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}, "self_attention.query_key_value.weight",
+     MatrixForm((96, 32), (8, 8, 8), groups=4)),
+    ("falcon", LLAMA, "self_attention.query_key_value.weight", MatrixForm((48, 32), (32, 8, 8))),
+    ("falcon", {**LLAMA, "new_decoder_architecture": True, "num_kv_heads": 2}, "self_attention.query_key_value.weight",
+     MatrixForm((64, 32), (16, 8, 8), groups=2)),
+    ("gpt_bigcode", GPT2, "attn.c_attn.weight", MatrixForm((48, 32), (32, 8, 8))),
+    ("mixtral", EXPERTS, "mlp.experts.gate_up_proj", MatrixForm((4, 96, 32), (48, 48))),
+    ("mixtral", EXPERTS, "mlp.experts.down_proj", MatrixForm((4, 32, 48), (32,))),
+    ("gpt_oss", EXPERTS, "mlp.experts.gate_up_proj", MatrixForm((4, 32, 96), (1, 1), transposed=True, groups=48)),
+    ("gpt_oss", EXPERTS, "mlp.experts.down_proj", MatrixForm((4, 48, 32), (32,), transposed=True)),
+    ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}, "mixer.in_proj.weight",
+     MatrixForm((128, 32), (64, 64))),
+]  # fmt: skip
+
+
+def model_of(model_type: str, fields: dict[str, Any]) -> nn.Module:
+    return build_meta(AutoConfig.for_model(model_type, **fields), dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(("model_type", "fields", "name", "form"), FUSED, ids=[f"{m}-{n}" for m, _, n, _ in FUSED])
+def test_a_fused_tensor_is_several_matrices(
+    model_type: str, fields: dict[str, Any], name: str, form: MatrixForm
+) -> None:
+    found = hidden_matrices(model_of(model_type, fields))
+    assert [each for key, each in found.items() if key.endswith(name)] == [form]
+    assert unknown_fused(found) == []
+
+
+OTHERS = {
+    "gpt2": (GPT2, {"wte.weight", "wpe.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"}),
+    "mixtral": (
+        EXPERTS,
+        {"embed_tokens.weight", "mlp.gate.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
+         "norm.weight", "lm_head.weight"},
+    ),
+    "gpt_oss": (
+        EXPERTS,
+        {"embed_tokens.weight", "self_attn.sinks", "mlp.router.weight", "input_layernorm.weight",
+         "post_attention_layernorm.weight", "norm.weight", "lm_head.weight"},
+    ),
+    "mamba": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64},
+        {"embeddings.weight", "mixer.A_log", "mixer.D", "mixer.conv1d.weight", "norm.weight", "norm_f.weight"},
+    ),
+    "opt": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64, "ffn_dim": 48,
+         "word_embed_proj_dim": 16},
+        {"embed_tokens.weight", "embed_positions.weight", "self_attn_layer_norm.weight", "final_layer_norm.weight",
+         "project_in.weight", "project_out.weight"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_embeddings_head_norms_biases_routers_kernels_and_decay_rates_are_no_hidden_matrices(model_type: str) -> None:
+    fields, expected = OTHERS[model_type]
+    model = model_of(model_type, fields)
+    left = [name for name, _ in model.named_parameters() if name not in hidden_matrices(model)]
+    assert {name for name in left if "bias" not in name and not name.endswith(tuple(expected))} == set()
+    assert all(any(name.endswith(each) for name in left) for each in expected)
+
+
+def test_a_projection_that_may_be_fused_and_is_not_known_is_named() -> None:
+    fields = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "num_heads": 8, "head_dim": 8, "n_groups": 1}
+    found = hidden_matrices(model_of("mamba2", fields))
+    assert unknown_fused(found) == ["mixer.in_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        MatrixForm((16, 8), (8, 4, 4)),
+        MatrixForm((12, 8), (2, 2, 2), groups=2),
+        MatrixForm((3, 5, 8), (1, 1), transposed=True, groups=4),
+    ],
+)
+def test_splitting_and_writing_are_inverse(form: MatrixForm) -> None:
+    stored = torch.arange(float(torch.tensor(form.shape).prod())).view(form.shape)
+    parts = form.split(stored)
+    assert [tuple(part.shape[-2:]) for part in parts] == list(form.matrices)
+    again = torch.empty_like(stored)
+    form.write(parts, again)
+    assert torch.equal(again, stored)
+
+
+def test_the_parts_of_gpt_neox_are_its_queries_keys_and_values() -> None:
+    """Its own forward pass decides what they are: the rows that change the queries alone are the first part."""
+    config = AutoConfig.for_model("gpt_neox", **LLAMA, rotary_pct=0.25)
+    model: Any = build_meta(config, dtype=torch.float32, attn_implementation="eager").to_empty(device="cpu")
+    attention = model.gpt_neox.layers[0].attention
+    [(name, form)] = [each for each in hidden_matrices(model).items() if "query_key_value" in each[0]]
+    weight: Tensor = model.get_parameter(name).data.normal_()
+    parts = form.split(weight)
+    hidden = torch.randn(1, 3, 32)
+    fused = torch.nn.functional.linear(hidden, weight).view(1, 3, 4, -1).transpose(1, 2)
+    for theirs, ours in zip(fused.chunk(3, dim=-1), parts, strict=True):  # as in its forward pass
+        mine = torch.nn.functional.linear(hidden, ours).view(1, 3, 4, -1).transpose(1, 2)
+        assert torch.allclose(theirs, mine, atol=1e-5)
+    assert attention.head_size == 8
+
+
+def test_a_model_without_hidden_matrices_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no hidden matrix was found"):
+        matrices_of(nn.Sequential(nn.Embedding(4, 4)), parse(OptimizerSection, {"type": "Muon"}))
