@@ -177,6 +177,12 @@ def test_prepare_refuses_a_sharded_adafactor_before_any_work(config: dict[str, A
     assert not torch.distributed.is_initialized()
 
 
+def test_prepare_refuses_muon_by_name_since_hidden_matrices_are_those_of_hugging_face_models() -> None:
+    section = {"type": "Muon", "params": {"lr": 1e-3}}
+    with pytest.raises(ConfigError, match="which parameters are hidden matrices"):
+        prepare(nn.Linear(4, 4), config={"optimizer": section, "train_batch_size": 4})
+
+
 def test_fsdp2_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """DTensors do not help: torch 2.13's Adafactor raises on them, and Muon's update differs by 1 %."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():

@@ -20,6 +20,7 @@ from tests.support import refusal_of
 pytestmark = pytest.mark.integration
 
 LION = {"type": "lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+MUON = {"type": "muon", "params": {"lr": 3e-3, "weight_decay": 0.1}}
 SGD = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
 
 
@@ -29,7 +30,13 @@ def states(checkpoint: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kinds"), [(LION, {"weight", "exp_avg"}), (SGD, {"weight", "momentum_buffer"})], ids=["lion", "sgd"]
+    ("optimizer", "kinds"),
+    [
+        (LION, {"weight", "exp_avg"}),
+        (SGD, {"weight", "momentum_buffer"}),
+        (MUON, {"weight", "momentum_buffer", "exp_avg", "exp_avg_sq", "optimizer_step"}),
+    ],
+    ids=["lion", "sgd", "muon"],
 )
 def test_a_checkpoint_of_one_engine_resumes_on_the_other_and_has_the_states_of_its_optimizer(
     tokens: Path, tmp_path: Path, optimizer: dict[str, Any], kinds: set[str]

@@ -65,6 +65,7 @@ class RankModel:
         stage_layers: number of decoder layers of each (virtual) stage that the rank holds.
         matrices: elements that the optimizer treats as hidden matrices (Muon), after tensor parallelism; 0 with others.
         matrix_flops: that orthogonalizing all of these matrices takes in a step, those of its tp ranks included.
+        largest_matrix_flops: the same of one stored matrix, the least that one of the ranks has to compute.
     """
 
     layers: tuple[int, ...]
@@ -78,6 +79,7 @@ class RankModel:
     stage_layers: tuple[int, ...]
     matrices: int = 0
     matrix_flops: int = 0
+    largest_matrix_flops: int = 0
 
     @property
     def stages(self) -> int:
@@ -139,12 +141,14 @@ class ParameterCount(NamedTuple):
         elements: on a rank.
         split: whether tensor parallelism splits it.
         matrix_flops: that orthogonalizing its matrices takes; 0 where the optimizer treats it as no matrix.
+        stacked: experts in it, or 1.
     """
 
     name: str
     elements: int
     split: bool
     matrix_flops: int
+    stacked: int
 
 
 def counts_of(model: nn.Module, *, tp: int, matrices: Mapping[str, MatrixForm]) -> list[ParameterCount]:
@@ -159,14 +163,15 @@ def counts_of(model: nn.Module, *, tp: int, matrices: Mapping[str, MatrixForm]) 
     ends: Any = model
     vocabulary = {id(ends.get_input_embeddings().weight), id(ends.get_output_embeddings().weight)}
     return [
-        ParameterCount(name, p.numel() // (tp if split else 1), split, _matrix_flops(matrices.get(name)))
+        ParameterCount(name, p.numel() // (tp if split else 1), split, *_matrix_flops(matrices.get(name)))
         for name, p in model.named_parameters()
         for split in [name.rpartition(".")[0] in styles or id(p) in vocabulary]
     ]
 
 
-def _matrix_flops(form: MatrixForm | None) -> int:
-    return 0 if form is None else form.stacked * sum(flops(*each) for each in form.matrices)
+def _matrix_flops(form: MatrixForm | None) -> tuple[int, int]:
+    """(of all experts, number of experts)."""
+    return (0, 1) if form is None else (form.stacked * sum(flops(*each) for each in form.matrices), form.stacked)
 
 
 def rank_model(
@@ -189,8 +194,8 @@ def rank_model(
     first, last = stages[0].first, stages[-1].last
     layers = {layer: 0 for stage in stages for layer in range(*stage.layers)}
     tied, split_up = is_tied(model), stages[0].count > 1
-    rest = small = largest = matrices = matrix_flops = 0
-    for name, count, split, of_matrix in counts:
+    rest = small = largest = matrices = matrix_flops = largest_matrix = 0
+    for name, count, split, of_matrix, stacked in counts:
         layer = layer_of(name)
         if layer is None and (not split_up or _at_end(name, before, first=first, last=last, tied=tied)):
             rest += count
@@ -200,6 +205,7 @@ def rank_model(
             continue
         small, largest = small + (0 if split or tp == 1 else count), max(largest, count)
         matrices, matrix_flops = matrices + (count if of_matrix else 0), matrix_flops + of_matrix
+        largest_matrix = max(largest_matrix, of_matrix // stacked)
     head = model.get_output_embeddings().weight.numel() // tp  # type: ignore[operator]
     return RankModel(
         layers=tuple(layers.values()),
@@ -213,6 +219,7 @@ def rank_model(
         stage_layers=tuple(len(range(*stage.layers)) for stage in stages),
         matrices=matrices,
         matrix_flops=matrix_flops,
+        largest_matrix_flops=largest_matrix,
     )
 
 

@@ -91,7 +91,7 @@ class Work:
         layout: inputs of the formulas of traffic.
         stages: its (virtual) stages in order.
         update_bytes: read and written in a step by the optimizer, and to add up gradients.
-        matrix_flops: of this rank in a step, to orthogonalize hidden matrices (Muon).
+        matrix_flops: of the busiest rank in a step, to orthogonalize hidden matrices (Muon): each is on one rank.
     """
 
     layout: TrafficLayout
@@ -129,7 +129,8 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
     )
     steps = (run.config.optimizer.params.ns_steps or NS_STEPS) / NS_STEPS
     sharing = run.topology.world_size // run.topology.pp
-    return Work(layout, stages, update_bytes(run, rank.parameters), steps * rank.matrix_flops / sharing)
+    matrix_flops = steps * max(rank.matrix_flops / sharing, rank.largest_matrix_flops)
+    return Work(layout, stages, update_bytes(run, rank.parameters), matrix_flops)
 
 
 def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float) -> Passes:

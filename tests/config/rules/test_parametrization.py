@@ -33,6 +33,7 @@ def config(model: dict[str, Any], **changes: Any) -> Config:
         ({"parametrization": "completep", "base": {}}, {}, "model.base"),
         ({"base": {"hidden_size": 64}}, {}, "model.base"),
         (COMPLETEP, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "optimizer.type"),
+        (COMPLETEP, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type"),
         ({**COMPLETEP, "config": None, "path": "model", "keep_layers": [0]}, {}, "model.keep_layers"),
     ],
 )

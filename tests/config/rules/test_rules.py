@@ -210,6 +210,13 @@ def test_lion_is_not_swapped_to_nvme_where_nobody_has_tried_it(tmp_path: Path) -
         resolved(tmp_path, nvme, 'optimizer={"type": "Lion"}')
 
 
+@pytest.mark.parametrize("offload", ['{"device": "cpu"}', '{"device": "nvme", "nvme_path": "/x"}'])
+def test_muon_is_refused_with_offload(tmp_path: Path, offload: str) -> None:
+    sets = ("zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}", 'optimizer={"type": "Muon"}')
+    with pytest.raises(ConfigError, match="would run on the host"):
+        resolved(tmp_path, *sets, world_size=2)
+
+
 def test_an_optimizer_is_swapped_to_nvme_by_stage_3_alone(tmp_path: Path) -> None:
     nvme = 'zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "/x"}'
     with pytest.raises(ConfigError, match="stage 2 offloads the optimizer to host memory only"):

@@ -1,0 +1,79 @@
+"""`headrace check` and the plan count Muon: matrices, memory, products and bytes of its exchange."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.engines.optim.newton_schulz import flops
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.engines.sizes.memory import peak_memory
+from pipeline.plan.fake_gpu.case import StepCase
+from pipeline.plan.predict.communication import transfers
+from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.plan.predict.work import Work, work_of
+from tests import warm
+from tests.conftest import ROOT, tiny_config, write_config
+from tests.plan.fake_gpu.document import built
+from tests.support import output_of
+
+MUON = {"type": "Muon", "params": {"lr": 3e-3}}
+
+
+def test_check_lists_the_matrices_and_counts_the_states_of_each_kind(tokens: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch", optimizer=MUON))
+    said = json.loads(output_of(warm.run("-m", "pipeline", "check", "--config", config, "--json")))
+    layers, matrices = 2, 2 * 48 * 48 + 2 * 24 * 48 + 3 * 96 * 48  # q and o, k and v, the MLP
+    assert said["matrices"] == {
+        "matrices": 7 * layers,
+        "parameters": 7 * layers,
+        "elements": layers * matrices,
+        "fused": [],
+    }
+    parameters = said["model"]["parameters"]
+    assert said["training_state"]["bytes"] == 8 * layers * matrices + 12 * (parameters - layers * matrices)
+
+
+def planned(*overrides: str, processes: int = 8) -> Work:
+    optimizer = f"optimizer={json.dumps(MUON)}"
+    file = str(ROOT / "ds_configs/llama_8b_8gpu.json")
+    run, model = built(StepCase(file, processes, overrides=(optimizer, "train_batch_size=64", *overrides)))
+    return work_of(run, ModelCosts.of(model, sequence_length=run.batch.sequence_length), 0)
+
+
+MATRICES = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+PRODUCTS = 32 * (2 * flops(4096, 4096) + 2 * flops(1024, 4096) + 3 * flops(14336, 4096))
+
+
+def exchanged(work: Work) -> list[tuple[float, int, int]]:
+    return [(each.bytes, each.count, len(each.ranks)) for each in transfers(work.layout) if each.purpose == "matrices"]
+
+
+def test_the_products_are_divided_over_the_ranks_until_each_has_one_matrix() -> None:
+    assert flops(4096, 14336) == 20 * 4096**2 * 14336 + 10 * 4096**3
+    assert planned().matrix_flops == PRODUCTS / 8
+    assert planned(processes=64).matrix_flops == PRODUCTS / 64
+    many = planned("train_batch_size=256", processes=256)
+    assert many.matrix_flops == flops(14336, 4096)
+
+
+def test_shards_travel_once_to_their_owners_and_once_back_in_bf16() -> None:
+    assert exchanged(planned()) == [(2 * 2 * MATRICES / 8, 2, 8)]
+    assert exchanged(planned("parallel.tp=2")) == [(2 * 2 * MATRICES / 2 / 4, 2, 8)]
+    # hybrid sharding: one replica's shards there, the results to every replica
+    assert exchanged(planned("parallel.hybrid_shard_size=4")) == [(2 * (MATRICES / 8 + MATRICES / 4), 2, 8)]
+    assert exchanged(planned("zero_optimization.stage=0")) == [(2 * MATRICES, 1, 8)]
+
+
+def test_a_momentum_takes_four_bytes_less_than_two_moments() -> None:
+    file = str(ROOT / "ds_configs/llama_8b_8gpu.json")
+    (run, model), (adamw, _) = (
+        built(StepCase(file, 8, overrides=overrides)) for overrides in ((f"optimizer={json.dumps(MUON)}",), ())
+    )
+    footprints = footprint_of(run, model), footprint_of(adamw, model)
+    assert footprints[0] is not None
+    assert footprints[1] is not None
+    with_muon, plain = peak_memory(run, footprints[0]), peak_memory(adamw, footprints[1])
+    assert plain.optimizer - with_muon.optimizer == pytest.approx(4 * MATRICES / 8)
