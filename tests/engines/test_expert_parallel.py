@@ -52,6 +52,9 @@ GPT_OSS = {
     "tie_word_embeddings": False,
 }
 
+TWO_EXPERTS = {**EXPERTS, "num_experts": 2, "num_experts_per_tok": 1}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 3e-3, "weight_decay": 0.1}}}
+
 TORCH_TWO = {
     "ep 2, 20 steps": {**ep(2), "steps": 20},
     "ep 2, unsharded": ep(2, 0),
@@ -79,14 +82,17 @@ TORCH_FOUR = {
     "ep 2, pp 2, gathered per step": ep(2, 2, pp=2),
     "ep 2, pp 2, interleaved": ep(2, pp=2, schedule="interleaved_1f1b"),
     "ep 2, pp 2, zero bubble": ep(2, 2, pp=2, schedule="zero_bubble"),
-    "ep 2, edp 2 over 1 expert each": ep(2, model={**EXPERTS, "num_experts": 2, "num_experts_per_tok": 1}),
+    "ep 2, Muon, edp 2 over 1 expert each": ep(2, model=TWO_EXPERTS, more=MUON),
+    "ep 2 x edp 2, Muon": ep(2, more=MUON),
+    "ep 2, Muon, pp 2, tp 2": ep(2, 2, pp=2, tp=2, more=MUON),
+    "ep 2, edp 2 over 1 expert each": ep(2, model=TWO_EXPERTS),
 }
 ALWAYS = {
     "ep 2, gpt oss, biases",
     "ep 2, selective activation checkpointing",
     "ep 2 x edp 2",
     "ep 2, pp 2, 1f1b",
-    "ep 2, edp 2 over 1 expert each",
+    "ep 2, Muon, edp 2 over 1 expert each",
 }
 """The others run with `make sweep-tests`."""
 
