@@ -175,7 +175,8 @@ def groups() -> list[str]:
 def full() -> dict[str, list[Values]]:
     """Every legal layout with every mode of activation checkpointing, in fp32 and bf16; other factors alternate.
 
-    By engine, ZeRO stage and pipeline schedule: thousands of cells. And every layout once with Muon, in fp32.
+    By engine, ZeRO stage and pipeline schedule: thousands of cells. And every layout once with Muon, and
+    once with every size of expert parallelism, in fp32.
     """
     others = [dict(zip(NUMBERS, each, strict=True)) for each in itertools.product(*NUMBERS.values())]
     turns = itertools.cycle(random.Random(0).sample(others, len(others)))
@@ -188,6 +189,9 @@ def full() -> dict[str, list[Values]]:
         # offloaded states are refused with Muon
         muon = {**layout, **next(turns), "precision": "fp32", "muon": True}
         groups.setdefault("with Muon", []).extend([muon] if is_legal(muon) else [])
+        for size in (2, 4):
+            experts = {**layout, **next(turns), "precision": "fp32", "ep": size}
+            groups.setdefault("with expert parallelism", []).extend([experts] if is_legal(experts) else [])
     return groups
 
 

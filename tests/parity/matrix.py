@@ -95,6 +95,8 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
         parallel["cp_method"] = context
     if values["extra"] == "shard":
         parallel["hybrid_shard_size"] = 2
+    if values.get("ep"):
+        parallel["ep"] = values["ep"]
     loss = {"z_loss": values["z_loss"]} | ({"chunk": values["chunk"]} if values["chunk"] else {})
     config = {
         "engine": engine,
@@ -122,10 +124,10 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
 def model_of(values: Values) -> dict[str, Any]:
     """Llama with four layers: enough for four pipeline stages, which the cost of the head makes unequal.
 
-    Qwen3-MoE of the same sizes in a cell with `experts`.
+    Qwen3-MoE of the same sizes in a cell with `experts`, or with `ep`, see `test_expert_parallel.py`.
     """
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    experts = {"model_type": "qwen3_moe", "head_dim": 8, **sizes} if values.get("experts") else {}
+    experts = {"model_type": "qwen3_moe", "head_dim": 8, **sizes} if _has_experts(values) else {}
     return {
         "model_type": "llama",
         "hidden_size": 32,
@@ -177,12 +179,17 @@ def name_of(values: Values) -> str:
     defaults = {**_defaults(), "pipeline": "none", "tp": 1, "cp": "none", "extra": "none"}
     named = [name for name in [*LAYOUT, *NUMBERS, "precision"] if values[name] != defaults.get(name)]
     shown = [name if values[name] is True else f"{_SHORT.get(name, name)}{values[name]}" for name in named]
-    return ",".join([*shown, *_apart(values)])
+    return ",".join([*shown, *_apart(values), *([f"ep{values['ep']}"] if values.get("ep") else [])])
 
 
 def _apart(values: Values) -> list[str]:
-    """What a cell has beside the factors of the matrix."""
-    return [name for name in ("completep", "muon", "experts") if values.get(name)]
+    """What a cell has beside the factors of the matrix, and shares with its reference."""
+    experts = ["experts"] if _has_experts(values) else []
+    return [name for name in ("completep", "muon") if values.get(name)] + experts
+
+
+def _has_experts(values: Values) -> bool:
+    return bool(values.get("experts") or values.get("ep"))
 
 
 _SHORT = {

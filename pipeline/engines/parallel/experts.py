@@ -16,6 +16,7 @@ this rank gets, D features, F of an expert.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,6 +168,7 @@ def apply_expert_parallel(
         experts = module.num_experts
         exchange = ExpertExchange(name, group, experts=experts)
         setattr(module, _EXCHANGE, exchange)
+        module.config = copy.copy(module.config)  # which other models may share
         module.config._experts_implementation = NAME
         if group is None:
             continue
