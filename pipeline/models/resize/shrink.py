@@ -35,6 +35,8 @@ _SMALL = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     **dict.fromkeys(DENSE_FIRST, 1),
     "num_nextn_predict_layers": 0,
     "sliding_window": WINDOW,
@@ -98,7 +100,8 @@ def shrink(
     if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
         depth *= 2
     small: dict[str, Any] = {**given, "vocab_size": vocab_size}
-    small |= {key: depth for key in (alias.get(_LAYERS, _LAYERS),) if key in given}
+    # LongCat-Flash computes num_hidden_layers: two for each of its num_layers
+    small |= dict.fromkeys([key for key in (alias.get(_LAYERS, _LAYERS), "num_layers") if key in given][:1], depth)
     small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
     small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and isinstance(value, int)}
     small |= {key: repeated(value, depth) for key, value in given.items() if per_layer(key, value, total)}

@@ -74,6 +74,7 @@ def test_a_proof_of_any_mixture_has_at_most_eight_experts_and_a_token_not_all_of
         counts, fields = experts_of(config), config.to_dict()
         fields |= fields.get("ffn_config", {})
         chosen = max(fields.get(key) or 0 for key in CHOSEN)
+        assert config.num_hidden_layers <= 12, kind
         if not counts or max(counts) > 8 or not 0 < chosen < max(counts) or config.hidden_size % 8:
             wrong[kind] = (counts, chosen, config.hidden_size)  # eight numbers are 16 bytes, a row of grouped products
     assert not wrong
