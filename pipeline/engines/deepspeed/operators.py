@@ -55,6 +55,17 @@ def set_up_deepspeed() -> None:
     deepspeed.init_distributed()
 
 
+def compile_async_io() -> None:
+    """Compiles the operator of offload to NVMe, unless it is compiled: minutes on a busy machine.
+
+    Processes forked from this one have it, and need no time for it.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415
+
+    remove_stale_locks()
+    AsyncIOBuilder().load(verbose=False)
+
+
 def skip_shared_memory() -> None:
     """Disables DeepSpeed's all-reduce through `/dev/shm` on the CPU, which it sets up by default.
 

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.plan.proof.case import Case, CaseResult, read_cases, read_result, write_result
@@ -72,6 +73,15 @@ def use_cpu() -> None:
 def _preload_for(cases: Sequence[Case]) -> None:
     model_types = {case.config["model"].get("config", {}).get("model_type") for case in cases} - {None}
     preload(["pipeline.plan.proof.rank"], {case.config.get("engine", "deepspeed") for case in cases}, model_types)
+    if any(case.config.get("engine", "deepspeed") == "deepspeed" and _offloads_to_disk(case.config) for case in cases):
+        from pipeline.engines.deepspeed.operators import compile_async_io  # noqa: PLC0415
+
+        compile_async_io()  # the time limit is of a case, not of a compiler
+
+
+def _offloads_to_disk(config: dict[str, Any]) -> bool:
+    zero = config.get("zero_optimization", {})
+    return any(zero.get(name, {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param"))
 
 
 def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:

@@ -14,7 +14,9 @@ from headrace.base.errors import HeadraceError
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config, ModelSection
+from pipeline.engines.deepspeed import operators
 from pipeline.engines.parametrization.scales import find_parametrization
+from pipeline.plan.proof import worker
 from pipeline.plan.proof.case import Case, CaseResult
 from pipeline.plan.proof.command import raise_refusal
 from pipeline.plan.proof.compare import first_gradient, relative_differences
@@ -280,6 +282,20 @@ def test_the_error_of_a_failed_rank_is_reported(runs: dict[str, tuple[Case, Case
     result = check_equivalence(runs["failing"], runs["plain"], fp32_reference=runs["plain"])
     assert not result.passed
     assert "hidden_act" in str(result.error) or "none" in str(result.error)
+
+
+def test_the_time_limit_of_a_case_begins_when_the_operator_of_a_disk_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(operators, "compile_async_io", lambda: done.append("compiled"))
+    monkeypatch.setattr(worker, "preload", lambda *_what: done.append("imported"))
+    monkeypatch.setattr(worker, "_run", lambda *_what: (done.append("run"), CaseResult(tmp_path))[1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(worker, "use_cpu", lambda: None)
+    disk = {"offload_optimizer": {"device": "nvme"}}
+    for zero in ({"stage": 3, **disk}, {"stage": 3}):
+        worker.run_cases([Case("a", {"model": {}, "zero_optimization": zero})], tmp_path)
+    assert done == ["imported", "compiled", "run", "imported", "run"]
 
 
 def test_a_missing_or_nan_tensor_has_infinite_difference() -> None:
