@@ -88,7 +88,8 @@ def assemble(
     local_owners = {name: pairs for name, pairs in kept.items() if pairs}
     tied = frozenset(name for name, pairs in local_owners.items() if len(pairs) < len(owners[name]))
     names = _names(local_owners)
-    ep_group, tp_group = (mesh.group("ep"), mesh.group("tp")) if mesh else (None, None)
+    ep_group = mesh.group("ep") if mesh and run.topology.ep > 1 else None  # a teacher beside it has none
+    tp_group = mesh.group("tp") if mesh else None
     experts = apply_expert_parallel(causal, ep_group, names=names) if ep_group else {}
     rest = {key: name for key, name in names.items() if name not in experts}
     tensor = apply_tensor_parallel(causal, tp_group, names=rest) if tp_group else None

@@ -45,10 +45,11 @@ class TeacherModel:
 
 
 def teacher_run(run: ResolvedRun) -> ResolvedRun:
-    """The run as the teacher sees it: no pipeline, no gradients, nothing recomputed, rounded or balanced."""
+    """The run as the teacher sees it: no pipeline, its experts whole, nothing recomputed, rounded or balanced."""
     plain = {"memory": MemorySection(), "fp8": Fp8Section(), "loss": LossSection(), "moe": MoeSection()}
     none: dict[str, Any] = {"distill": None, "quantization_aware": None}
-    return replace(run, config=run.config.model_copy(update={**plain, **none}), topology=replace(run.topology, pp=1))
+    topology = replace(run.topology, pp=1, ep=1)
+    return replace(run, config=run.config.model_copy(update={**plain, **none}), topology=topology)
 
 
 class Teacher:

@@ -10,6 +10,7 @@ import pytest
 from headrace.base.directory import read_manifest
 from tests import warm
 from tests.conftest import launch, losses, tiny_config, write_config
+from tests.engines.comparison import EXPERTS
 from tests.support import output_of
 
 STEPS = 8
@@ -61,6 +62,16 @@ def test_every_layout_of_student_and_teacher_follows_one_process(
     launch("distill.py", config, *sets, processes=processes)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=TOLERANCE)
     assert read_manifest(tmp_path / "run", kind="run").details["finished"]
+
+
+@pytest.mark.integration
+def test_a_student_with_expert_parallelism_follows_one_process(teacher: Path, tokens: Path, tmp_path: Path) -> None:
+    config = student(tokens, tmp_path / "alone", teacher)
+    config["model"]["config"] |= EXPERTS
+    path = write_config(tmp_path / "c.json", config)
+    launch("distill.py", path, processes=1)
+    launch("distill.py", path, "parallel.ep=2", f"run.dir={tmp_path / 'ep'}", processes=2)
+    assert losses(tmp_path / "ep") == pytest.approx(losses(tmp_path / "alone"), rel=TOLERANCE)
 
 
 SHARE = """
