@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from headrace.base.errors import EXIT_REQUEUE
 from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
+from tests.engines.comparison import EXPERTS
 from tests.groups import events
 from tests.run.groups.islands.struck import two_islands
 from tests.support import refusal_of, wait_until
@@ -158,6 +160,18 @@ def test_islands_of_two_processes_exchange_between_equal_ranks(
     assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
     # of 90,864 fp32 weights, a quarter and the scales: half to the other island and half of the mean back
     assert events(first, "exchange")[0]["bytes_sent"] == pytest.approx(90_864 * (1 + 4 / 256), rel=0.02)
+
+
+@pytest.mark.integration
+def test_islands_with_expert_parallelism_exchange_between_ranks_of_equal_experts(tokens: Path, tmp_path: Path) -> None:
+    config = make_config(tokens, tmp_path, steps=10)
+    raw = json.loads(config.read_text())
+    raw["model"]["config"] |= EXPERTS
+    config.write_text(json.dumps(raw))
+    run_islands(config, "parallel.ep=2", "zero_optimization.stage=3", options=("--nproc", "2"))
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    assert_each_sample_once(events(first, "exchange"))
+    groups.assert_equal_weights(first, second)
 
 
 def test_islands_of_two_processes_exchange_beside_their_steps_and_end_alike(tokens: Path, tmp_path: Path) -> None:
