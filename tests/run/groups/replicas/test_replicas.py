@@ -20,6 +20,7 @@ import pytest
 from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses
+from tests.engines.comparison import EXPERTS
 from tests.groups import events
 from tests.support import last_step, wait_until
 from tests.warm_python import python
@@ -124,6 +125,7 @@ def test_a_replica_killed_within_a_step_comes_back_and_the_curve_is_the_same(tok
         ("parallel.cp=2", "zero_optimization.stage=2"),
         ("parallel.pp=2", "zero_optimization.stage=2"),
         ("parallel.pp=2", "zero_optimization.stage=3"),
+        ("parallel.ep=2", *(f"model.config.{key}={value}" for key, value in EXPERTS.items())),
     ],
 )
 def test_in_every_layout_others_run_what_the_dead_left(layout: tuple[str, ...], tokens: Path, tmp_path: Path) -> None:
@@ -137,7 +139,8 @@ def test_in_every_layout_others_run_what_the_dead_left(layout: tuple[str, ...], 
     ):
         assert survivor.wait(300) == 0, first.with_suffix(".log").read_text()[-3000:]
     assert [row["step"] for row in events(first, "redealt")] == [4]
-    launch("train.py", config, "replicas=null", f"run.dir={tmp_path / 'plain'}")
+    model = [each for each in layout if each.startswith("model.")]
+    launch("train.py", config, "replicas=null", *model, f"run.dir={tmp_path / 'plain'}")
     assert losses(first) == pytest.approx(losses(tmp_path / "plain"), rel=FP32)
 
 
