@@ -1,7 +1,8 @@
 """Reads and writes the sharded training state: fp32 weights and optimizer states by Hugging Face name, in any layout.
 
 Keys are `weight/NAME`, one per state tensor of the optimizer (AdamW `exp_avg/NAME` and `exp_avg_sq/NAME`, Lion
-`exp_avg/NAME`, SGD with momentum `momentum_buffer/NAME`), `buffer/NAME` of a persistent buffer, in its own dtype, the
+`exp_avg/NAME`, SGD with momentum and hidden matrices of Muon `momentum_buffer/NAME`), `buffer/NAME` of a persistent
+buffer, in its own dtype, the
 scalar `optimizer_step` of an optimizer that counts its steps, of an fp16 run `loss_scale`, and of a run with an
 auxiliary loss of its experts `expert_load`.
 """

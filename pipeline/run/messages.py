@@ -28,7 +28,8 @@ def opening_lines(
     yield f"{size.parameters:,} parameters, {run.precision}; {run.batch}"
     if run.held_bytes_per_parameter is not None:
         states = run.config.optimizer.params.moments_dtype or "fp32"
-        yield f"{run.held_bytes_per_parameter:.4g} bytes per parameter, gradient and {states} optimizer states included"
+        of = "parameter" if run.config.optimizer.kind.rest is None else "element of a hidden matrix"
+        yield f"{run.held_bytes_per_parameter:.4g} bytes per {of}, gradient and {states} optimizer states included"
     yield from stage_lines(run, prepared.model)
     yield (
         f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"

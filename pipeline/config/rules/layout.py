@@ -210,10 +210,11 @@ def _check_offload(zero: ZeroSection, optimizer: OptimizerSection) -> None:
                 field, why="it is required with device nvme", remedy="name a directory on a local NVMe disk"
             )
     offload, stage = zero.offload_optimizer, zero.stage
-    if offload.device != "none" and optimizer.kind.scope is UpdateScope.MATRIX:
-        why = f"{optimizer.type}'s iterations on whole matrices would run on the host"
-        remedy = "remove it, or use optimizer.type AdamW"
-        raise ConfigError("zero_optimization.offload_optimizer.device", offload.device, why=why, remedy=remedy)
+    for name, device in (("offload_optimizer", offload.device), ("offload_param", zero.offload_param.device)):
+        if device != "none" and optimizer.kind.scope is UpdateScope.MATRIX:
+            why = f"{optimizer.type}'s iterations on whole matrices would run on the host"
+            remedy = "remove it, or use optimizer.type AdamW"
+            raise ConfigError(f"zero_optimization.{name}.device", device, why=why, remedy=remedy)
     if offload.device == "nvme" and stage != 3:
         why = f"DeepSpeed's ZeRO stage {stage} offloads the optimizer to host memory only"
         raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy="use cpu, or stage 3")

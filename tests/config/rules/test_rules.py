@@ -210,9 +210,10 @@ def test_lion_is_not_swapped_to_nvme_where_nobody_has_tried_it(tmp_path: Path) -
         resolved(tmp_path, nvme, 'optimizer={"type": "Lion"}')
 
 
+@pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
 @pytest.mark.parametrize("offload", ['{"device": "cpu"}', '{"device": "nvme", "nvme_path": "/x"}'])
-def test_muon_is_refused_with_offload(tmp_path: Path, offload: str) -> None:
-    sets = ("zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}", 'optimizer={"type": "Muon"}')
+def test_muon_is_refused_with_offload(tmp_path: Path, what: str, offload: str) -> None:
+    sets = ("zero_optimization.stage=3", f"zero_optimization.{what}={offload}", 'optimizer={"type": "Muon"}')
     with pytest.raises(ConfigError, match="would run on the host"):
         resolved(tmp_path, *sets, world_size=2)
 
