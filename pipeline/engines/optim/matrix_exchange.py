@@ -25,7 +25,7 @@ from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.hidden_matrices import MatrixForm
 
 _ELEMENTS_AT_ONCE = 1 << 27
-"""Elements of a rank's shards that one exchange moves: bounds what is beside them in memory, 256 MiB in bf16."""
+"""Elements of a rank's shards that one exchange moves: bounds what is beside them in memory, 256 MiB in bf16 per copy."""
 _OVER_SHARE = 1.1
 """A rank computes the matrices that it holds whole up to so many times its share of the work."""
 
@@ -118,56 +118,63 @@ class MatrixExchange:
         key = tuple(tensors)
         if key not in self._rounds:
             self._rounds[key] = list(self._made(key))
+        flat = {index: tensor.view(-1) for index, tensor in tensors.items()}
         for each in self._rounds[key]:
-            each.run({index: tensors[index].view(-1) for index in each.tensors}, compute, group=self._group)
+            each.run(flat, compute, group=self._group)
 
     def shares(self, indices: Sequence[int]) -> list[float]:
         """The work of every rank."""
         return [*self._made(indices)][-1].load
 
-    def _divided(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Tensors that are exchanged together: no rank has more than `_ELEMENTS_AT_ONCE` of them, one at least."""
-        chosen: list[int] = []
-        sizes = [0] * len(self._held)
-        for index in indices:
-            added = [sum(shard.length for shard in held[index]) for held in self._held]
-            if chosen and max(map(sum, zip(sizes, added, strict=True))) > _ELEMENTS_AT_ONCE:
-                yield chosen
-                chosen, sizes = [], [0] * len(self._held)
-            chosen.append(index)
-            sizes = [size + more for size, more in zip(sizes, added, strict=True)]
-        yield chosen
-
     def _made(self, indices: Sequence[int]) -> Iterator[_Round]:
         load = [0.0] * len(self._held)
-        for each in self._divided(indices):
-            made = self._round(each, load)
+        for names in self._divided(indices):
+            made = self._round(indices, names, load)
             load = made.load
             yield made
 
-    def _round(self, indices: Sequence[int], load: list[float]) -> _Round:
+    def _divided(self, indices: Sequence[int]) -> Iterator[set[str]]:
+        """Parameters that are exchanged together: no rank has over `_ELEMENTS_AT_ONCE` of them, or it is one alone."""
+        sizes: dict[str, list[int]] = {}
+        for rank, _, shard in self._shards(indices):
+            sizes.setdefault(shard.name, [0] * len(self._held))[rank] += shard.length
+        chosen: set[str] = set()
+        total = [0] * len(self._held)
+        for name, added in sizes.items():
+            if chosen and max(map(sum, zip(total, added, strict=True))) > _ELEMENTS_AT_ONCE:
+                yield chosen
+                chosen, total = set(), [0] * len(self._held)
+            chosen.add(name)
+            total = [size + more for size, more in zip(total, added, strict=True)]
+        yield chosen
+
+    def _shards(self, indices: Sequence[int]) -> Iterator[tuple[int, int, HeldShard]]:
+        """(rank, index of its tensor, shard), tensor by tensor."""
+        for index in indices:
+            yield from ((rank, index, shard) for rank, held in enumerate(self._held) for shard in held[index])
+
+    def _round(self, indices: Sequence[int], names: set[str], load: list[float]) -> _Round:
         holders: dict[Stored, dict[int, list[_Part]]] = {}
-        for rank, of_rank in enumerate(self._held):
-            for stored, part in _parts_of(of_rank, indices):
-                holders.setdefault(stored, {}).setdefault(rank, []).append(part)
-        shards = (shard for of_rank in self._held for index in indices for shard in of_rank[index])
-        forms = {shard.name: shard.form for shard in shards}
+        forms: dict[str, MatrixForm] = {}
+        for rank, index, shard in self._shards(indices):
+            if shard.name in names:
+                forms[shard.name] = shard.form
+                for stored, part in _parts_of(shard, index):
+                    holders.setdefault(stored, {}).setdefault(rank, []).append(part)
         work = {name: self._work(form) for name, form in forms.items()}
-        return _Round(holders, forms, work, rank=self._rank, load=load, tensors=tuple(indices))
+        return _Round(holders, forms, work, rank=self._rank, load=load)
 
 
-def _parts_of(held: Sequence[Sequence[HeldShard]], indices: Sequence[int]) -> Iterator[tuple[Stored, _Part]]:
-    for index in indices:
-        for shard in held[index]:
-            inner = shard.box.sizes if shard.box else shard.form.shape
-            offset = shard.offset
-            for rectangle in split_flat_range(inner, shard.start, shard.length):
-                box = rectangle.shifted(shard.box.offsets) if shard.box else rectangle
-                *experts, rows, columns = zip(box.offsets, box.sizes, strict=True)
-                first, count = experts[0] if experts else (0, 1)
-                for expert in range(first, first + count):
-                    yield (shard.name, expert), _Part(index, offset, rows, columns)
-                    offset += rows[1] * columns[1]
+def _parts_of(shard: HeldShard, index: int) -> Iterator[tuple[Stored, _Part]]:
+    """The parts of matrices that a shard is, which lies in tensor `index`."""
+    inner, offset = shard.box.sizes if shard.box else shard.form.shape, shard.offset
+    for rectangle in split_flat_range(inner, shard.start, shard.length):
+        box = rectangle.shifted(shard.box.offsets) if shard.box else rectangle
+        *experts, rows, columns = zip(box.offsets, box.sizes, strict=True)
+        first, count = experts[0] if experts else (0, 1)
+        for expert in range(first, first + count):
+            yield (shard.name, expert), _Part(index, offset, rows, columns)
+            offset += rows[1] * columns[1]
 
 
 class _Round:
@@ -179,7 +186,6 @@ class _Round:
         work: that each matrix of a parameter is.
         rank: this one, within the group.
         load: the work of every rank in the rounds before.
-        tensors: indices of the tensors that are exchanged.
 
     Attributes:
         load: the work of every rank so far.
@@ -193,9 +199,8 @@ class _Round:
         *,
         rank: int,
         load: list[float],
-        tensors: tuple[int, ...],
     ) -> None:
-        self._holders, self._forms, self._rank, self.tensors = holders, forms, rank, tensors
+        self._holders, self._forms, self._rank = holders, forms, rank
         self.load, ranks = list(load), len(load)
         owners = self._deal(work)
         # in an order that is the same on all ranks
