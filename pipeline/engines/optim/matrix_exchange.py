@@ -25,7 +25,7 @@ from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.hidden_matrices import MatrixForm
 
 _ELEMENTS_AT_ONCE = 1 << 27
-"""Elements of a rank's shards that one exchange moves: bounds what is beside them in memory, 256 MiB in bf16 per copy."""
+"""Elements of a rank's shards that one exchange moves: each copy is 256 MiB in bf16."""
 _OVER_SHARE = 1.1
 """A rank computes the matrices that it holds whole up to so many times its share of the work."""
 
