@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.precision import block_of
 from pipeline.config.sections.run import Fp8Section
+from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.tensor import RowwiseLinear, check_tp_plan
 from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers
@@ -36,10 +37,12 @@ class Fp8Layers:
     Attributes:
         converted: names of those that multiply in fp8.
         excluded: names of those whose sizes fp8 kernels do not take, and routers; numbers of layers are `*`.
+        experts: whether there are stacked experts, whose grouped products stay in bf16.
     """
 
     converted: tuple[str, ...]
     excluded: tuple[str, ...]
+    experts: bool = False
 
     @property
     def text(self) -> str:
@@ -47,6 +50,7 @@ class Fp8Layers:
         total = len(self.converted) + len(self.excluded)
         shown = f"{len(self.converted)} of {total} linear layers in decoder layers"
         kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in self.excluded})
+        kinds += ["experts, whose grouped products stay in bf16"] * self.experts
         return f"{shown}; not {', '.join(kinds)}" if kinds else shown
 
 
@@ -59,7 +63,7 @@ def fp8_layers(section: Fp8Section, model: nn.Module, *, tp: int) -> Fp8Layers:
         out, inner = divisors.get(styles.get(name, ""), (1, 1))
         fits = regular and _fits(linear.out_features // out, linear.in_features // inner, block)
         (converted if fits else excluded).append(name)
-    return Fp8Layers(tuple(converted), tuple(excluded))
+    return Fp8Layers(tuple(converted), tuple(excluded), any(True for _ in expert_modules(model)))
 
 
 def torchao_note() -> str | None:

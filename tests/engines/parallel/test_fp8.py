@@ -53,6 +53,7 @@ def test_routers_are_not_converted() -> None:
     run = resolved({"fp8": ON, "bf16": BF16, "model": experts}, processes=1)
     layers = fp8.fp8_layers(run.config.fp8, meta_model(run), tp=1)
     assert {name.rpartition(".")[2] for name in layers.converted} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert layers.text.endswith("experts, whose grouped products stay in bf16")
 
 
 @pytest.mark.parametrize(
