@@ -124,6 +124,9 @@ def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device:
     if not run.alone and run.config.engine == "torch":
         assert values.asked == {shard.name: shard.master.numel() for shard in engine._shards}
     zero = run.config.zero_optimization
+    if run.config.engine == "deepspeed" and zero.stage < 3:
+        parameters = engine._local_model.decoder.parameters_by_name()
+        assert values.asked == {name: parameter.numel() for name, parameter in parameters.items()}
     if run.config.engine == "deepspeed" and zero.stage == 3 and not zero.zero_hpz_partition_size:
         assert_only_partitions(values.asked, engine._local_model.decoder.parameters_by_name())
     return engine

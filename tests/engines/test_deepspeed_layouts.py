@@ -72,6 +72,7 @@ ON_FOUR = {
 }
 
 
+LARGE_EXPERTS = {**EXPERTS, "moe_intermediate_size": 128}
 ALWAYS = {
     "stage 1, bf16, optimizer on the cpu",
     "stage 3, optimizer and weights on the cpu",
@@ -104,6 +105,7 @@ def test_nvme_offload_follows_one_process_and_its_state_is_saved_and_loaded(tmp_
     cases = {
         "optimizer": layout(3, zero=zero, model=model),
         "optimizer and weights": layout(3, zero=with_weights, model=model),
+        "experts": layout(3, zero=with_weights, model={**model, **LARGE_EXPERTS}, parallel={"ep": 2}),
     }
     for name, differences in compare_layouts(tmp_path, "deepspeed", cases, processes=2).items():
         assert_within_tolerance(differences, name)

@@ -9,8 +9,8 @@ import pytest
 from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
 
 
-def ep(size: int, stage: int = 3, *, model: dict[str, Any] | None = None, more: Any = None, **keys: Any) -> Any:
-    return layout(stage, model=model or EXPERTS, parallel={"ep": size, **keys}, **(more or {}))
+def ep(size: int, stage: int = 3, *, model: Any = None, zero: Any = None, more: Any = None, **keys: Any) -> Any:
+    return layout(stage, zero=zero, model=model or EXPERTS, parallel={"ep": size, **keys}, **(more or {}))
 
 
 DEEPSEEK = {
@@ -30,6 +30,7 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "tie_word_embeddings": False,
 }
+DENSE_FIRST = {**DEEPSEEK, "num_hidden_layers": 4, "first_k_dense_replace": 3}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek v3": DEEPSEEK,
@@ -87,19 +88,67 @@ TORCH_FOUR = {
     "ep 2, Muon, pp 2, tp 2": ep(2, 2, pp=2, tp=2, more=MUON),
     "ep 2, edp 2 over 1 expert each": ep(2, model=TWO_EXPERTS),
 }
+CLIPPED, BF16 = {"gradient_clipping": 0.1}, {"bf16": {"enabled": True}}
+ON_THE_CPU = {"device": "cpu"}
+# every parameter is partitioned, and buckets are filled more than once
+SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
+BALANCED = {"memory": {"activation_checkpointing": "full"}, "moe": {"balance": "aux_loss", "aux_loss_coef": 0.1}}
+
+ZERO_TWO = {
+    "zero 0, ep 2, tp 2": ep(2, 0, tp=2),
+    # gradients overflow at the initial scale
+    "zero 0, ep 2, fp16": ep(2, 0, more={"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}),
+    "zero 1, ep 2, cp 2": ep(2, 1, cp=2),
+    "zero 1, ep 2, bf16": ep(2, 1, more=BF16),
+    "zero 1, ep 2, optimizer on the cpu": ep(2, 1, zero={"offload_optimizer": ON_THE_CPU}, more=CLIPPED),
+    "zero 2, ep 2, optimizer on the cpu": ep(2, 2, zero={"offload_optimizer": ON_THE_CPU}, more=CLIPPED),
+    "zero 2, ep 2, gpt oss, biases": ep(2, 2, model=GPT_OSS, more={"attn_implementation": "eager"}),
+    "zero 3, ep 2, tp 2": ep(2, tp=2),
+    "zero 3, ep 2, optimizer and weights on the cpu": ep(
+        2, zero={"offload_optimizer": ON_THE_CPU, "offload_param": ON_THE_CPU, **SMALL}, more=CLIPPED
+    ),
+    "zero 3, ep 2, bf16, reduced in bf16": ep(2, zero=SMALL, more={"communication_data_type": "bf16", **BF16}),
+    "zero 3, ep 2, cp 2, compiled": ep(2, cp=2, more={"compile": {"enabled": True, "backend": "aot_eager"}}),
+    "zero 3, ep 2, balanced, full activation checkpointing, 20 steps": {
+        **ep(2, zero=SMALL, more=BALANCED),
+        "steps": 20,
+    },
+}
+ZERO_FOUR = {
+    "zero 0, ep 2 x edp 2, clipped": ep(2, 0, more=CLIPPED),
+    "zero 0, ep 2 x edp 2, Muon": ep(2, 0, more=MUON),
+    "zero 1, ep 2 x edp 2, Muon": ep(2, 1, more=MUON),
+    "zero 2, ep 2 x edp 2, clipped": ep(2, 2, more=CLIPPED),
+    "zero 2, ep 2, tp 2": ep(2, 2, tp=2),
+    "zero 3, ep 2 x edp 2": ep(2, zero=SMALL),
+    "zero 3, ep 2 x edp 2, Muon": ep(2, zero=SMALL, more=MUON),
+    "zero 3, ep 4, tp 2": ep(4, tp=2),
+    "zero 0, ep 2, pp 2, clipped": ep(2, 0, pp=2, more=CLIPPED),
+    "zero 0, ep 2, pp 2, dense first stage": ep(2, 0, pp=2, model=DENSE_FIRST),
+    "zero 1, ep 2, pp 2, dense first stage": ep(2, 1, pp=2, model=DENSE_FIRST, more=CLIPPED),
+    "zero 1, ep 2, pp 2, tp 2": ep(2, 1, pp=2, tp=2),
+    "zero 1, ep 2, pp 2, bf16": ep(2, 1, pp=2, more={**CLIPPED, **BF16}),
+}
 ALWAYS = {
     "ep 2, gpt oss, biases",
     "ep 2, selective activation checkpointing",
     "ep 2 x edp 2",
     "ep 2, pp 2, 1f1b",
     "ep 2, Muon, edp 2 over 1 expert each",
+    "zero 0, ep 2 x edp 2, clipped",
+    "zero 2, ep 2, tp 2",
+    "zero 3, ep 2 x edp 2, Muon",
+    "zero 1, ep 2, pp 2, dense first stage",
 }
 """The others run with `make sweep-tests`."""
 
-found = differences_fixture("test_a_layout_follows_one_process", {"torch": {2: TORCH_TWO, 4: TORCH_FOUR}}, ALWAYS)
+LAYOUTS = {"torch": {2: TORCH_TWO, 4: TORCH_FOUR}, "deepspeed": {2: ZERO_TWO, 4: ZERO_FOUR}}
+found = differences_fixture("test_a_layout_follows_one_process", LAYOUTS, ALWAYS)
 
 
-@pytest.mark.parametrize("name", layout_params(ALWAYS, TORCH_TWO, TORCH_FOUR))
+@pytest.mark.parametrize(
+    "name", layout_params(ALWAYS, *(cases for each in LAYOUTS.values() for cases in each.values()))
+)
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
     assert_within_tolerance(found[name], name)
 

@@ -199,6 +199,21 @@ def _check_expert_parallel(config: Config, topology: Topology) -> None:
     if parallel.shares is not None and topology.cp * topology.tp % ep:
         why = "ranks with uneven shares run different numbers of micro-batches, and those of an ep group run each"
         raise ConfigError("parallel.ep", ep, why=f"{why} together", remedy="remove parallel.shares, or parallel.ep")
+    if config.engine == "deepspeed":
+        _check_zero_of_experts(config.zero_optimization)
+
+
+def _check_zero_of_experts(zero: ZeroSection) -> None:
+    """Refuses what DeepSpeed's ZeRO does not do with experts, and fails at with an assertion after the start."""
+    at, of = "zero_optimization.", "with expert parallelism (parallel.ep) DeepSpeed's ZeRO"
+    if zero.stage == 3 and (zero.zero_hpz_partition_size or 1) > 1:
+        why = f"{of} has no second copy of the weights within a node"
+        remedy = "remove it, or use engine torch with parallel.hybrid_shard_size"
+        raise ConfigError(f"{at}zero_hpz_partition_size", zero.zero_hpz_partition_size, why=why, remedy=remedy)
+    needed = {"reduce_scatter": zero.stage in (1, 2), "contiguous_gradients": zero.stage == 2}
+    for name, is_needed in needed.items():
+        if is_needed and getattr(zero, name) is False:
+            raise ConfigError(f"{at}{name}", False, why=f"{of} works with true alone", remedy="remove it")
 
 
 def _check_offload(zero: ZeroSection, optimizer: OptimizerSection) -> None:

@@ -111,8 +111,8 @@ class Layout:
     features: frozenset[str]
 
 
-_EVERYWHERE = frozenset({"tp", "cp", "ring", "fp16"})
-_NATIVE = _EVERYWHERE | {"ep", "pp", *SCHEDULES} - {"1f1b"}
+_EVERYWHERE = frozenset({"tp", "cp", "ep", "ring", "fp16"})
+_NATIVE = _EVERYWHERE | {"pp", *SCHEDULES} - {"1f1b"}
 
 LAYOUTS = (
     Layout("deepspeed", 0, "ZeRO-0: nothing is sharded", _EVERYWHERE | {"pp"}),

@@ -18,6 +18,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import NO_LIMITS, FinishedStep, HostValues, Replica, StepOutcome, UpdateLimits
 from pipeline.engines.common import with_expert_load
+from pipeline.engines.deepspeed.experts import ExpertMarker
 from pipeline.engines.deepspeed.groups import ModelParallelUnit
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.engines.deepspeed.optimizer import make_optimizer
@@ -69,9 +70,12 @@ class DeepSpeedBase(EngineBase):
             self._local_model,
             self._update_scales,
             model_group=model_group,
+            expert_group=self._mesh.group("ep") if self._mesh else None,
             counts_unsharded=self._mesh is None or self._mesh.coordinates["tp"] == 0,
             update_allowed=self._update_allowed,
         )
+        if self._local_model.experts:
+            module.add_module("expert_marker", ExpertMarker())
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=unit)
         reset_optimizer_state(self._engine.optimizer)
         if self._matrices:

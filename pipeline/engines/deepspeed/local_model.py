@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.deepspeed.experts import mark_expert, set_expert_groups
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.engines.parallel.mesh import Mesh
@@ -56,16 +57,19 @@ def build_local_model(
         device: of this rank.
         stage: the pipeline stage to build; the full model when None.
         balancer: observes the experts' routers; None for a dense model.
-        zero3: shards every parameter over the data group; None for other stages.
+        zero3: shards every parameter over its data ranks; None for other stages.
     """
+    set_expert_groups(mesh)
     local_model = assemble(run, model, mesh, stage=stage, balancer=balancer)
     # alone on its stage, a tied head has another name in the module than the embedding it is a copy of
     names = {id(parameter): name for name, parameter in local_model.decoder.parameters_by_name().items()}
     sharded = ShardedValues(values, local_model)
-    make = None if zero3 is None else partial(_zero3_parameter, sharded, device, zero3)
+    make = None if zero3 is None else partial(_zero3_parameter, sharded, device, zero3, local_model.experts.keys())
     materialize(local_model.decoder.causal, sharded, device=device, make=make, names=names)
+    named = local_model.decoder.parameters_by_name()
+    for name in local_model.experts:
+        mark_expert(named[name])
     if local_model.tensor is not None:
-        named = local_model.decoder.parameters_by_name()
         for name in local_model.tensor.boxes:
             named[name].tensor_model_parallel = True  # type: ignore[attr-defined]  # read by DeepSpeed's gradient norm
     return local_model
@@ -75,12 +79,18 @@ def _zero3_parameter(
     values: ParameterValues,
     device: torch.device,
     zero3: Zero3,
+    experts: Collection[str],
     name: str,
     on_meta: nn.Parameter,
 ) -> nn.Parameter:
-    """A parameter that is sharded over the data group with ZeRO-3; only this rank's partition has been computed."""
+    """A parameter that is sharded with ZeRO-3 over the data group, or over the ranks that hold the same experts.
+
+    Only this rank's partition has been computed.
+    """
     full = torch.empty(on_meta.shape, dtype=on_meta.dtype, device=device)
     parameter = nn.Parameter(full, requires_grad=on_meta.requires_grad)
+    if name in experts:
+        mark_expert(parameter)
     secondary = zero3.config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     _OwnPartition(
         module=nn.ParameterList([parameter]),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.deepspeed.experts import split_experts
 from pipeline.engines.deepspeed.replicated import NormScope, ReplicatedOptimizer
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import UpdateScale, parameter_groups, without_empty_groups
@@ -25,6 +26,7 @@ def make_optimizer(
     scales: Mapping[str, UpdateScale],
     *,
     model_group: dist.ProcessGroup | None,
+    expert_group: dist.ProcessGroup | None,
     counts_unsharded: bool,
     update_allowed: Callable[[], bool],
 ) -> torch.optim.Optimizer:
@@ -35,18 +37,22 @@ def make_optimizer(
         local_model: this rank's part of the model, materialized.
         scales: how every parameter is updated, by name.
         model_group: the ranks that together hold the whole model; None when this rank does.
+        expert_group: the ranks that together hold a layer's experts; None when this rank does.
         counts_unsharded: this rank counts the gradients of parameters that all tp ranks hold in full in the norm.
         update_allowed: called before every update, when the gradient norm is known.
     """
     section, named = run.config.optimizer, local_model.decoder.parameters_by_name()
     if run.config.zero_optimization.stage > 0:
         hook_partial_gradients(local_model)
-        groups = without_empty_groups(parameter_groups(named, scales, section.params))
+        groups = split_experts(parameter_groups(named, scales, section.params))
+        groups = without_empty_groups(groups)
         return with_update_gate(build_optimizer(groups, section), update_allowed)
     tp_sharded = local_model.tensor.boxes.keys() if local_model.tensor else set()
     tied_copies = local_model.tied if not local_model.decoder.layout.first else frozenset()
-    counted = frozenset(n for n in named if (counts_unsharded or n in tp_sharded) and n not in tied_copies)
-    clip, scope = run.config.gradient_clipping, NormScope(counted, model_group)
+    own = named.keys() if counts_unsharded else tp_sharded
+    counted = frozenset(named.keys() & own - tied_copies - local_model.experts.keys())
+    scope = NormScope(counted, model_group, expert_group, counts_experts=counts_unsharded)
+    clip = run.config.gradient_clipping
     return ReplicatedOptimizer(local_model, scales, section, clip=clip, norm_scope=scope, update_allowed=update_allowed)
 
 

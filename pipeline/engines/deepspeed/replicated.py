@@ -11,7 +11,7 @@ Verified with deepspeed 0.19.8 (`runtime/engine.py`: `_do_optimizer_sanity_check
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,16 @@ class NormScope:
     """This rank's contribution to the global gradient norm.
 
     Attributes:
-        names: parameters whose gradients this rank counts; other ranks count the rest.
+        names: parameters whose gradients this rank counts, without experts; other ranks count the rest.
         group: the ranks that together hold the whole model; None when this rank does.
+        expert_group: the ranks that together hold a layer's experts; None when this rank does.
+        counts_experts: this rank counts the gradients of all of these experts.
     """
 
     names: frozenset[str]
     group: dist.ProcessGroup | None
+    expert_group: dist.ProcessGroup | None
+    counts_experts: bool
 
 
 class ReplicatedOptimizer(torch.optim.Optimizer):
@@ -97,7 +101,12 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         if tensor is not None:
             partial = sorted(tensor.partial_gradients & self.masters.keys())
             all_reduce_gradients([self.gradient(name) for name in partial], tensor.group)
-        return [self.gradient(name) for name in self.masters], {}
+        experts: dict[str, list[Tensor]] = {}
+        for name in self._local_model.experts:
+            group: Any = self._weights[name].group_name  # type: ignore[attr-defined]  # see `mark_expert`
+            experts.setdefault(group, []).append(self.gradient(name))
+        dense = [self.gradient(name) for name in self.masters if name not in self._local_model.experts]
+        return dense, experts
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -122,16 +131,25 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
                 weight.copy_(self.masters[name])
 
     def _norm(self) -> float:
-        gradients = [self.gradient(name) for name in self.masters if name in self._norm_scope.names]
-        squares = torch.zeros((), device=next(iter(self.masters.values())).device)
-        if gradients:
-            squares += torch.nn.utils.get_total_norm(gradients).square()
-        if self._norm_scope.group is not None:
-            dist.all_reduce(squares, group=self._norm_scope.group)
+        scope, experts = self._norm_scope, self._local_model.experts
+        squares = self._squares([name for name in self.masters if name in scope.names])
+        if experts:
+            of_experts = self._squares(experts)
+            if scope.expert_group is not None:
+                dist.all_reduce(of_experts, group=scope.expert_group)
+            squares += of_experts * scope.counts_experts
+        if scope.group is not None:
+            dist.all_reduce(squares, group=scope.group)
         # every data rank computes it from its own replica: if one is non-finite, all ranks must decide alike
         torch.nan_to_num_(squares, nan=math.inf, posinf=math.inf)
         dist.all_reduce(squares, op=dist.ReduceOp.MAX)
         return float(squares.sqrt())
+
+    def _squares(self, names: Iterable[str]) -> Tensor:
+        gradients = [self.gradient(name) for name in names]
+        if not gradients:
+            return torch.zeros((), device=next(iter(self.masters.values())).device)
+        return torch.nn.utils.get_total_norm(gradients).square()
 
     @staticmethod
     def _accumulation_hook(master: nn.Parameter) -> Any:

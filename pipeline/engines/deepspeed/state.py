@@ -193,8 +193,9 @@ def replicas(
     if mesh is None:
         return
     data_group, tp_group = mesh.group("data"), mesh.group("tp")
+    same_experts = mesh.expert_groups()["edp"] if local_model.experts and mesh.topology.edp > 1 else None
     for name, weight in local_model.decoder.parameters_by_name().items():
-        values, replica_group = weight.data, data_group
+        values, replica_group = weight.data, same_experts if name in local_model.experts else data_group
         if isinstance(optimizer, ReplicatedOptimizer):
             values = optimizer.masters[name].data
         elif _is_stage3(optimizer):

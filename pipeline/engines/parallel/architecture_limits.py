@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -13,12 +15,13 @@ from pipeline.engines.parallel.activation_checkpointing import check_activation_
 from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.compilation import check_compile
 from pipeline.engines.parallel.expert_check import check_experts
-from pipeline.engines.parallel.experts import check_expert_parallel
+from pipeline.engines.parallel.experts import check_expert_parallel, expert_modules
 from pipeline.engines.parallel.fp8 import check_fp8
 from pipeline.engines.parallel.kept_layers import check_kept_layers
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.quantization_aware import check_quantization_aware
 from pipeline.engines.parallel.random_numbers import check_random_numbers
+from pipeline.engines.parallel.stages import StageLayers, layer_list
 from pipeline.engines.parallel.tensor import check_tp_plan
 from pipeline.models.hf_config import read_hf_config
 from pipeline.models.padding import check_padded_positions
@@ -56,7 +59,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     if topology.tp > 1:
         check_tp_plan(model, tp=topology.tp)
     if topology.pp > 1:
-        pipeline_stages(run, model)
+        _check_stages_of_experts(run, model, pipeline_stages(run, model))
     check_activation_checkpointing(model, run.config.memory)
     check_compile(run.config.compile)
     check_fp8(run.config.fp8, model, tp=topology.tp, packages=packages)
@@ -64,6 +67,21 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     check_experts(run.config.moe, model)
     matrices_of(model, run.config.optimizer)
     check_architecture(run, config)
+
+
+def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequence[StageLayers]) -> None:
+    """Refuses a pipeline stage without experts where the others would wait for its part of their norm for ever."""
+    config = run.config
+    zero_1_in_bf16 = config.engine == "deepspeed" and config.zero_optimization.stage == 1 and config.bf16.enabled
+    if run.topology.ep == 1 or not zero_1_in_bf16:
+        return
+    experts = {id(module) for _, module in expert_modules(model)}
+    layers = layer_list(model)[1]
+    for stage in stages:
+        if not any(id(module) in experts for layer in layers[slice(*stage.layers)] for module in layer.modules()):
+            why = f"pipeline stage {stage.index} has no experts, and DeepSpeed's ZeRO-1 in bf16 needs them on each"
+            remedy = "use zero_optimization.stage 0, engine torch with stage 2, or a smaller parallel.pp"
+            raise ConfigError("parallel.ep", run.topology.ep, why=why, remedy=remedy)
 
 
 def _refuse_router_loss(config: PretrainedConfig) -> None:

@@ -84,6 +84,12 @@ class Mesh:
         axes = ("edp_replicate", "edp_shard")
         return self._experts[axes] if self._experts[axes[0]].size() > 1 else self._experts[axes[1]]
 
+    def expert_groups(self) -> dict[str, dist.ProcessGroup]:
+        """This rank's groups along ep and edp, perhaps of one rank, where no parameter is replicated in shards."""
+        assert self._experts is not None
+        assert self._experts["edp_replicate"].size() == 1
+        return {"ep": self._experts["ep"].get_group(), "edp": self._experts["edp_shard"].get_group()}
+
     def _expert_mesh(self, device_type: str) -> DeviceMesh:
         """(pp, edp_replicate, edp_shard, ep). An ep group is within a replica, unless nothing is sharded."""
         topology, data = self.topology, self.size("data")

@@ -100,6 +100,7 @@ def test_pipeline_parallelism_at_zero_stage_3_is_refused_with_engine_torch_or_st
 
 ZERO_BUBBLE = ("engine=torch", "zero_optimization.stage=2", "parallel.pp=2", "parallel.schedule=zero_bubble")
 
+EP = ("engine=deepspeed", "parallel.ep=2")
 REFUSALS = [
     (["parallel.pp=3"], "start 6 or 9 processes"),
     (["parallel.tp=2", "tensor_parallel.autotp_size=4"], "give one of the two"),
@@ -125,6 +126,9 @@ REFUSALS = [
     (["engine=torch", "zero_optimization.overlap_comm=true"], "use engine deepspeed"),
     (["engine=torch", "zero_optimization.stage3_prefetch_bucket_size=5000"], "use engine deepspeed"),
     (["engine=torch", "aio.block_size=1048576"], "use engine deepspeed"),
+    ([*EP, "zero_optimization.stage=3", "zero_optimization.zero_hpz_partition_size=2"], "no second copy"),
+    ([*EP, "zero_optimization.stage=1", "zero_optimization.reduce_scatter=false"], "true alone"),
+    ([*EP, "zero_optimization.stage=2", "zero_optimization.contiguous_gradients=false"], "true alone"),
 ]
 
 

@@ -86,6 +86,16 @@ def test_an_unsupported_layout_is_refused(
         check_layout(resolved(world_size=2, **sections), made)
 
 
+def test_zero_1_in_bf16_is_refused_for_a_pipeline_stage_without_experts() -> None:
+    layout = {"engine": "deepspeed", "parallel": {"pp": 2, "ep": 2}, "bf16": {"enabled": True}}
+    sparse = {"num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0, 1, 2]}
+    half = built("qwen3_moe", **sparse)
+    for stage, refusal in ((1, r"stage 0 has no experts.*\n.*use zero_optimization.stage 0"), (0, None)):
+        run = resolved(world_size=4, zero_optimization={"stage": stage}, **layout)
+        with pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext():
+            check_layout(run, half)
+
+
 def test_document_masks_and_context_parallelism_are_refused_for_layers_that_mix_positions_without_attention() -> None:
     fields = {"num_key_value_heads": 2, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]}
     for sections, field in ((MASKED, "data.mask_documents"), (CP2, "parallel.cp")):
