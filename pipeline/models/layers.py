@@ -98,7 +98,10 @@ def attention_widths(config: PretrainedConfig) -> list[int]:
 
 
 def _attention_width(config: Any) -> int:
+    """Of multi-head latent attention, whose values are narrower than its queries, the mean of the two."""
     heads = getattr(config, "num_attention_heads", None)
+    if heads and getattr(config, "kv_lora_rank", None):
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2)
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
 
 

@@ -20,6 +20,7 @@ from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.optimizers import UpdateScope
 from pipeline.plan.fake_gpu.requirements import check_exact
+from pipeline.plan.imbalance import add_imbalance_argument, with_imbalance
 from pipeline.run.before.summary import Entry, as_json, prepared_entries, resolved_entries
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.arguments import has_begun
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of a device, e.g. 80GB: whether a rank fits, and the micro-batch that does",
     )
+    add_imbalance_argument(parser)
     parser.add_argument(
         "--exact",
         action="store_true",
@@ -81,6 +83,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     processes = arguments.processes or detect().world_size
     begun = has_begun(config.run.dir, train_batch_size=config.train_batch_size)
     resolved = resolve(config, world_size=processes, begun=begun)
+    resolved = with_imbalance(resolved, arguments.imbalance)
     if arguments.exact:
         if arguments.rules_only:
             raise ConfigError("--exact", True, why="--rules-only looks at no model", remedy="give one of the two")
@@ -131,7 +134,7 @@ def _exact_entries(
     from pipeline.run.before.memory_summary import Executed, memory_entries  # noqa: PLC0415
 
     vocabulary = tokenizer_details(prepared.mixture.sources[0].manifest)["vocab_size"]
-    source = Source(str(arguments.config), arguments.overrides, processes, begun, vocabulary)
+    source = Source(str(arguments.config), arguments.overrides, processes, begun, vocabulary, arguments.imbalance)
     steps: list[Executed] = []
 
     def executed(ranks: Sequence[int]) -> Executed:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from headrace.base.errors import ConfigError
 from headrace.base.quick_imports import quick_imports
 from pipeline.config.load import read_config
+from pipeline.plan.imbalance import add_imbalance_argument
 
 if TYPE_CHECKING:
     from pipeline.plan.predict.planned_run import PlannedRun
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: the fewest that the layout takes)")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks, in the place of all devices of the nodes")
+    add_imbalance_argument(parser)
     parser.add_argument("--tokens", type=float, metavar="T", help="length of the run in tokens, e.g. 1e11")
     parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour: prints what the run costs")
     parser.add_argument(
@@ -116,7 +118,14 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
     machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
     from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415  imports torch
 
-    return open_run(arguments.config, overrides, machine, nodes=arguments.nodes, processes=arguments.processes)
+    return open_run(
+        arguments.config,
+        overrides,
+        machine,
+        nodes=arguments.nodes,
+        processes=arguments.processes,
+        imbalance=arguments.imbalance,
+    )
 
 
 def _score(arguments: argparse.Namespace) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.config.load import as_sets
+from pipeline.engines.sizes.expert_load import ExpertLoad, expert_load
 from pipeline.plan.laws.law_warnings import Training
 from pipeline.plan.laws.show_laws import law_lines, laws_json, training_of_plan
 from pipeline.plan.predict.interval import Interval
@@ -59,6 +60,8 @@ def lines(report: Report) -> Iterator[str]:
     yield _line("layout", planned.run.layout)
     yield _line("batch", str(planned.run.batch))
     yield from _memory(report)
+    if planned.run.topology.ep > 1:
+        yield _line("expert load", _load(planned).text)
     yield _line("step", plan.step_s.shown(_seconds))
     for name, seconds in plan.split.items():
         if seconds.high > 0:
@@ -88,7 +91,11 @@ def as_json(report: Report) -> dict[str, Any]:
         "machine": planned.machine.name,
         "calibrated": planned.machine.calibrated,
         "nodes": planned.nodes,
-        "layout": {"text": planned.run.layout, **{axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp")}},
+        "layout": {
+            "text": planned.run.layout,
+            **{axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp", "ep")},
+        },
+        "expert_load": asdict(_load(planned)),
         "memory": {
             "peak": memory.peak.plain(),
             "device": memory.device,
@@ -128,6 +135,10 @@ def intervals_from(machine: Machine) -> str:
     return (
         f"of times: all rates at the ends of their ranges, from {rates}; of memory: 5 % of the formulas, and overhead"
     )
+
+
+def _load(planned: PlannedRun) -> ExpertLoad:
+    return expert_load(planned.run, planned.costs.widths)
 
 
 def _machine(planned: PlannedRun) -> str:

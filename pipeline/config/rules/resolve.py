@@ -154,6 +154,8 @@ class ResolvedRun:
         layouts: field -> the run in the configured layout and in each fallback, each on the fewest processes that it
             takes; empty without fallbacks.
         measured_devices: of the pipeline ranks, once `parallel.stage_speeds` "measured" has been; None before.
+        imbalance: rows of the fullest rank of an expert-parallel group over the mean, for the formulas of memory and
+            time; None where they take one from `moe.balance`.
     """
 
     config: Config
@@ -165,6 +167,7 @@ class ResolvedRun:
     fallback: str | None = None
     layouts: Mapping[str, ResolvedRun] = field(default_factory=dict)
     measured_devices: StageDevices | None = None
+    imbalance: float | None = None
 
     @property
     def plain(self) -> bool:
@@ -186,6 +189,17 @@ class ResolvedRun:
         """Data ranks over which engine torch shards parameters; None for all of them."""
         unsharded = self.config.engine == "torch" and self.config.zero_optimization.stage == 0
         return 1 if unsharded else self.config.parallel.hybrid_shard_size
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which the experts of an expert-parallel rank are sharded; the others that hold the same copy them.
+
+        Of all ranks that hold the same: those of a replica with hybrid sharding, one where nothing is sharded.
+        """
+        topology, shard = self.topology, self.shard_size
+        if self.config.zero_optimization.stage == 0:
+            return 1
+        return topology.edp // (1 if shard is None else topology.dp * topology.cp // shard)
 
     @property
     def zigzag(self) -> bool:

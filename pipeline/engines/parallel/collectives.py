@@ -21,6 +21,11 @@ def host_sizes(sizes: Tensor) -> Tensor:
     return sizes.cpu().clone()
 
 
+@host_sizes.register_fake
+def _(sizes: Tensor) -> Tensor:
+    return torch.empty_like(sizes, device="cpu")
+
+
 def all_gather(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Concatenates the ranks' parts along `dim`. Backward: gradients are summed over the ranks and scattered."""
     gathered: Tensor = _AllGather.apply(part, group, dim)

@@ -23,12 +23,13 @@ ACCUMULATION_BYTES = 10
 FSDP2 and ZeRO do so in a pipeline; elsewhere they reduce every micro-batch's."""
 
 
-def update_bytes(run: ResolvedRun, parameters: int) -> float:
+def update_bytes(run: ResolvedRun, parameters: int, experts: int = 0) -> float:
     """Bytes that a rank reads and writes in a step for the optimizer's update, and to add up gradients.
 
     Args:
         run: the resolved config.
         parameters: elements of the rank's part of the model, before it is sharded over data ranks.
+        experts: the same, of those that expert parallelism divides: they are sharded over the ranks that hold the same.
     """
     topology, count = run.topology, run.batch.accumulation
     each = UPDATE_BYTES[run.alone]
@@ -37,7 +38,8 @@ def update_bytes(run: ResolvedRun, parameters: int) -> float:
     sharded = not run.alone and run.config.zero_optimization.stage > 0
     shards = (run.config.parallel.hybrid_shard_size or topology.dp * topology.cp) if sharded else 1
     added = ACCUMULATION_BYTES * count if count > 1 and (run.alone or topology.pp > 1) else 0
-    return parameters * (each / shards + added)
+    whole = parameters / shards + experts / (run.expert_shards if sharded else 1)
+    return whole * each + (parameters + experts) * added
 
 
 def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float], float]:
@@ -58,6 +60,14 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
         span = min(window_of(config, index) or sequence_length, sequence_length)
         flops.append(2.0 * _active_parameters(layer, config) + 4.0 * widths[index] * span)
     return flops, 2.0 * config.vocab_size * config.hidden_size
+
+
+def expert_flops(model: nn.Module) -> list[float]:
+    """FLOPs per token of the routed experts of every decoder layer, forward: part of `forward_flops`."""
+    layers = layer_list(model)[1]
+    config: Any = model.config
+    whole = [sum(p.numel() for name, p in layer.named_parameters() if _routed(name)) for layer in layers]
+    return [2.0 * each * _chosen_share(config) for each in whole]
 
 
 def stage_parameters(model: nn.Module, stages: Sequence[StageLayers]) -> list[int]:
@@ -102,7 +112,15 @@ def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str
 
 def _active_parameters(layer: nn.Module, config: Any) -> float:
     """Parameters of a layer that a token uses: of the experts, the share that it is routed to."""
+    share = _chosen_share(config)
+    return sum(p.numel() * (share if _routed(name) else 1.0) for name, p in layer.named_parameters())
+
+
+def _routed(name: str) -> bool:
+    return ".experts." in f".{name}"
+
+
+def _chosen_share(config: Any) -> float:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((n for n in (getattr(config, name, None) for name in names) if n), None)
-    share = config.num_experts_per_tok / experts if experts else 1.0
-    return sum(p.numel() * (share if ".experts." in f".{name}" else 1.0) for name, p in layer.named_parameters())
+    return config.num_experts_per_tok / experts if experts else 1.0

@@ -132,10 +132,10 @@ class ExpertExchange:
         received = functional.wait_tensor(
             functional.all_to_all_single(sent, parts, parts, self._group.group_name)
         ).view(self._ranks, self._local)
+        sizes = host_sizes(torch.stack([sent.view(self._ranks, -1).sum(1), received.sum(1)]))
         if self.imbalance is not None:
-            sizes = [_even(total, self._ranks), _even(round(total * self.imbalance), self._ranks)]
-            return received, sizes
-        return received, host_sizes(torch.stack([sent.view(self._ranks, -1).sum(1), received.sum(1)])).tolist()
+            return received, [_even(total, self._ranks), _even(round(total * self.imbalance), self._ranks)]
+        return received, sizes.tolist()
 
     def _computed(self, module: Any, rows: Tensor, received: Tensor) -> Tensor:
         """Rows [M, D] by rank, and for each rank by expert -> what the experts make of them, in the same order."""

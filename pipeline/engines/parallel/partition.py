@@ -75,8 +75,9 @@ class _Fit:
             raise ConfigError(MEMORY, [each / GB for each in memory], why=why, remedy="remove it")
         self._run, self._model, self._memory, self._widths = run, model, memory, widths
         self._pp, self._virtual = run.topology.pp, run.virtual_stages
-        forms = matrices_of(model, run.config.optimizer)
-        self._counts, self._before = counts_of(model, tp=run.topology.tp, matrices=forms), first_prefixes(model)
+        forms, topology = matrices_of(model, run.config.optimizer), run.topology
+        self._counts = counts_of(model, tp=topology.tp, ep=topology.ep, matrices=forms)
+        self._before = first_prefixes(model)
         self._layers = len(layer_list(model)[1])
         self._sizes = [0] * self._layers
         for name, count, *_ in self._counts:

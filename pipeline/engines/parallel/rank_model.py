@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from pipeline.engines.optim.newton_schulz import flops
+from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.stages import StageLayers, is_tied, layer_list, modules_before_layers
 from pipeline.engines.parallel.tensor import check_tp_plan
 from pipeline.models.hidden_matrices import MatrixForm
@@ -36,6 +37,10 @@ class Widths:
         experts: that a token goes to; 0 of a dense model.
         vocabulary: V.
         head_norms: whether queries and keys are normalized.
+        all_experts: E.
+        shared: intermediate size of the experts that every token goes to, together.
+        output: of the attention, before its projection, where it is not H x d.
+        latent: of multi-head latent attention, of queries, keys and values together; 0 of others.
     """
 
     hidden: int
@@ -47,6 +52,10 @@ class Widths:
     experts: int
     vocabulary: int
     head_norms: bool
+    all_experts: int = 0
+    shared: int = 0
+    output: int = 0
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class RankModel:
     """One rank's part of the model.
 
     Attributes:
-        layers: elements of every decoder layer of this rank's stages, after tensor parallelism.
+        layers: elements of every decoder layer of this rank's stages, after tensor and expert parallelism.
         rest: elements of embedding, final norm and head on this rank, after tensor parallelism.
         head: elements of the head; 0 on ranks without it. A tied one is the embedding.
         largest: elements of the largest parameter.
@@ -66,6 +75,8 @@ class RankModel:
         matrices: elements that the optimizer treats as hidden matrices (Muon), after tensor parallelism; 0 with others.
         matrix_flops: that orthogonalizing all of these matrices takes in a step, those of its tp ranks included.
         largest_matrix_flops: the same of one stored matrix, the least that one of the ranks has to compute.
+        experts: of every decoder layer, the elements that expert parallelism shards: they have a unit and a group of
+            their own. Zeros without it.
     """
 
     layers: tuple[int, ...]
@@ -77,6 +88,7 @@ class RankModel:
     first: bool
     last: bool
     stage_layers: tuple[int, ...]
+    experts: tuple[int, ...]
     matrices: int = 0
     matrix_flops: int = 0
     largest_matrix_flops: int = 0
@@ -90,6 +102,16 @@ class RankModel:
     def parameters(self) -> int:
         """Elements in all."""
         return sum(self.layers) + self.rest
+
+    def apart(self) -> tuple[RankModel, RankModel]:
+        """What all data ranks share out, and what those with the same experts do."""
+        none = (0,) * len(self.layers)
+        rest = tuple(whole - own for whole, own in zip(self.layers, self.experts, strict=True))
+        matrices = min(self.matrices, sum(self.experts))
+        return (
+            replace(self, layers=rest, experts=none, matrices=self.matrices - matrices),
+            replace(self, layers=self.experts, rest=0, head=0, matrices=matrices),
+        )
 
     @property
     def separate(self) -> bool:
@@ -107,7 +129,7 @@ def widths_of(config: Any) -> Widths | None:
         return None
     size = getattr(config, "head_dim", None) or hidden // heads
     experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 0)
-    return Widths(
+    found = Widths(
         hidden=hidden,
         query=heads * size,
         key_value=(getattr(config, "num_key_value_heads", None) or heads) * size,
@@ -117,6 +139,23 @@ def widths_of(config: Any) -> Widths | None:
         experts=config.num_experts_per_tok if experts else 0,
         vocabulary=config.vocab_size,
         head_norms=config.model_type.startswith("qwen3"),
+        all_experts=experts,
+        shared=(getattr(config, "n_shared_experts", None) or 0) * inner,
+    )
+    return _with_latent(found, config) if getattr(config, "kv_lora_rank", None) else found
+
+
+def _with_latent(widths: Widths, config: Any) -> Widths:
+    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), keys and values are one product."""
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    heads = widths.heads
+    return replace(
+        widths,
+        query=heads * (nope + rope),
+        key_value=heads * (nope + rope + nope + value) // 2,
+        head_size=nope + rope,
+        output=heads * value,
+        latent=(config.q_lora_rank or 0) + config.kv_lora_rank + rope,
     )
 
 
@@ -138,8 +177,9 @@ class ParameterCount(NamedTuple):
 
     Attributes:
         name: of the parameter.
-        elements: on a rank.
-        split: whether tensor parallelism splits it.
+        elements: on a rank, before they are sharded over data ranks.
+        split: whether ranks of tensor parallelism hold different parts.
+        expert: whether expert parallelism shards it.
         matrix_flops: that orthogonalizing its matrices takes; 0 where the optimizer treats it as no matrix.
         stacked: experts in it, or 1.
     """
@@ -147,25 +187,35 @@ class ParameterCount(NamedTuple):
     name: str
     elements: int
     split: bool
+    expert: bool
     matrix_flops: int
     stacked: int
 
 
-def counts_of(model: nn.Module, *, tp: int, matrices: Mapping[str, MatrixForm]) -> list[ParameterCount]:
-    """The counts of every parameter.
+def counts_of(model: nn.Module, *, tp: int, ep: int = 1, matrices: Mapping[str, MatrixForm]) -> list[ParameterCount]:
+    """The counts of every parameter of a full model, on meta.
 
     Args:
-        model: the full model, on meta.
+        model: whose parameters are counted.
         tp: tensor-parallel ranks.
+        ep: ranks among which the experts of a layer are divided.
         matrices: what the optimizer treats as hidden matrices.
     """
+    experts = {id(p) for _, module in expert_modules(model) for p in module.parameters()} if ep > 1 else set()
     styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
     ends: Any = model
     vocabulary = {id(ends.get_input_embeddings().weight), id(ends.get_output_embeddings().weight)}
     return [
-        ParameterCount(name, p.numel() // (tp if split else 1), split, *_matrix_flops(matrices.get(name)))
+        ParameterCount(
+            name,
+            p.numel() // (ep if expert else tp if split else 1),
+            split or expert,
+            expert,
+            *_matrix_flops(matrices.get(name)),
+        )
         for name, p in model.named_parameters()
         for split in [name.rpartition(".")[0] in styles or id(p) in vocabulary]
+        for expert in [id(p) in experts]
     ]
 
 
@@ -193,14 +243,16 @@ def rank_model(
     """
     first, last = stages[0].first, stages[-1].last
     layers = {layer: 0 for stage in stages for layer in range(*stage.layers)}
+    experts = dict(layers)
     tied, split_up = is_tied(model), stages[0].count > 1
     rest = small = largest = matrices = matrix_flops = largest_matrix = 0
-    for name, count, split, of_matrix, stacked in counts:
+    for name, count, split, expert, of_matrix, stacked in counts:
         layer = layer_of(name)
         if layer is None and (not split_up or _at_end(name, before, first=first, last=last, tied=tied)):
             rest += count
         elif layer in layers:
             layers[layer] += count
+            experts[layer] += count if expert else 0
         else:
             continue
         small, largest = small + (0 if split or tp == 1 else count), max(largest, count)
@@ -217,6 +269,7 @@ def rank_model(
         first=first,
         last=last,
         stage_layers=tuple(len(range(*stage.layers)) for stage in stages),
+        experts=tuple(experts.values()),
         matrices=matrices,
         matrix_flops=matrix_flops,
         largest_matrix_flops=largest_matrix,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.assemble import DISTILLATION_CHUNK
 from pipeline.engines.parallel.rank_model import RankModel, Widths
+from pipeline.engines.sizes.expert_load import expert_load
 
 MASTER = 4
 """Bytes per element of fp32 master weights."""
@@ -49,6 +50,17 @@ class StepSizes:
         topology = self.run.topology
         data = topology.dp * topology.cp
         return 1 if self.stage == 0 else self.run.config.parallel.hybrid_shard_size or data
+
+    @property
+    def held(self) -> float:
+        """Elements of which this rank keeps optimizer states: its shards, of experts over those that hold the same."""
+        whole, experts = (part.parameters for part in self.rank.apart())
+        return whole / self.shards + experts / self.run.expert_shards
+
+    @property
+    def load(self) -> float:
+        """Rows of experts on the fullest rank over those that a rank sends."""
+        return expert_load(self.run, self.widths).factor
 
     @property
     def chunk(self) -> int | None:
@@ -149,7 +161,7 @@ def _between_passes(step: StepSizes) -> float:
     of the logits. Source: the storages at the peak of the last stage.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
-    inner = (w.experts or 1) * 2 * w.intermediate
+    inner = (w.experts * step.load or 1) * 2 * w.intermediate + 2 * w.shared
     layer = s * ((inner + w.query + 2 * w.key_value) / tp + 4 * w.hidden) + 2 * MASTER * w.hidden / tp
     logits = s * w.vocabulary / tp if step.rank.last else 0
     return step.tokens * (len(step.rank.layers) * layer + logits)
@@ -185,27 +197,47 @@ def whole_layer(step: StepSizes) -> float:
     # fused attention in fp32 takes as many heads of keys and values as of queries
     key_value = w.query if s == MASTER else w.key_value
     outputs = 2 if step.run.topology.cp > 1 else 1  # of all positions, and of this rank's
-    attention = ((1 + outputs) * w.query + 2 * key_value) * s / tp + MASTER * w.heads / tp
-    # of every chosen expert: its input, gate and up, their activation and product, and its output
-    experts = w.experts * (2 * w.hidden + 4 * w.intermediate) * s
-    mlp = experts or 4 * w.intermediate * s / tp
+    attention = (w.query + outputs * (w.output or w.query) + 2 * key_value) * s / tp + MASTER * w.heads / tp
+    norms += w.latent * (MASTER + 2 * s)
+    mlp = (_experts(step) if w.experts else 4 * w.intermediate * s / tp) + 4 * w.shared * s
     return step.tokens * (norms + attention + mlp)
 
 
+def _experts(step: StepSizes) -> float:
+    """Of a token: of every chosen expert its input, gate and up, their activation and product, and its output.
+
+    With expert parallelism they are those of the rows that a rank gets, but for the outputs, which are back at the rank
+    that sent the rows: there is as much of them as tokens.
+    """
+    w, tp = step.widths, step.run.topology.tp if step.run.topology.ep > 1 else 1
+    return w.experts * (w.hidden + step.load * (w.hidden + 4 * w.intermediate)) * step.size / tp
+
+
 def _selected(step: StepSizes) -> float:
-    """Selective checkpointing: outputs of matrix products and of attention, and the layer's input."""
+    """Selective checkpointing: outputs of matrix products and of attention, and the layer's input.
+
+    With expert parallelism, the rows of experts that came, and those that came back.
+    """
     w, s, tp = step.widths, step.size, step.run.topology.tp
-    products = (w.query + 2 * w.key_value + 2 * w.intermediate) / tp + 2 * w.hidden
+    products = (w.query + 2 * w.key_value + 2 * w.intermediate) / tp + 2 * w.hidden + 2 * w.shared + w.latent
+    if step.run.topology.ep > 1:
+        products += (1 + step.load) * w.experts * w.hidden / tp
     if tp > 1:  # no collective is repeated: what two gathered, what two scattered, and a sum with it
         products += 2 * w.hidden + 3 * w.hidden / tp
-    return step.tokens * s * (products + w.query / tp + w.hidden / tp)
+    return step.tokens * s * (products + (w.output or w.query) / tp + w.hidden / tp)
 
 
 def _backward_buffers(step: StepSizes) -> float:
     """Gradients within a layer's MLP: of the product (which is freed itself), of its two factors, of the hidden states.
 
-    A mixture of experts needs most memory when the weights' gradients exist, and gate, up and product are freed.
+    A mixture of experts needs most memory when the weights' gradients exist, and gate, up and product are freed. With
+    expert parallelism, earlier: when its rows are computed again and wait to be sent back, there are those that came
+    and the experts' outputs in two orders; without recomputation, the outputs' gradients in two.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
-    inner = 2 * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
+    if step.run.topology.ep > 1:
+        orders = 2 if step.run.config.memory.activation_checkpointing == "none" else 3
+        inner = orders * step.load * w.experts * w.hidden / tp
+    else:
+        inner = 2 * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
     return step.tokens * s * (inner + 2 * w.hidden)

@@ -24,7 +24,7 @@ def footprint_of(run: ResolvedRun, model: nn.Module) -> Footprint | None:
         return None
     tp, pp = run.topology.tp, run.topology.pp
     stages = pipeline_stages(run, model)
-    counts = counts_of(model, tp=tp, matrices=matrices_of(model, run.config.optimizer))
+    counts = counts_of(model, tp=tp, ep=run.topology.ep, matrices=matrices_of(model, run.config.optimizer))
     before = first_prefixes(model) if pp > 1 else ()
     own = ([stage for stage in stages if stage.index % pp == rank] for rank in range(pp))
     return Footprint(widths, tuple(rank_model(model, counts, each, before=before, tp=tp) for each in own))

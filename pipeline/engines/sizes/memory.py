@@ -125,8 +125,8 @@ def _matrices(step: StepSizes) -> dict[str, Bytes]:
     rank, width = step.rank, 4 if step.cpu else 2
     if not rank.matrices:
         return {}
-    held = rank.parameters / step.shards
-    mine = rank.matrices / step.shards
+    held, (whole, experts) = step.held, rank.apart()
+    mine = whole.matrices / step.shards + experts.matrices / step.run.expert_shards
     masters = (step.size - MASTER) * held if step.run.alone and not step.run.plain and step.size < MASTER else 0.0
     unsharded = step.size * rank.parameters if step.run.config.engine == "deepspeed" and step.stage < 3 else 0.0
     sent = width * (mine + MATRIX_COPIES * min(mine, MATRIX_ELEMENTS))
@@ -179,17 +179,21 @@ def _plain(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _sharded(step: StepSizes) -> dict[str, Bytes]:
-    """FSDP2 (`engines.torch_native.units`): fp32 shards; a stage gathers one unit ahead of the one it computes."""
+    """FSDP2 (`engines.torch_native.units`): fp32 shards; a stage gathers one unit ahead of the one it computes.
+
+    The experts of expert parallelism are units of their own, beside which the next layer's others are gathered.
+    """
     rank, s, n = step.rank, step.size, step.shards
     unit, per_layer = max(rank.layers), step.stage == 3
+    ahead = max(whole - own for whole, own in zip(rank.layers, rank.experts, strict=True))
     several = step.accumulation > 1
     # gradients are reduced once per step by stage 0 and in pipelines, else after every micro-batch
     once = step.stage < 2 or (step.run.topology.pp > 1 and not per_layer)
-    masters = MASTER * rank.parameters / n
-    held = MASTER * _accumulated(step) / (1 if once else n) if several else 0.0
-    base = Bytes(weights=masters, optimizer=step.states * rank.parameters / n)
+    masters, sharing = MASTER * step.held, rank.parameters / step.held
+    held = MASTER * _accumulated(step) / (1 if once else sharing) if several else 0.0
+    base = Bytes(weights=masters, optimizer=step.states * step.held)
     node = step.run.config.zero_optimization.zero_hpz_partition_size
-    units = s * unit * min(2, max(rank.stage_layers))
+    units = s * (unit + ahead * (max(rank.stage_layers) > 1))
     layers = (units if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
     # the embedding is freed after its lookup, the head before the layers' gradients
     apart = per_layer and rank.separate
@@ -203,7 +207,7 @@ def _sharded(step: StepSizes) -> dict[str, Bytes]:
     second = {"activations": first_backward(step)["activations"] - stored(step) / max(1, len(rank.layers))}
     # gathered weights are freed before their gradients are reduced
     reduced_last = rank.rest - rank.head if rank.separate else rank.rest
-    reduced = MASTER * rank.parameters / (1 if once else n) + (s + MASTER) * reduced_last
+    reduced = MASTER * rank.parameters / (1 if once else sharing) + (s + MASTER) * reduced_last
     staged = {}
     if step.cpu and n > 1 and not once:  # gloo copies the input of a reduce-scatter
         left = stored(step) - received(step)
@@ -241,8 +245,13 @@ def _accumulated(step: StepSizes) -> int:
 
 
 def _mlp_gradients(step: StepSizes) -> float:
-    """Gradients of a layer that exist when most of its activations do: of the MLP, the last of its three matrices."""
+    """Gradients of a layer that exist when most of its activations do: of the MLP, the last of its three matrices.
+
+    None of the experts of expert parallelism; see `activations`.
+    """
     w = step.widths
+    if step.run.topology.ep > 1:
+        return 0.0
     return step.size / 3 * max(step.rank.layers) if not w.experts else step.size * max(step.rank.layers)
 
 
@@ -291,4 +300,4 @@ def _deepspeed(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _zero(step: StepSizes) -> ZeroSizes:
-    return ZeroSizes(step.run, step.rank, step.widths, step.size, step.shards, step.states)
+    return ZeroSizes(step.run, step.rank, step.widths, step.size, step.held, step.states)

@@ -11,7 +11,7 @@ Shapes as in `rank_model`; s bytes per element in forward and backward passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.rank_model import RankModel, Widths
@@ -58,9 +58,34 @@ class TrafficLayout:
         """ZeRO stage."""
         return self.run.config.zero_optimization.stage
 
+    def apart(self) -> tuple[TrafficLayout, TrafficLayout]:
+        """What all data ranks share out, and what those with the same experts of expert parallelism do."""
+        rest, experts = self.rank.apart()
+        return replace(self, rank=rest), replace(self, rank=experts)
+
 
 def weights(layout: TrafficLayout) -> int:
     """All-gathers of parameters: stage 3 twice per micro-batch, last layer and rest once; other stages once."""
+    return gathered(layout.apart()[0])
+
+
+def gradients(layout: TrafficLayout) -> int:
+    """Reductions of gradients: once per micro-batch where they are sharded between micro-batches, else once."""
+    return reduced(layout.apart()[0])
+
+
+def expert_weights(layout: TrafficLayout) -> int:
+    """As `weights`, of the experts of expert parallelism: over the ranks that hold the same."""
+    return gathered(layout.apart()[1]) if layout.run.expert_shards > 1 else 0
+
+
+def expert_gradients(layout: TrafficLayout) -> int:
+    """As `gradients`, of the experts of expert parallelism."""
+    return reduced(layout.apart()[1]) if layout.run.topology.edp > 1 else 0
+
+
+def gathered(layout: TrafficLayout) -> int:
+    """All-gathers of all that a rank holds, sharded over one group."""
     rank, stage = layout.rank, layout.stage
     if stage == 0:
         return 0
@@ -70,8 +95,8 @@ def weights(layout: TrafficLayout) -> int:
     return layout.micro_batches * layout.size * (rank.parameters + again)
 
 
-def gradients(layout: TrafficLayout) -> int:
-    """Reductions of gradients: once per micro-batch where they are sharded between micro-batches, else once."""
+def reduced(layout: TrafficLayout) -> int:
+    """Reductions of the gradients of all that a rank holds, over one group."""
     sharded = layout.stage == 3 or (layout.stage == 2 and layout.run.topology.pp == 1)
     return (layout.micro_batches if sharded else 1) * layout.size * layout.rank.parameters
 
@@ -122,6 +147,25 @@ def _keys_and_values(layout: TrafficLayout) -> int:
     return layout.micro_batches * len(layout.rank.layers) * layout.tokens * 2 * layout.widths.key_value * layout.size
 
 
+def expert_exchanges(layout: TrafficLayout) -> int:
+    """All-to-alls of expert parallelism: the rows of a token's experts there and back, forward and backward.
+
+    Rows that a rank sends; on the fullest rank there are as many more on the way back as it gets.
+    """
+    rows = layout.tokens * layout.widths.experts // layout.run.topology.tp
+    return 4 * layout.micro_batches * _sparse_layers(layout) * rows * layout.widths.hidden * layout.size
+
+
+def expert_counts(layout: TrafficLayout) -> int:
+    """Before each of them forward, the number of rows for every expert, int64."""
+    return 8 * layout.micro_batches * _sparse_layers(layout) * layout.widths.all_experts
+
+
+def _sparse_layers(layout: TrafficLayout) -> int:
+    """Layers whose experts are divided by expert parallelism."""
+    return sum(each > 0 for each in layout.rank.experts)
+
+
 def stage_messages(layout: TrafficLayout) -> int:
     """Bytes that a rank of a pipeline sends: hidden states to the next stage, gradients to the one before."""
     rank = layout.rank
@@ -152,6 +196,10 @@ PURPOSES: dict[str, Callable[[TrafficLayout], int]] = {
     "tensor parallelism, gathers": tensor_gathers,
     "tensor parallelism, scatters": tensor_scatters,
     "tensor parallelism, sums": tensor_reductions,
+    "weights of experts": expert_weights,
+    "gradients of experts": expert_gradients,
+    "expert parallelism": expert_exchanges,
+    "expert parallelism, sizes": expert_counts,
     "context parallelism": attention_exchanges,
     "context parallelism, gradients": attention_gradients,
     "pipeline, sent": stage_messages,

@@ -32,7 +32,7 @@ class ZeroSizes:
         rank: sizes of the rank's part of the model.
         widths: sizes of a layer.
         size: s.
-        shards: ranks that share optimizer states.
+        held: elements of which the rank keeps optimizer states.
         states: bytes per parameter of optimizer states.
     """
 
@@ -40,7 +40,7 @@ class ZeroSizes:
     rank: RankModel
     widths: Widths
     size: int
-    shards: int
+    held: float
     states: float
 
     @property
@@ -68,16 +68,16 @@ class ZeroSizes:
     def weights(self) -> float:
         """Weights between steps, with their masters."""
         elements = self.rank.parameters
-        masters = 0.0 if self.offloaded else _FP32 * elements / self.shards
+        masters = 0.0 if self.offloaded else _FP32 * self.held
         if self.stage < 3:
             return self.size * elements + masters
         on_host = self.run.config.zero_optimization.offload_param.device != "none"
-        return (0.0 if on_host else self.size * elements / self.shards) + masters
+        return (0.0 if on_host else self.size * self.held) + masters
 
     @property
     def optimizer(self) -> float:
         """Optimizer states."""
-        return 0.0 if self.offloaded else self.states * self.rank.parameters / self.shards
+        return 0.0 if self.offloaded else self.states * self.held
 
     @property
     def gradients(self) -> float:
@@ -86,7 +86,7 @@ class ZeroSizes:
             return float(self.accumulated * self.rank.parameters)
         if self.offloaded:
             return 0.0
-        return self.accumulated * self.rank.parameters / self.shards
+        return self.accumulated * self.held
 
     @property
     def bucket_elements(self) -> float:
@@ -173,6 +173,6 @@ class ZeroSizes:
 
         `fp32_partitioned_groups_flat` with their `grad`, and `grad_partitions_flat_buffer`.
         """
-        section, held = self.run.config.zero_optimization, self.rank.parameters / self.shards
-        optimizer = (3 * _FP32 + self.states) * held if section.offload_optimizer.device == "cpu" else 0.0
-        return optimizer + (self.size * held if section.offload_param.device == "cpu" else 0.0)
+        section = self.run.config.zero_optimization
+        optimizer = (3 * _FP32 + self.states) * self.held if section.offload_optimizer.device == "cpu" else 0.0
+        return optimizer + (self.size * self.held if section.offload_param.device == "cpu" else 0.0)

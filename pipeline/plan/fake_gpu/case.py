@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class StepCase:
         steps: how many; the last one is reported.
         cpu: count as on a CPU: what offload has in the host's memory, and gloo's copies of what a reduce-scatter takes.
         begun: the run is resumed: any number of processes is accepted; see `resolve`.
+        imbalance: rows of the fullest expert-parallel rank over the mean; None for what `expert_load` assumes.
     """
 
     config: str
@@ -40,10 +41,12 @@ class StepCase:
     steps: int = 1
     cpu: bool = False
     begun: bool = False
+    imbalance: float | None = None
 
     def resolved(self) -> ResolvedRun:
         """The run of the case."""
-        return resolve(load_config(self.config, [EAGER, *self.overrides]), world_size=self.processes, begun=self.begun)
+        config = load_config(self.config, [EAGER, *self.overrides])
+        return replace(resolve(config, world_size=self.processes, begun=self.begun), imbalance=self.imbalance)
 
 
 def run_cases(

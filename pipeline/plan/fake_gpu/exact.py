@@ -23,6 +23,7 @@ class Source:
         processes: world size.
         begun: whether it is resumed.
         vocabulary: ids of the dataset's tokenizer.
+        imbalance: see `StepCase`.
     """
 
     config: str
@@ -30,6 +31,7 @@ class Source:
     processes: int
     begun: bool
     vocabulary: int
+    imbalance: float | None = None
 
 
 def execute(source: Source, *, ranks: Sequence[int], pp: int, engine: str) -> Executed:
@@ -92,7 +94,16 @@ def _case(source: Source, rank: int, *, engine: str) -> StepCase:
     # DeepSpeed makes the optimizer's states in its first step, and the peak is that of the last
     steps = 2 if engine == "deepspeed" else 1
     overrides = (*source.overrides, EAGER)
-    return StepCase(source.config, source.processes, rank, source.vocabulary, overrides, steps, source.begun)
+    return StepCase(
+        source.config,
+        source.processes,
+        rank,
+        source.vocabulary,
+        overrides,
+        steps,
+        begun=source.begun,
+        imbalance=source.imbalance,
+    )
 
 
 def _times(count: int) -> str:

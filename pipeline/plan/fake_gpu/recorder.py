@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pipeline.engines.parallel.collectives import host_sizes
 from pipeline.plan.fake_gpu.memory import Memory
 from pipeline.runtime.launch.host_copy import HostCopy
 
@@ -53,7 +54,13 @@ FUNCTIONAL = {
 }
 """Operators of torch's functional collectives, whose first argument is this rank's input."""
 
-_SHAPE_READS = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.equal.default}
+_SHAPE_READS = {
+    host_sizes._opoverload,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.equal.default,
+}
 """Operators whose result's shape or value is decided by numbers on the device."""
 
 

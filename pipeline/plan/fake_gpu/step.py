@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +22,10 @@ from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.engines.parallel.experts import exchanges
 from pipeline.engines.parallel.mesh import build_mesh
+from pipeline.engines.parallel.rank_model import widths_of
+from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.torch_native.single import TorchSingle
 from pipeline.models.build.initial_values import Zeros
 from pipeline.models.build.meta import build_meta
@@ -84,6 +88,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
             objective = CrossEntropy(z_loss=run.config.loss.z_loss)
             engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
             roots = modules_of(engine)
+            _route(roots, run, model)
             optimizer = optimizer_of(engine)
             held = name_weights(optimizer, roots, memory)
             if isinstance(engine, TorchSingle):
@@ -119,6 +124,7 @@ def run_compiled_step(case: StepCase) -> None:
             objective = CrossEntropy(z_loss=run.config.loss.z_loss)
             with recorder:  # which leaves a model on meta alone
                 engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
+            _route(modules_of(engine), run, model)
             for number in range(1, case.steps + 1):
                 batch = _batch(run.batch, number, cp=run.topology.cp, masked=run.config.data.mask_documents)
                 engine.train_step(batch, lr=1e-4)
@@ -135,12 +141,30 @@ def _run_and_model(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
     return run, model
 
 
+def _route(roots: Sequence[nn.Module], run: ResolvedRun, model: nn.Module) -> None:
+    """Tells the exchanges of experts how many rows to get: fake tensors have no numbers to be read."""
+    found = [exchange for root in roots for exchange in exchanges(root)]
+    widths = widths_of(model.config) if found else None
+    for exchange in found:
+        exchange.imbalance = (run.imbalance or 1.0) if widths is None else expert_load(run, widths).factor
+
+
 def axes_of(topology: Topology, ranks: Sequence[int]) -> str:
-    """The axes along which ranks of a group differ, e.g. "dp x cp"; "world" for all ranks."""
+    """The axes along which ranks of a group differ, e.g. "dp x cp"; "world" for all ranks.
+
+    "ep" for some ranks of them that hold different experts, "edp" for some that hold the same.
+    """
     if len(ranks) == topology.world_size:
         return "world"
     places = [topology.coordinates(rank) for rank in ranks]
-    return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1) or "self"
+    axes = [axis for axis in AXES if len({place[axis] for place in places}) > 1]
+    if topology.ep > 1 and math.prod(topology.sizes[AXES.index(axis)] for axis in axes) > len(ranks) > 1:
+        first, last = min(ranks), max(ranks)
+        if last - first + 1 == len(ranks) == topology.ep:
+            return "ep"
+        if (last - first) % topology.ep == 0:
+            return "edp"
+    return " x ".join(axes) or "self"
 
 
 @contextlib.contextmanager

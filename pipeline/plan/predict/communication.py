@@ -12,6 +12,7 @@ from typing import Literal
 
 from pipeline.config.topology import AXES, Topology
 from pipeline.engines.sizes import traffic
+from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.sizes.traffic import TrafficLayout
 from pipeline.runtime.machines.machine import Operation
 
@@ -27,7 +28,7 @@ class Transfer:
     """Collectives of one purpose.
 
     Attributes:
-        purpose: weights, gradients, tensor, context, pipeline or matrices.
+        purpose: weights, gradients, tensor, context, experts, pipeline or matrices.
         kind: all_gather, reduce_scatter, all_reduce, all_to_all or send.
         bytes: of the whole tensors, in a step.
         count: of collectives, in a step.
@@ -48,15 +49,25 @@ def transfers(layout: TrafficLayout) -> list[Transfer]:
 
 
 def _data_parallel(layout: TrafficLayout) -> Iterator[Transfer]:
-    run, stage = layout.run, layout.stage
-    units, micro_batches = len(layout.rank.layers) + 2, layout.micro_batches
+    """Of all data ranks; with expert parallelism, of the ranks that hold the same experts too."""
+    run, (rest, experts) = layout.run, layout.apart()
     data = group_of(run.topology, ("dp", "cp"))
     shard = run.config.parallel.hybrid_shard_size or len(data)
+    yield from _sharded(rest, data, shard=shard, units=len(layout.rank.layers) + 2)
+    if sparse := sum(each > 0 for each in layout.rank.experts):
+        same = tuple(range(0, run.topology.stage_ranks, run.topology.ep))
+        shard = run.expert_shards if layout.stage else len(same)
+        yield from _sharded(experts, same, shard=shard, units=sparse)
+
+
+def _sharded(layout: TrafficLayout, data: tuple[int, ...], *, shard: int, units: int) -> Iterator[Transfer]:
+    """Gathers and reductions of some units over some ranks, each `shard` of which share out what they hold."""
+    run, stage, micro_batches = layout.run, layout.stage, layout.micro_batches
     weights = _weights(layout) * (0.5 if run.config.fp8.enabled and run.config.fp8.fsdp_all_gather else 1.0)
     gathers = units * (2 * micro_batches if stage == 3 else 1)
     yield Transfer("weights", "all_gather", weights, gathers, data[:shard])
     size = 2 if run.config.communication_data_type == "bf16" else _GRADIENT_BYTES
-    gradients = traffic.gradients(layout) * size / layout.size
+    gradients = traffic.reduced(layout) * size / layout.size
     reductions = units * (micro_batches if stage >= 2 else 1)
     scattered = stage == 3 or (stage == 2 and run.config.engine == "torch")
     yield Transfer("gradients", "reduce_scatter" if scattered else "all_reduce", gradients, reductions, data[:shard])
@@ -66,7 +77,7 @@ def _data_parallel(layout: TrafficLayout) -> Iterator[Transfer]:
 
 def _weights(layout: TrafficLayout) -> float:
     """Bytes of all-gathers: FSDP2 gathers the last layer again too."""
-    least, rank, run = traffic.weights(layout), layout.rank, layout.run
+    least, rank, run = traffic.gathered(layout), layout.rank, layout.run
     if layout.stage < 3:
         return least
     whole = layout.micro_batches * layout.size * rank.parameters
@@ -101,10 +112,19 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
         else:
             yield Transfer("context", "all_to_all", exchanged, round(layers * 8 * (1 + repeated / 2)), ranks)
 
+    if run.topology.ep > 1:
+        # on the links of the fullest rank are the rows that it gets, which are more than those that it sends
+        load, passes = expert_load(run, layout.widths).factor, 1 + repeated / 2
+        exchanged = traffic.expert_exchanges(layout) * load * passes
+        sparse = sum(each > 0 for each in layout.rank.experts) * layout.micro_batches
+        yield Transfer("experts", "all_to_all", exchanged, round(4 * sparse * passes), tuple(range(run.topology.ep)))
+        counts = traffic.expert_counts(layout) * (1 + repeated)
+        yield Transfer("experts", "all_to_all", counts, round(sparse * (1 + repeated)), tuple(range(run.topology.ep)))
+
 
 def _matrices(layout: TrafficLayout) -> Iterator[Transfer]:
     """Shards of hidden matrices to the ranks that orthogonalize them, and back, in bf16 on GPUs (`optim.muon`)."""
-    run, elements = layout.run, layout.rank.matrices
+    run, elements = layout.run, layout.rank.matrices - sum(layout.rank.experts)  # experts are whole on their ranks
     data = run.topology.dp * run.topology.cp
     sharded = layout.stage > 0 or run.topology.tp > 1  # else every rank has every matrix, and only results are sent
     shards = (run.config.parallel.hybrid_shard_size or data) if layout.stage else 1

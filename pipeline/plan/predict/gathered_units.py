@@ -13,7 +13,7 @@ class GatheredUnit:
 
     Attributes:
         name: "embedding", "layer 0" (the first of the rank), ..., "head".
-        elements: of its weights on this rank, before sharding.
+        elements: of its weights on this rank, before sharding; without experts that no other rank holds.
         forward_s, backward_s: of a micro-batch, with the communication for which it waits.
     """
 
@@ -28,7 +28,8 @@ def units_of(rank: RankTime) -> list[GatheredUnit]:
 
     The layers of a stage take equally long. A final norm counts with the head; a tied head with the embedding.
     """
-    model = rank.work.layout.rank
+    layout = rank.work.layout
+    model = layout.rank if layout.run.topology.edp > 1 else layout.apart()[0].rank
     head = model.rest if not model.first else model.head if model.last and model.separate else 0
     embedding = [GatheredUnit("embedding", model.rest - head, 0.0, 0.0)] if model.first else []
     each = rank.inside / max(1, len(model.layers))

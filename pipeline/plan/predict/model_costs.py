@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.engines.parallel.costs import forward_flops
+from pipeline.engines.parallel.costs import expert_flops, forward_flops
 from pipeline.engines.parallel.partition import pipeline_stages
-from pipeline.engines.parallel.rank_model import Footprint, widths_of
+from pipeline.engines.parallel.rank_model import Footprint, Widths, widths_of
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.routers import find_routers
@@ -26,12 +26,14 @@ class StageFlops:
         layers: number of its decoder layers.
         linear: of the matrix products of its layers.
         attention: of scores and values: the causal half, which kernels compute.
+        experts: of the matrix products, those of a token's routed experts.
         head: of the head; 0 on stages without it.
     """
 
     layers: int
     linear: float
     attention: float
+    experts: float
     head: float
 
 
@@ -61,7 +63,7 @@ class ModelCosts:
     model: nn.Module
     size: ModelSize
     routed: int
-    _layers: tuple[list[float], list[float], float]
+    _layers: tuple[list[float], list[float], list[float], float]
     _shares: dict[tuple[float, ...], CostShares | ConfigError] = field(default_factory=dict)
 
     @classmethod
@@ -83,7 +85,14 @@ class ModelCosts:
         attention = [whole - part for whole, part in zip(causal, linear, strict=True)]
         size = measure(model, config, sequence_length=sequence_length)
         routed = sum(2 * router.experts for router in find_routers(model))
-        return cls(model, size, routed, (linear, attention, head))
+        return cls(model, size, routed, (linear, attention, expert_flops(model), head))
+
+    @property
+    def widths(self) -> Widths:
+        """Sizes of its decoder layers."""
+        found = widths_of(self.model.config)
+        assert found is not None  # `of` has refused the others
+        return found
 
     def shares(self, run: ResolvedRun) -> CostShares:
         """What each rank of a run's pipeline holds and computes.
@@ -93,7 +102,7 @@ class ModelCosts:
         """
         if run.stage_devices.memory is not None:  # what fits depends on the whole config
             return self._counted(run)
-        key = (run.topology.tp, run.topology.pp, run.virtual_stages, *run.stage_devices.speeds)
+        key = (run.topology.tp, run.topology.ep, run.topology.pp, run.virtual_stages, *run.stage_devices.speeds)
         if key not in self._shares:
             try:
                 self._shares[key] = self._counted(run)
@@ -107,12 +116,13 @@ class ModelCosts:
     def _counted(self, run: ResolvedRun) -> CostShares:
         footprint = footprint_of(run, self.model)
         assert footprint is not None  # `of` has refused the others
-        linear, attention, head = self._layers
+        linear, attention, experts, head = self._layers
         ranks: list[list[StageFlops]] = [[] for _ in footprint.ranks]
         stages = pipeline_stages(run, self.model)
         for stage in stages:
             part = slice(*stage.layers)
             last = stage.index == len(stages) - 1
-            flops = StageFlops(len(linear[part]), sum(linear[part]), sum(attention[part]), head if last else 0.0)
+            inside, scores, sparse = (sum(each[part]) for each in (linear, attention, experts))
+            flops = StageFlops(len(linear[part]), inside, scores, sparse, head if last else 0.0)
             ranks[stage.index % run.topology.pp].append(flops)
         return CostShares(footprint, tuple(map(tuple, ranks)))

@@ -22,6 +22,7 @@ CONSTRAINTS = {
     "kernels": "memory bandwidth: kernels other than matrix products",
     "tensor_parallel": "communication of tensor parallelism, for which layers wait",
     "context_parallel": "communication of context parallelism, for which attention waits",
+    "expert_parallel": "communication of expert parallelism, for which layers wait: rows to their experts and back",
     "data_parallel": "communication of data parallelism that no kernel hides: weights gathered, gradients reduced",
     "bubble": "the pipeline's bubble",
     "optimizer": "memory bandwidth: the optimizer's update and the addition of gradients (Muon: its products, too)",

@@ -18,6 +18,7 @@ from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import torchao_note
 from pipeline.models.build.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
+from pipeline.plan.imbalance import with_imbalance
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.run.prepare import attention_of
 from pipeline.runtime.machines.machine import Machine
@@ -52,7 +53,13 @@ class PlannedRun:
 
 
 def open_run(
-    path: str, overrides: Sequence[str], machine: Machine, *, nodes: int | None, processes: int | None = None
+    path: str,
+    overrides: Sequence[str],
+    machine: Machine,
+    *,
+    nodes: int | None,
+    processes: int | None = None,
+    imbalance: float | None = None,
 ) -> PlannedRun:
     """Reads a config, resolves it for a number of nodes and builds its model on meta.
 
@@ -62,6 +69,7 @@ def open_run(
         machine: the nodes.
         nodes: how many; None for the fewest that the layout takes.
         processes: ranks, in the place of all devices of the nodes; on a CPU all on one host.
+        imbalance: as of `--imbalance`.
 
     Raises:
         ConfigError, DataError: the config cannot run, or the formulas do not hold for its model.
@@ -69,6 +77,7 @@ def open_run(
     config = read_config(path, overrides).config
     notes: list[str] = []
     run = resolve(config, world_size=processes) if processes else _on_nodes(config, machine, nodes, notes)
+    run = with_imbalance(run, imbalance)
     ranks, devices = run.topology.world_size, machine.devices_per_node
     if processes and not machine.gpu and ranks > devices:
         notes.append(f"{ranks} ranks share the {devices} cores of a host: each has {devices / ranks:.2g} of one.")

@@ -13,6 +13,11 @@ Collective = Callable[[Transfer, Rates], float]
 """Seconds of all collectives of a transfer."""
 
 
+HOST_READ_S = 30e-6
+"""Of a read of the device by the host, after which kernels start anew: assumed, a copy of some numbers and the start of
+the next kernels, of 10 microseconds each."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
     """Seconds of one micro-batch, computation alone.
@@ -65,7 +70,8 @@ class RankTime:
     Attributes:
         products, kernels: of a micro-batch; kernels with the host's time for layers on a CPU.
         stages: its (virtual) stages in order.
-        tensor, context, weights, gradients: communication of a step, hidden or not.
+        tensor, context, experts, weights, gradients: communication of a step, hidden or not; "experts" is the exchange
+            of rows, with the host's reads of their number.
         matrices: of an optimizer of whole matrices: their exchange and their orthogonalization in a step.
         message: of hidden states to the next stage, by the collectives of the same model.
         work: what it computes.
@@ -76,6 +82,7 @@ class RankTime:
     stages: tuple[StageSeconds, ...]
     tensor: float
     context: float
+    experts: float
     weights: float
     gradients: float
     matrices: float
@@ -95,7 +102,7 @@ class RankTime:
     @property
     def inside(self) -> float:
         """Communication of a micro-batch for which its layers wait; a third of it in the forward pass."""
-        return (self.tensor + self.context) / self.work.layout.micro_batches
+        return (self.tensor + self.context + self.experts) / self.work.layout.micro_batches
 
     @property
     def busy(self) -> float:
@@ -111,7 +118,7 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
         rates: of the machine.
         collective: seconds of collectives.
     """
-    sums = dict.fromkeys(("tensor", "context", "weights", "gradients", "matrices"), 0.0)
+    sums = dict.fromkeys(("tensor", "context", "experts", "weights", "gradients", "matrices"), 0.0)
     message = 0.0
     for each in transfers(work.layout):
         if each.purpose == "pipeline":
@@ -119,6 +126,7 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
         else:
             sums[each.purpose] += collective(each, rates)
     sums["matrices"] += work.matrix_flops / rates.head
+    sums["experts"] += work.host_reads * HOST_READ_S
     passes = work.forward, work.backward
     stages = [
         StageSeconds(

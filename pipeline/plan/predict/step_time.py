@@ -34,6 +34,7 @@ class StepTime:
         kernels: other kernels, bound by memory bandwidth; on a CPU what the host takes to dispatch them too.
         tensor_parallel: collectives of tensor parallelism, for which layers wait.
         context_parallel: the same, of context parallelism.
+        expert_parallel: the same, of expert parallelism.
         data_parallel: gathers of weights and reductions of gradients that no kernel hides.
         bubble: of the pipeline.
         optimizer: the update, with whole matrices that it moves and orthogonalizes, and the addition of gradients.
@@ -46,6 +47,7 @@ class StepTime:
     kernels: float = 0.0
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
+    expert_parallel: float = 0.0
     data_parallel: float = 0.0
     bubble: float = 0.0
     optimizer: float = 0.0
@@ -62,7 +64,10 @@ class StepTime:
         """Seconds by what a step is divided into at first sight."""
         return {
             "compute": self.products + self.kernels,
-            "exposed communication": self.tensor_parallel + self.context_parallel + self.data_parallel,
+            "exposed communication": self.tensor_parallel
+            + self.context_parallel
+            + self.expert_parallel
+            + self.data_parallel,
             "pipeline bubble": self.bubble,
             "optimizer": self.optimizer + self.offload,
             "data": self.data,
@@ -97,6 +102,7 @@ def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepM
         kernels=count * slowest.kernels,
         tensor_parallel=slowest.tensor,
         context_parallel=slowest.context,
+        expert_parallel=slowest.experts,
         data_parallel=max(model.exposed(run, rank, rates) for rank in ranks),
         bubble=model.pipeline(run, ranks, rates).bubble,
         optimizer=max(rank.work.update_bytes / rates.memory + rank.matrices for rank in ranks),
@@ -123,15 +129,22 @@ def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
     return seconds
 
 
+def _own_state(run: ResolvedRun, work: Work) -> float:
+    """Bytes of a checkpoint that a rank writes, if ranks that hold the same share them out."""
+    kind, topology = run.config.optimizer.kind, run.topology
+    rest, experts = (
+        kind.state_bytes(parameters=part.parameters, matrices=part.matrices) for part in work.layout.rank.apart()
+    )
+    return rest / (topology.dp * topology.cp) + experts / topology.edp
+
+
 def _checkpoint(run: ResolvedRun, works: list[Work], rates: Rates, *, step_s: float) -> float:
     """Seconds per step: the copy to the host; of a checkpoint that training waits for, writing it too.
 
     With "auto", by the interval that a run would take after a save of this length.
     """
     section = run.config.run
-    kind, ranks = run.config.optimizer.kind, [work.layout.rank for work in works]
-    state = max(kind.state_bytes(parameters=rank.parameters, matrices=rank.matrices) for rank in ranks)
-    mine = state / (run.topology.dp * run.topology.cp)
+    mine = max(_own_state(run, work) for work in works)
     written = mine * min(run.topology.world_size, rates.topology.devices_per_node) / rates.storage
     seconds = rates.host.seconds(mine) + (0.0 if section.async_checkpoints else written)
     if section.checkpoint_every == "auto":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.optim.newton_schulz import NS_STEPS
 from pipeline.engines.parallel.costs import update_bytes
+from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.sizes.memory import layer_activations
 from pipeline.engines.sizes.traffic import TrafficLayout
 from pipeline.plan.predict.model_costs import ModelCosts, StageFlops
@@ -92,12 +93,14 @@ class Work:
         stages: its (virtual) stages in order.
         update_bytes: read and written in a step by the optimizer, and to add up gradients.
         matrix_flops: of the busiest rank in a step, to orthogonalize hidden matrices (Muon): each is on one rank.
+        host_reads: of the device by the host in a step, for which layers wait.
     """
 
     layout: TrafficLayout
     stages: tuple[StageWork, ...]
     update_bytes: float
     matrix_flops: float
+    host_reads: float = 0.0
 
     @property
     def forward(self) -> Pass:
@@ -130,7 +133,15 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
     steps = (run.config.optimizer.params.ns_steps or NS_STEPS) / NS_STEPS
     sharing = run.topology.world_size // run.topology.pp
     matrix_flops = steps * max(rank.matrix_flops / sharing, rank.largest_matrix_flops)
-    return Work(layout, stages, update_bytes(run, rank.parameters), matrix_flops)
+    updated = update_bytes(run, *(part.parameters for part in rank.apart()))
+    return Work(layout, stages, updated, matrix_flops, _host_reads(layout))
+
+
+def _host_reads(layout: TrafficLayout) -> float:
+    """Of the numbers of rows of expert parallelism: in each pass that computes a layer, also again (full)."""
+    memory = layout.run.config.memory
+    again = 1 / memory.every_n_layers if memory.activation_checkpointing == "full" else 0.0
+    return sum(each > 0 for each in layout.rank.experts) * layout.micro_batches * (1 + again)
 
 
 def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float) -> Passes:
@@ -141,9 +152,15 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float) -> Pa
     repeated = -(-layers // memory.every_n_layers) / max(1, layers)
     again = repeated if mode == "full" else 0.0
     kept = 0.0 if layout.run.config.engine == "deepspeed" else _last_product(layout)
-    forward = Pass(tokens * flops.linear, tokens * flops.attention, FORWARD_PASSES * activations)
+    # the fullest rank computes more rows of experts than it sends
+    experts = expert_load(layout.run, layout.widths).factor * flops.experts
+    linear = flops.linear - flops.experts + experts
+    again_linear = again * (linear - flops.layers * kept)
+    if mode == "selective":  # grouped products are not among those that it keeps
+        again_linear = repeated * experts
+    forward = Pass(tokens * linear, tokens * flops.attention, FORWARD_PASSES * activations)
     backward = Pass(
-        tokens * (2 * flops.linear + again * (flops.linear - flops.layers * kept)),
+        tokens * (2 * linear + again_linear),
         tokens * flops.attention * (ATTENTION_BACKWARD + again),
         (BACKWARD_PASSES + repeated * RECOMPUTED_PASSES[mode]) * activations,
     )

@@ -12,6 +12,7 @@ from pipeline.config.load import as_sets, changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.layout import SCHEDULES
 from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.engines.parallel.rank_model import Widths
 from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.memory_plan import typical_peak
 from pipeline.plan.predict.model_costs import ModelCosts
@@ -53,7 +54,7 @@ def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: 
     Returns:
         None where nothing fits, or nothing makes a fitting run faster.
     """
-    single = [each for each in _neighbours(run) if machine.gpu or "compile.enabled" not in each]
+    single = [each for each in _neighbours(run, costs.widths) if machine.gpu or "compile.enabled" not in each]
     found = [each for sets in single if (each := evaluated(run, costs, machine, sets)) is not None]
     if plan.memory.fits:
         own = typical_time(run, costs, machine, model=CLOSED).total
@@ -102,14 +103,15 @@ def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappi
 
 def _changed(run: ResolvedRun, sets: Mapping[str, Any]) -> ResolvedRun:
     """The run with other settings on the same processes; a fallback layout would hide that one does not fit them."""
-    return resolve(changed(run.config, {"launch.fallback_layouts": (), **sets}), world_size=run.topology.world_size)
+    config = changed(run.config, {"launch.fallback_layouts": (), **sets})
+    return replace(resolve(config, world_size=run.topology.world_size), imbalance=run.imbalance)
 
 
-def _neighbours(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
     """Changes of one setting; whether a rule allows them is asked later."""
     yield from _batches(run)
     yield from _sharding(run)
-    yield from _axes(run)
+    yield from _axes(run, widths)
     yield from _kernels(run)
 
 
@@ -133,9 +135,10 @@ def _sharding(run: ResolvedRun) -> Iterator[dict[str, Any]]:
         yield {"zero_optimization.offload_optimizer.device": "cpu"}
 
 
-def _axes(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+def _axes(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
     """Other sizes of an axis, and other schedules of a pipeline."""
-    for axis in ("tp", "pp", "cp"):
+    sparse = ("ep",) if widths.experts else ()
+    for axis in ("tp", "pp", "cp", *sparse):
         size = getattr(run.topology, axis)
         yield from ({f"parallel.{axis}": size * each} for each in (2, 4, 8))
         yield from ({f"parallel.{axis}": size // each} for each in (2, 4) if size >= each)

@@ -41,7 +41,7 @@ _TRIED = 16
 def _on(planned: PlannedRun, nodes: int) -> dict[str, Any] | None:
     run, machine, costs = planned.run, planned.machine, planned.costs
     world = nodes * machine.devices_per_node
-    topology = replace(run.topology, pp=1, cp=1, tp=1, dp=world)
+    topology = replace(run.topology, pp=1, cp=1, tp=1, ep=1, dp=world)
     wider = replace(run, topology=topology)
     fitting = sorted(_fitting(wider, costs, machine), key=lambda each: each.step_s)
     best = allowed(fitting, costs, count=1)
@@ -50,7 +50,7 @@ def _on(planned: PlannedRun, nodes: int) -> dict[str, Any] | None:
 
 def _fitting(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:
     """Layouts that fit, of the smallest micro-batch with all activations recomputed: nothing needs less memory."""
-    for sets in layouts(run, machine, fp8=False):
+    for sets in layouts(run, machine, experts=costs.widths.all_experts, fp8=False):
         if sets["memory.activation_checkpointing"] == "full" and sets["train_micro_batch_size_per_gpu"] == 1:
             candidate = evaluate(run, costs, machine, sets)
             if candidate is not None and candidate.fits:

@@ -27,7 +27,7 @@ _OF_RANKS = ("stage_speeds", "stage_memory_gb")
 """Keys of `parallel` with a number for each pipeline rank: other layouts are planned for equal devices."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-MOST_CP, MOST_PP = 16, 16
+MOST_CP, MOST_PP, MOST_EP = 16, 16, 64
 _CHUNK = 2048
 """Positions that a rank of context parallelism has at least: below it its products are small."""
 
@@ -41,19 +41,22 @@ class Axes:
     cp: int
 
 
-def layouts(run: ResolvedRun, machine: Machine, *, fp8: bool = True) -> Iterator[dict[str, Any]]:
+def layouts(run: ResolvedRun, machine: Machine, *, experts: int = 0, fp8: bool = True) -> Iterator[dict[str, Any]]:
     """Settings of layouts for the processes of a run, as dotted keys with values.
 
     Args:
         run: whose model, batch and precision stay.
         machine: tensor parallelism stays within a node of it.
+        experts: of a layer of the model; 0 of a dense one.
         fp8: look at matrix products in fp8 too, where the run is bf16 and the machine has them.
     """
     fp8 = fp8 and run.config.bf16.enabled and not run.config.fp8.enabled and "fp8" in machine.peak_flops
     axes = list(_axes(run, machine))
     for (engine, stage), mesh in itertools.product(_stages(), axes):
         features = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
-        for schedule, shard, offload in _options(run, machine, features, mesh):
+        sizes = _expert_parallel(run, machine, mesh, experts) if "ep" in frozenset().union(*features) else [1]
+        options = itertools.product(_options(run, machine, features, mesh), sizes)
+        for (schedule, shard, offload), ep in options:
             for micro, mode in itertools.product(_micro_batches(run, mesh), ("none", "selective", "full")):
                 sets = {
                     "engine": engine,
@@ -61,6 +64,7 @@ def layouts(run: ResolvedRun, machine: Machine, *, fp8: bool = True) -> Iterator
                     "parallel.pp": mesh.pp,
                     "parallel.tp": mesh.tp,
                     "parallel.cp": mesh.cp,
+                    **({"parallel.ep": ep} if experts else {}),
                     "parallel.schedule": schedule,
                     "parallel.virtual_stages": None,
                     "parallel.hybrid_shard_size": shard,
@@ -103,6 +107,13 @@ def _options(
     shards = [None, machine.devices_per_node] if "shard" in known and data > machine.devices_per_node else [None]
     offloads = ["none", "cpu"] if "offload_optimizer" in known and mesh.pp == 1 else ["none"]
     yield from itertools.product(schedules, shards, offloads)
+
+
+def _expert_parallel(run: ResolvedRun, machine: Machine, mesh: Axes, experts: int) -> list[int]:
+    """None, half a node, a node, two, four and eight: what divides the experts and the ranks of a stage."""
+    node, ranks = machine.devices_per_node, run.topology.world_size // mesh.pp
+    sizes = [node // 2, *(node << power for power in range(4))]
+    return [1, *(each for each in sizes if 1 < each <= MOST_EP and experts % each == 0 == ranks % each and experts)]
 
 
 def _micro_batches(run: ResolvedRun, mesh: Axes) -> list[int]:

@@ -76,7 +76,7 @@ def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
     """Computes every layout of `layouts` that the rules allow."""
     started = time.monotonic()
     found, refused = [], 0
-    for sets in layouts(run, machine):
+    for sets in layouts(run, machine, experts=costs.widths.all_experts):
         candidate = evaluate(run, costs, machine, sets)
         if candidate is None:
             refused += 1
@@ -108,7 +108,8 @@ def in_layout(run: ResolvedRun, sets: Mapping[str, Any], *, world_size: int | No
     alone = {"launch.fallback_layouts": (), **sets}
     if run.batch.samples != run.config.train_batch_size:
         alone["train_batch_size"] = run.batch.samples
-    return resolve(changed(run.config, alone), world_size=world_size or run.topology.world_size)
+    found = resolve(changed(run.config, alone), world_size=world_size or run.topology.world_size)
+    return replace(found, imbalance=run.imbalance)
 
 
 def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -> list[Candidate]:
@@ -152,7 +153,7 @@ def _has(candidate: Candidate, costs: ModelCosts) -> bool:
 def different(run: ResolvedRun, sets: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not those of the run's config already; sizes of 1 count as absent."""
     kept = {key: value for key, value in sets.items() if _value(run, key) != value}
-    axes = ("parallel.pp", "parallel.tp", "parallel.cp")
+    axes = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.ep")
     kept = {key: value for key, value in kept.items() if not (key in axes and value == 1 and _value(run, key) is None)}
     if run.config.launch.fallback_layouts:
         kept["launch.fallback_layouts"] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.memory_size import bytes_of
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import MemorySection
+from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import KINDS, Bytes, largest_micro_batch, peak_memory
 from pipeline.run.before.summary import Entry
@@ -83,6 +84,9 @@ def memory_entries(
         if memory is not None:
             yield _fit_entry(run.config.memory, executed.peak, memory=memory, largest=None)
         return
+    if run.topology.ep > 1:
+        load = expert_load(run, footprint.widths)
+        yield Entry("expert load", load.text, asdict(load))
     ranks = range(run.topology.pp)
     peaks = [peak_memory(run, footprint, pp_rank=rank) for rank in ranks]
     worst = max(ranks, key=lambda rank: peaks[rank].total)

@@ -49,7 +49,7 @@ def as_json(entries: list[Entry]) -> dict[str, Any]:
 def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
     """What follows from the config and the number of processes alone. No torch."""
     config, batch, topology = run.config, run.batch, run.topology
-    axes = {axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp")}
+    axes = {axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
     yield Entry("layout", run.layout, {"engine": config.engine, "stage": config.zero_optimization.stage, **axes})
     spare = f", and {run.spare} spare" if run.spare else ""
     yield Entry("processes", f"{topology.world_size}{spare}", {"ranks": topology.world_size, "spare": run.spare})

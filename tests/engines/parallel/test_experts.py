@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import MemorySection
+from pipeline.engines.parallel import experts
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
 from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.experts import (
@@ -23,8 +24,11 @@ from pipeline.engines.parallel.experts import (
     exchanges,
     expert_modules,
 )
+from pipeline.engines.sizes.footprint import footprint_of
+from pipeline.engines.sizes.traffic import TrafficLayout, expert_exchanges
 from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import build_meta
+from tests.engines.parallel.layouts import resolved
 from tests.engines.parallel.ranks import WORLD, Ranks, group_of
 
 D, E, K = 8, 8, 2
@@ -149,6 +153,40 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.headrace.host_sizes.default
         return func(*args, **(kwargs or {}))
+
+
+def sent_bytes(rank: int, size: int, choice: str) -> int:
+    """Bytes of rows given to all-to-alls, forward and backward."""
+    given: list[int] = []
+    real = experts._all_to_all
+
+    def counted(rows: Tensor, *args: Any) -> Tensor:
+        given.append(rows.numel() * rows.element_size())
+        return real(rows, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(experts, "_all_to_all", counted)
+        on_ranks(rank, size, "even", choice)
+    return sum(given)
+
+
+@pytest.mark.parametrize("choice", ["random", "all to one rank"])
+def test_the_bytes_of_the_exchange_are_those_of_the_formula(ranks: Ranks, choice: str) -> None:
+    length = TOKENS["even"][0]
+    run = resolved(
+        world_size=WORLD,
+        model={"config": QWEN},
+        parallel={"ep": WORLD},
+        data={"sources": [{"path": "nowhere"}], "sequence_length": length},
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=1,
+    )
+    footprint = footprint_of(run, meta_of(QWEN))
+    assert footprint is not None
+    least = expert_exchanges(TrafficLayout(run, footprint.ranks[0], footprint.widths))
+    assert least == length * 4 * K * D * 4
+    # what a rank gets above the mean, another one does not
+    assert sum(ranks.run(sent_bytes, WORLD, choice)) == WORLD * least
 
 
 @pytest.mark.parametrize(

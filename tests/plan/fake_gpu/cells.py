@@ -20,6 +20,13 @@ MEASURED = Path(__file__).with_name("measured.json")
 DEMO_VOCABULARY = 4096
 """Ids of the tokenizer that `make demo` trains; the others are those of Llama 3."""
 
+FEW_SPARSE = (
+    "model.config.num_hidden_layers=4",
+    "train_batch_size=128",
+    "train_micro_batch_size_per_gpu=2",
+    "zero_optimization.stage=3",
+    "memory.activation_checkpointing=full",
+)
 GATING = {
     "one GPU": (
         "llama_8b_h200.json",
@@ -48,10 +55,20 @@ GATING = {
         0,
         ("model.config.num_hidden_layers=4", "train_batch_size=2", "parallel.cp_method=ring"),
     ),
-    "mixture of experts": ("qwen3_moe_30b.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=128")),
+    "mixture of experts": ("qwen3_moe_30b.json", 0, (*FEW_SPARSE, "parallel.ep=null")),
+    "expert parallelism": ("qwen3_moe_30b.json", 0, (*FEW_SPARSE, "parallel.ep=8")),
+    "expert parallelism, selective": (
+        "qwen3_moe_30b.json",
+        0,
+        (*FEW_SPARSE, "parallel.ep=64", "memory.activation_checkpointing=selective", "loss.chunk=256"),
+    ),
 }
 """Kind of layout -> a shipped config at its world and its widths, with fewer layers and micro-batches, and the rank of
 its pipeline: what `make test` has time for."""
+
+
+UNEVEN = {"expert parallelism, selective": 2.0}
+"""Of these, rows of the fullest expert-parallel rank over the mean; of the others, and of shipped configs, 1."""
 
 
 def gating_cases() -> dict[str, StepCase]:
@@ -60,7 +77,12 @@ def gating_cases() -> dict[str, StepCase]:
     return {
         # in their first step, pipeline stages tell each other shapes
         f"gate: {name}": StepCase(
-            f"ds_configs/{file}", worlds[file], pp_rank=rank, overrides=overrides, steps=2 if rank else 1
+            f"ds_configs/{file}",
+            worlds[file],
+            pp_rank=rank,
+            overrides=overrides,
+            steps=2 if rank else 1,
+            imbalance=UNEVEN.get(name, 1.0),
         )
         for name, (file, rank, overrides) in GATING.items()
     }
@@ -148,4 +170,7 @@ def _stages(file: str, processes: int) -> Iterator[tuple[str, StepCase]]:
     steps = 2 if run.config.engine == "deepspeed" else 1
     for rank in range(count):
         name = f"{file} pp {rank}" if count > 1 else file
-        yield name, StepCase(f"ds_configs/{file}", processes, pp_rank=rank, vocabulary=vocabulary, steps=steps)
+        yield (
+            name,
+            StepCase(f"ds_configs/{file}", processes, rank, vocabulary=vocabulary, steps=steps, imbalance=1.0),
+        )

@@ -36,6 +36,10 @@ REASONS = {
     "tensor parallelism, gathers": "activation checkpointing repeats the gathers of the forward pass",
     "tensor parallelism, scatters": "activation checkpointing repeats the scatters of the forward pass",
     "tensor parallelism, sums": "gradients of norms are summed in fp32",
+    "weights of experts": "the last layer is gathered again for its backward pass, as any other",
+    "gradients of experts": "gradients are reduced in fp32",
+    "expert parallelism": "activation checkpointing repeats the exchanges of the forward pass",
+    "expert parallelism, sizes": "activation checkpointing repeats the exchanges of the forward pass",
     "context parallelism": "activation checkpointing repeats the exchanges of the forward pass",
     "context parallelism, gradients": "gradients of keys and values are summed in fp32",
     "tied weights": "gradients are reduced in fp32",
@@ -76,6 +80,8 @@ def formula_peak(case: StepCase) -> Bytes:
 
 
 def purpose_of(kind: str, axes: str, dtype: str, size: int) -> str:
+    if axes == "edp" or (kind == "all_to_all" and axes != "cp"):
+        return _of_experts(kind, dtype)
     if kind == "all_to_all" or (kind in ("send", "recv") and axes == "cp"):
         return (
             "context parallelism, gradients" if dtype == "float32" and kind != "all_to_all" else "context parallelism"
@@ -90,6 +96,12 @@ def purpose_of(kind: str, axes: str, dtype: str, size: int) -> str:
     if kind == "all_reduce" and dtype == "float64":
         return "numbers of the step"
     return "weights" if kind in ("all_gather", "broadcast") else "gradients"
+
+
+def _of_experts(kind: str, dtype: str) -> str:
+    if kind == "all_to_all":
+        return "expert parallelism, sizes" if dtype == "int64" else "expert parallelism"
+    return "weights of experts" if kind == "all_gather" else "gradients of experts"
 
 
 def rows(case: StepCase, report: dict[str, Any]) -> Iterator[tuple[str, int, int, str, int]]:

@@ -65,6 +65,8 @@ def sent(topology: Topology, rows: Rows) -> list[Sent]:
 
 def _group(topology: Topology, axes: str) -> list[int]:
     """The ranks of rank 0's group along axes; see `step.axes_of`."""
+    if axes in ("ep", "edp"):
+        return list(range(topology.ep) if axes == "ep" else range(0, topology.stage_ranks, topology.ep))
     along = AXES if axes == "world" else axes.split(" x ")
     varied = {axis: range(size if axis in along else 1) for axis, size in zip(AXES, topology.sizes, strict=True)}
     return [

@@ -147,7 +147,7 @@ def work_of(case: StepCase, graphs: list[dict[str, Any]], *, cell: str | None) -
         head = 3 * 2 * layout.tokens * layout.widths.vocabulary * layout.widths.hidden // topology.tp
         products.append((head, 0, count))
     bubble = (topology.pp - 1) / (count * run.virtual_stages)
-    held_bytes = update_bytes(run, rank.parameters)
+    held_bytes = update_bytes(run, *(part.parameters for part in rank.apart()))
     return Work(tuple(products), kernel_bytes, held_bytes, bubble, tuple(_sent(case, cell)))
 
 

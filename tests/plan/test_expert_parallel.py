@@ -1,0 +1,118 @@
+"""The planner knows expert parallelism: what a rank holds, what is sent over which links, how uneven the load is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from pipeline.engines.sizes.expert_load import VIOLATION, expert_load
+from pipeline.plan.imbalance import with_imbalance
+from pipeline.plan.predict.communication import Transfer, transfers
+from pipeline.plan.predict.memory_plan import typical_peak
+from pipeline.plan.predict.plan import typical_time
+from pipeline.plan.predict.planned_run import PlannedRun, open_run
+from pipeline.plan.predict.simulated_step import SIMULATED
+from pipeline.plan.predict.step_time import StepTime
+from pipeline.plan.predict.work import work_of
+from pipeline.plan.search.layouts import layouts
+from pipeline.plan.show import as_json, lines, report_of
+from pipeline.runtime.machines.known import load_machine
+from tests.conftest import ROOT
+
+SMALL = ("model.config.num_hidden_layers=4", "zero_optimization.stage=3", "train_micro_batch_size_per_gpu=2")
+EXPERT = 3 * 2048 * 768
+"""Elements of an expert of Qwen3-30B-A3B."""
+
+
+@cache
+def planned(*overrides: str, imbalance: float | None = 1.0) -> PlannedRun:
+    path = str(ROOT / "ds_configs/qwen3_moe_30b.json")
+    return open_run(path, (*SMALL, *overrides), load_machine("h200"), nodes=8, imbalance=imbalance)
+
+
+def sent(of: PlannedRun) -> list[Transfer]:
+    return transfers(work_of(of.run, of.costs, 0).layout)
+
+
+def time_of(of: PlannedRun) -> StepTime:
+    return typical_time(of.run, of.costs, of.machine, model=SIMULATED)
+
+
+@pytest.mark.parametrize(("ep", "within"), [(2, True), (8, True), (16, False), (64, False)])
+def test_a_rank_holds_its_experts_which_are_sharded_over_the_ranks_with_the_same(ep: int, within: bool) -> None:
+    rank = work_of(planned(f"parallel.ep={ep}").run, planned(f"parallel.ep={ep}").costs, 0).layout.rank
+    assert rank.experts == (128 // ep * EXPERT,) * 4
+    exchange, *_ = (each for each in sent(planned(f"parallel.ep={ep}")) if each.purpose == "experts")
+    assert exchange.ranks == tuple(range(ep))
+    assert (exchange.ranks[-1] < 8) == within
+    weights = [each for each in sent(planned(f"parallel.ep={ep}")) if each.purpose == "weights"]
+    groups = [each.ranks for each in weights]
+    assert groups == [tuple(range(64))] + [tuple(range(0, 64, ep))] * (ep < 64)  # held by one rank, not gathered
+
+
+def test_bytes_of_the_exchange_are_four_rows_per_chosen_expert_and_more_by_half_with_full_recomputation() -> None:
+    found = {}
+    for mode in ("none", "selective", "full"):
+        of = planned("parallel.ep=8", f"memory.activation_checkpointing={mode}")
+        tokens = of.run.batch.tokens / 64
+        rows = next(each for each in sent(of) if each.purpose == "experts")
+        found[mode] = rows.bytes / (tokens * 4 * 8 * 2048 * 2 * 4)  # layers, experts of a token, D, bytes, times
+    assert found == {"none": 1.0, "selective": 1.0, "full": 1.5}
+
+
+def test_hybrid_sharding_keeps_experts_within_a_replica() -> None:
+    of = planned("parallel.ep=4", "parallel.hybrid_shard_size=8")
+    assert of.run.expert_shards == 2
+    groups = [(each.purpose, each.kind, each.ranks) for each in sent(of) if each.ranks[1] % 4 == 0]
+    assert ("weights", "all_gather", (0, 4)) in groups
+    assert ("gradients", "all_reduce", tuple(range(0, 64, 8))) in groups
+    assert planned("parallel.ep=8", "zero_optimization.stage=0").run.expert_shards == 1
+
+
+def test_experts_across_nodes_take_longer_than_within_one() -> None:
+    near, far = (time_of(planned(f"parallel.ep={ep}")).expert_parallel for ep in (8, 16))
+    assert far > 4 * near
+    assert time_of(planned("parallel.ep=null", imbalance=None)).expert_parallel == 0
+
+
+def test_an_uneven_load_takes_more_time_and_memory() -> None:
+    of = planned("parallel.ep=8", "memory.activation_checkpointing=none", "loss.chunk=256")
+    uneven = replace(of, run=with_imbalance(of.run, 2.0))
+    rows = 8192 * 8 * 4  # of 4 layers
+    more = typical_peak(uneven.run, of.costs, of.machine) - typical_peak(of.run, of.costs, of.machine)
+    assert more == pytest.approx(rows * (2048 + 4 * 768) * 2, rel=0.1)  # fragmentation above it
+    one, two = time_of(of), time_of(uneven)
+    assert two.expert_parallel == pytest.approx(2 * one.expert_parallel, rel=0.1)
+    assert two.products > 1.2 * one.products
+
+
+def test_the_load_is_assumed_from_the_balance_up_to_its_bound_and_shown_with_its_source() -> None:
+    of = planned("parallel.ep=64", imbalance=None)
+    assert of.run.config.moe.balance == "aux_loss"
+    load = expert_load(of.run, of.costs.widths)
+    assert load.factor == pytest.approx(1 + VIOLATION["aux_loss"] / 2**0.5)
+    assert load.most == 64 * 2 / 8
+    unbalanced = planned("parallel.ep=64", "moe.balance=none", imbalance=None)
+    assert expert_load(unbalanced.run, of.costs.widths).factor == pytest.approx(2.7, abs=0.01)
+    assert expert_load(replace(of.run, imbalance=99.0), of.costs.widths).factor == load.most
+    report = report_of(of)
+    [line] = (each for each in lines(report) if "expert load" in each)
+    assert "1.51 x the mean of rows (published for an auxiliary loss; 16 at most)" in line
+    assert as_json(report)["expert_load"]["factor"] == load.factor
+
+
+@pytest.mark.parametrize(("ep", "value", "why"), [(8, 0.5, "1 or more"), (1, 1.5, "without expert parallelism")])
+def test_an_impossible_imbalance_is_refused(ep: int, value: float, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        with_imbalance(planned(f"parallel.ep={ep}", imbalance=None).run, value)
+
+
+def test_a_search_looks_at_legal_sizes_of_ep_of_a_mixture_alone() -> None:
+    of = planned("parallel.ep=8")
+    found = list(layouts(of.run, of.machine, experts=128))
+    assert {each["parallel.ep"] for each in found if each["engine"] == "torch"} == {1, 4, 8, 16, 32, 64}
+    assert {each["parallel.ep"] for each in found if each["parallel.pp"] == 4} <= {1, 4, 8, 16}
+    assert all("parallel.ep" not in each for each in layouts(of.run, of.machine))
