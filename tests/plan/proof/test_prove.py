@@ -202,6 +202,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Case
     failing = {**plain.config, "model": {"config": {**plain.config["model"]["config"], "hidden_act": "none"}}}
     named = {"plain": plain.config, "bare": bare, "seeded": seeded, "failing": failing, "lion": lion}
     named["sgd"] = {**plain.config, "optimizer": sgd}
+    named["muon"] = {**plain.config, "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
     cases = [replace(plain, name=name, config=config) for name, config in named.items()]
     # a model that is chaotic at a high learning rate; layouts are stood for by noise and by another weight decay.
     # At 0.05 noise grows to 1e-3 in 20 steps; at 0.1 to 1e-2, where it no longer grows with its size but by chance
@@ -229,8 +230,8 @@ def test_the_first_gradient_is_recovered_from_the_optimizer_state(
     assert sum(norms) ** 0.5 == pytest.approx(runs["bare"][1].grad_norms[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
-def test_it_is_recovered_from_the_state_of_lion_and_sgd(runs: dict[str, tuple[Case, CaseResult]], name: str) -> None:
+@pytest.mark.parametrize("name", ["lion", "sgd", "muon"])
+def test_it_is_recovered_from_the_state_of_others(runs: dict[str, tuple[Case, CaseResult]], name: str) -> None:
     found = relative_differences(first_gradient(*runs[name]), first_gradient(*runs["bare"]))
     assert max(found.values()) < 1e-6
 
