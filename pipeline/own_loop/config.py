@@ -38,6 +38,7 @@ _NOT_IN_A_LOOP = {
     "memory": "use torch.utils.checkpoint in your model",
     "parallel": "remove it: a custom model is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
     "pipeline": "remove it: a custom model is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
+    "expert_parallel": "remove it: a custom model is sharded over all ranks; for ep use pipeline/train.py",
     "tensor_parallel": "remove it: a custom model is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
 }
 

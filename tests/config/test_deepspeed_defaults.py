@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.monitor.config import TensorBoardConfig, WandbConfig
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
@@ -77,6 +78,7 @@ def installed() -> dict[str, Any]:
         **named("bf16", fields_of(precision.DeepSpeedBF16Config)),
         **named("fp16", fields_of(precision.DeepSpeedFP16Config)),
         **named("tensor_parallel", fields_of(TPTrainingConfig)),
+        **named("expert_parallel", vars(AutoEPConfig())),
         **named("pipeline", get_pipeline_config({})),
         **named("aio", aio_defaults),
         **named("data_types", {"grad_accum_dtype": constants.GRAD_ACCUM_DTYPE_DEFAULT}),

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from headrace.base.errors import CombinedConfigError, ConfigError
 from pipeline.config.deepspeed.auto import resolve_auto
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES
-from pipeline.config.deepspeed.keys import REFUSED_ZERO
+from pipeline.config.deepspeed.keys import REFUSED_EXPERT_PARALLEL, REFUSED_ZERO
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
-from pipeline.config.sections.deepspeed import ZeroSection
+from pipeline.config.sections.deepspeed import ExpertParallelSection, ZeroSection
 from tests import warm
 from tests.config import deepspeed_files
 from tests.conftest import tiny_config, write_config
@@ -182,6 +183,43 @@ def test_every_key_of_deepspeeds_zero_section_is_taken_ignored_or_refused_by_nam
             assert (
                 known in ZeroSection.model_fields or known in REFUSED_ZERO or f"zero_optimization.{known}" in IGNORED
             ), key
+
+
+AUTOEP = {name: value for name, value in parse_autoep_config({}).__dict__.items() if name[0] != "_"}
+
+
+def test_every_key_of_deepspeeds_expert_parallelism_is_taken_ignored_or_refused_by_name() -> None:
+    for key in AUTOEP:
+        path = f"expert_parallel.{key}"
+        assert key in ExpertParallelSection.model_fields or path in IGNORED, key
+    assert set(REFUSED_EXPERT_PARALLEL) < set(AUTOEP)
+
+
+def test_deepspeeds_own_defaults_of_expert_parallelism_are_ignored(tmp_path: Path) -> None:
+    defaults = {name: None if name == "expert_w3" else value for name, value in AUTOEP.items()}
+    read = loaded(tmp_path, expert_parallel={**defaults, "enabled": True, "autoep_size": 4, "preset_model": "mixtral"})
+    assert len(read.ignored) == len(defaults) - 2
+    assert read.config.expert_parallel == ExpertParallelSection(enabled=True, autoep_size=4)
+    off = loaded(tmp_path, expert_parallel={"enabled": False, "autoep_size": 4, "load_balance_coeff": None})
+    assert (off.ignored, off.config.expert_parallel.size) == (("expert_parallel",), None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("load_balance_coeff", 1e-3, "use moe.balance bias, and moe.bias_update_rate"),
+        ("top_k", 4, "the router is the model's own"),
+        ("expert_activation", "swigluoai", "the experts are the model's own"),
+        ("expert_tensor_parallel_size", 2, "an expert is whole on its rank"),
+        ("comm_backend", "deepep", "all-to-all of torch.distributed"),
+    ],
+)
+def test_what_changes_expert_parallelism_is_refused_by_name(
+    tmp_path: Path, key: str, value: object, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"expert_parallel.{key}") as refused:
+        loaded(tmp_path, expert_parallel={"enabled": True, "autoep_size": 2, key: value})
+    assert remedy in refused.value.remedy
 
 
 def test_deepspeeds_own_zero_defaults_are_accepted(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ OWNED = (
     "fp16",
     "data_types",
     "tensor_parallel",
+    "expert_parallel",
     "pipeline",
     "aio",
     "steps_per_print",

@@ -75,6 +75,8 @@ DEFAULTS: dict[str, Any] = {
     "fp16.consecutive_hysteresis": False,
     "fp16.min_loss_scale": 1.0,
     "tensor_parallel.autotp_size": 0,
+    "expert_parallel.enabled": False,
+    "expert_parallel.autoep_size": 1,
     "pipeline.stages": "auto",
     "sequence_parallel_size": None,
     "aio.block_size": 1_048_576,

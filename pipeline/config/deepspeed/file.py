@@ -19,6 +19,7 @@ from pipeline.config.deepspeed.keys import (
     REFUSED,
     REFUSED_BF16,
     REFUSED_COMPILE,
+    REFUSED_EXPERT_PARALLEL,
     REFUSED_FP16,
     REFUSED_OPTIMIZER_PARAMS,
     REFUSED_SCHEDULER_PARAMS,
@@ -45,7 +46,17 @@ class Translated:
     refused: tuple[ConfigError, ...]
 
 
-_SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "tensor_parallel", "aio", "compile")
+_SECTIONS = (
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "optimizer",
+    "scheduler",
+    "tensor_parallel",
+    "expert_parallel",
+    "aio",
+    "compile",
+)
 
 _REFUSED_BELOW = {
     "zero_optimization.": REFUSED_ZERO,
@@ -54,6 +65,7 @@ _REFUSED_BELOW = {
     "optimizer.params.": REFUSED_OPTIMIZER_PARAMS,
     "scheduler.params.": REFUSED_SCHEDULER_PARAMS,
     "compile.": REFUSED_COMPILE,
+    "expert_parallel.": REFUSED_EXPERT_PARALLEL,
 }
 
 

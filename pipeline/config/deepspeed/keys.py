@@ -33,7 +33,6 @@ REFUSED: dict[str, str] = {
     "dump_state": _LATER,
     "eigenvalue": _GONE,
     "elasticity": _GONE,
-    "expert_parallel": _LATER,
     "flops_profiler": _LATER,
     "gradient_allreduce_op": _OURS,
     "gradient_predivide_factor": _LATER,
@@ -107,6 +106,26 @@ REFUSED_COMPILE: dict[str, str] = {
     "symmetric_memory": _LATER,
 }
 """As `REFUSED`, within `compile`."""
+
+_ROUTER = "remove it: the router is the model's own, of model.config"
+
+REFUSED_EXPERT_PARALLEL: dict[str, str] = {
+    "combine_impl": "remove it: a token's experts are added up at the rank that it came from, in the router's order",
+    "comm_backend": "remove it: tokens are exchanged by an all-to-all of torch.distributed",
+    "expert_activation": _ROUTER.replace("router is", "experts are"),
+    "expert_tensor_parallel_size": "remove it: an expert is whole on its rank; with a larger autoep_size it has fewer",
+    "load_balance_coeff": "use moe.balance bias, and moe.bias_update_rate",
+    "num_expert_groups": _ROUTER,
+    "num_limited_groups": _ROUTER,
+    "route_norm": _ROUTER,
+    "route_scale": _ROUTER,
+    "routed_scaling_factor": _ROUTER,
+    "row_weighting_impl": _LATER,
+    "score_apply": _ROUTER,
+    "score_func": _ROUTER,
+    "top_k": _ROUTER,
+}
+"""As `REFUSED`, within `expert_parallel`."""
 
 REFUSED_BF16: dict[str, str] = {
     "bf16_master_weights_and_grads": _LATER,

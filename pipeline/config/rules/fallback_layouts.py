@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError, problems_in, refuse_all
 from pipeline.config.rules.layout import fewest_processes, topology_of
+from pipeline.config.sections.deepspeed import ExpertParallelSection
 from pipeline.config.sections.layout import FallbackLayout, ParallelSection
 from pipeline.config.sections.run import Config
 
@@ -39,6 +40,7 @@ def apply_fallback(config: Config, layout: FallbackLayout) -> Config:
         "parallel": parallel,
         "pipeline": config.pipeline.model_copy(update={"stages": None}),
         "tensor_parallel": config.tensor_parallel.model_copy(update={"autotp_size": None}),
+        "expert_parallel": ExpertParallelSection(),
         "sequence_parallel_size": None,
     }
     if layout.engine is not None:

@@ -64,24 +64,31 @@ def _sizes(config: Config) -> dict[str, int]:
         "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
         "cp": ("sequence_parallel_size", config.sequence_parallel_size),
     }
-    sizes: dict[str, int] = {}
-    for axis, (key, value) in deepspeed_keys.items():
-        own = getattr(config.parallel, axis)
-        if own is not None and value is not None and own != value:
-            raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
-        sizes[axis] = own or value or 1
-    return sizes
+    return {axis: _size(config, axis, *theirs) for axis, theirs in deepspeed_keys.items()}
+
+
+def _expert_size(config: Config) -> int:
+    """Size of the axis ep."""
+    return _size(config, "ep", "expert_parallel.autoep_size", config.expert_parallel.size)
+
+
+def _size(config: Config, axis: str, key: str, value: int | None) -> int:
+    """The size of an axis: ours, or that of DeepSpeed's key for it."""
+    own: int | None = getattr(config.parallel, axis)
+    if own is not None and value is not None and own != value:
+        raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
+    return own or value or 1
 
 
 def _dp_unit(config: Config, sizes: Mapping[str, int]) -> int:
     """dp has to be a multiple of it: dp x cp is one of the size of a hybrid shard group, dp x cp x tp one of ep."""
-    shard, ep = config.parallel.hybrid_shard_size or 1, config.parallel.ep or 1
+    shard, ep = config.parallel.hybrid_shard_size or 1, _expert_size(config)
     return lcm(shard // gcd(shard, sizes["cp"]), ep // gcd(ep, sizes["cp"] * sizes["tp"]))
 
 
 def _with_experts(config: Config, topology: Topology) -> Topology:
     """The mesh with its ep axis."""
-    ep, ranks = config.parallel.ep or 1, topology.stage_ranks
+    ep, ranks = _expert_size(config), topology.stage_ranks
     if ranks % ep:
         why = f"it does not divide the {ranks} ranks of a pipeline stage (dp {topology.dp} x cp {topology.cp} x tp"
         fits = max(n for n in range(1, min(ep, ranks) + 1) if ranks % n == 0)

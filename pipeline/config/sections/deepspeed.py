@@ -284,6 +284,22 @@ class TensorParallelSection(Section):
     )
 
 
+class ExpertParallelSection(Section):
+    """DeepSpeed's section for expert parallelism (AutoEP); the same as `parallel.ep`."""
+
+    enabled: bool = Field(False, description="Use expert parallelism, of size `autoep_size`")
+    autoep_size: Count | None = Field(
+        None,
+        description="Expert-parallel size: ranks that the experts of each layer are split over, e.g. 8; 1 when absent."
+        " The same as parallel.ep",
+    )
+
+    @property
+    def size(self) -> int | None:
+        """The expert-parallel size; None where the section is off or gives none."""
+        return self.autoep_size if self.enabled else None
+
+
 class PipelineSection(Section):
     """DeepSpeed's section for pipeline parallelism; the same as `parallel.pp`."""
 

@@ -72,9 +72,10 @@ class LayoutSection(Section):
     )
     ep: Count | None = Field(
         None,
-        description="Expert-parallel size: ranks that the experts of each layer are split over, e.g. 8; 1 when absent."
-        " It is laid over the ranks of dp x cp x tp, and divides their number and that of the experts. Tokens go to"
-        " the ranks of their experts and back by all-to-all; none is dropped",
+        description="Expert-parallel size: ranks that the experts of each layer are split over, e.g. 8; 1 when absent"
+        " (DeepSpeed's expert_parallel.autoep_size). It is laid over the ranks of dp x cp x tp, and divides their"
+        " number and that of the experts. Tokens go to the ranks of their experts and back by all-to-all; none is"
+        " dropped",
     )
     hybrid_shard_size: Count | None = Field(
         None,

@@ -21,6 +21,7 @@ from pipeline.config.sections.deepspeed import (
     AioSection,
     Bf16Section,
     DataTypesSection,
+    ExpertParallelSection,
     Fp16Section,
     PipelineSection,
     SchedulerSection,
@@ -460,6 +461,7 @@ class Config(Section):
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
     tensor_parallel: TensorParallelSection = TensorParallelSection()
+    expert_parallel: ExpertParallelSection = ExpertParallelSection()
     pipeline: PipelineSection = PipelineSection()
     sequence_parallel_size: Count | None = Field(
         None, description="DeepSpeed's key for the context-parallel size, e.g. 2. The same as parallel.cp"

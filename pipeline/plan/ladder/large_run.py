@@ -20,7 +20,15 @@ from pipeline.models.count import ModelSize, measure
 from pipeline.plan.laws.law_warnings import Training, training_of
 from pipeline.run.prepare import PreparedRun, prepare
 
-_LAYOUT = ("parallel", "launch", "memory", "tensor_parallel", "pipeline", "activation_checkpointing")
+_LAYOUT = (
+    "parallel",
+    "launch",
+    "memory",
+    "tensor_parallel",
+    "expert_parallel",
+    "pipeline",
+    "activation_checkpointing",
+)
 """Sections that say how a model is spread over devices: small ones need none."""
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

@@ -54,7 +54,11 @@ def test_the_layout_line_says_which_fallback_and_why(tmp_path: Path) -> None:
 
 
 def test_a_fallback_is_the_whole_layout_and_the_curve_stays(tmp_path: Path) -> None:
-    keys = {"parallel": {"pp": 2, "schedule": "interleaved_1f1b"}, "tensor_parallel": {"autotp_size": 2}}
+    keys = {
+        "parallel": {"pp": 2, "schedule": "interleaved_1f1b"},
+        "tensor_parallel": {"autotp_size": 2},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    }
     fallback = {"engine": "deepspeed", "zero_stage": 1, "train_micro_batch_size_per_gpu": 1}
     whole, small = (run_of(tmp_path, count, [fallback], **keys) for count in (4, 3))
     assert small.topology.sizes == (1, 3, 1, 1)

@@ -100,10 +100,13 @@ def test_pipeline_parallelism_at_zero_stage_3_is_refused_with_engine_torch_or_st
 
 ZERO_BUBBLE = ("engine=torch", "zero_optimization.stage=2", "parallel.pp=2", "parallel.schedule=zero_bubble")
 
+AUTOEP = ("expert_parallel.enabled=true",)
 EP = ("engine=deepspeed", "parallel.ep=2")
 REFUSALS = [
     (["parallel.pp=3"], "start 6 or 9 processes"),
     (["parallel.tp=2", "tensor_parallel.autotp_size=4"], "give one of the two"),
+    (["parallel.ep=2", *AUTOEP, "expert_parallel.autoep_size=4"], "expert_parallel.autoep_size is 4"),
+    ([*AUTOEP, "expert_parallel.autoep_size=3"], "use 2, or start 9 processes"),
     (["parallel.tp=2", "parallel.cp=4", "data.sequence_length=36"], "use 32 or 40"),
     (["parallel.tp=8"], "model.config.num_attention_heads"),
     (["parallel.tp=4"], "use 2, or model.config.num_key_value_heads 4"),
@@ -139,6 +142,12 @@ def test_a_layout_that_does_not_divide_is_refused_with_the_nearest_numbers(
     error = refusal(tmp_path, sets)
     assert error is not None
     assert words in str(error)
+
+
+def test_deepspeeds_key_for_expert_parallelism_is_parallel_ep(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run"))
+    for sets, ep in (([*AUTOEP, "expert_parallel.autoep_size=4"], 4), (["expert_parallel.autoep_size=4"], 1)):
+        assert resolve(load_config(path, sets), world_size=4).topology.ep == ep
 
 
 def test_gpipe_alone_may_have_fewer_micro_batches_than_stages(tmp_path: Path) -> None:
