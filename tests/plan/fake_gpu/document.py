@@ -88,13 +88,11 @@ def purpose_of(kind: str, axes: str, dtype: str, size: int) -> str:
         )
     if kind in ("send", "recv"):
         return "shapes of messages" if dtype == "int32" else f"pipeline, {'sent' if kind == 'send' else 'received'}"
-    if kind == "all_reduce" and size <= 64:
+    if kind == "all_reduce" and (size <= 64 or dtype == "float64"):
         return "numbers of the step"
     if axes in ("tp", "pp") or "x tp" in axes:
         names = {"all_gather": "tensor parallelism, gathers", "reduce_scatter": "tensor parallelism, scatters"}
         return names.get(kind, "tied weights" if axes == "pp" else "tensor parallelism, sums")
-    if kind == "all_reduce" and dtype == "float64":
-        return "numbers of the step"
     return "weights" if kind in ("all_gather", "broadcast") else "gradients"
 
 
