@@ -131,7 +131,7 @@ def attention_exchanges(layout: TrafficLayout) -> int:
     cp, widths = layout.run.topology.cp, layout.widths
     if layout.run.zigzag:
         return 2 * (cp - 1) * _keys_and_values(layout)
-    heads = widths.key_value // widths.head_size
+    heads = min(widths.heads, widths.key_value // widths.head_size)
     repeats = next(n for n in range(1, widths.heads // heads + 1) if heads * n % cp == 0)
     each = 2 * widths.query + 2 * widths.key_value * repeats
     return layout.micro_batches * len(layout.rank.layers) * 2 * layout.tokens * each * layout.size

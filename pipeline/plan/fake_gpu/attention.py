@@ -27,9 +27,12 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In the place of `F.scaled_dot_product_attention`: [B, H, T, d], [B, K, T', d] twice -> [B, H, T, d]."""
+    """In the place of `F.scaled_dot_product_attention`: [B, H, T, d], [B, K, T', d] twice -> [B, H, T, d].
+
+    Values may have another head size than queries and keys (multi-head latent attention): flash attention has not.
+    """
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None and query.shape[-1] <= 256:
+    if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
         flash = aten._scaled_dot_product_flash_attention
         out: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out

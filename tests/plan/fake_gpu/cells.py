@@ -23,10 +23,11 @@ DEMO_VOCABULARY = 4096
 FEW_SPARSE = (
     "model.config.num_hidden_layers=4",
     "train_batch_size=128",
-    "train_micro_batch_size_per_gpu=2",
     "zero_optimization.stage=3",
     "memory.activation_checkpointing=full",
 )
+EXPERTS_GATHERED = ("parallel.ep=null", "zero_optimization.stage=3", "memory.activation_checkpointing=full")
+GATHERED = "qwen3_moe_30b.json, experts gathered"
 GATING = {
     "one GPU": (
         "llama_8b_h200.json",
@@ -57,6 +58,17 @@ GATING = {
     ),
     "mixture of experts": ("qwen3_moe_30b.json", 0, (*FEW_SPARSE, "parallel.ep=null")),
     "expert parallelism": ("qwen3_moe_30b.json", 0, (*FEW_SPARSE, "parallel.ep=8")),
+    "latent attention and shared experts": (
+        "deepseek_v3_671b.json",
+        0,
+        (
+            "parallel.pp=1",
+            "model.config.num_hidden_layers=3",
+            "model.config.first_k_dense_replace=1",
+            "train_batch_size=2048",
+            "memory.activation_checkpointing=none",
+        ),
+    ),
     "expert parallelism, selective": (
         "qwen3_moe_30b.json",
         0,
@@ -95,9 +107,11 @@ VARIANTS = {
         vocabulary=DEMO_VOCABULARY,
         overrides=("zero_optimization.stage=0",),
         steps=2,
-    )
+    ),
+    GATHERED: StepCase("ds_configs/qwen3_moe_30b.json", 64, overrides=EXPERTS_GATHERED, imbalance=1.0),
 }
-"""Name -> case of a layout that no shipped config has: DeepSpeed's optimizer with states on every rank."""
+"""Name -> case of a layout that no shipped config has: DeepSpeed's optimizer with states on every rank, and a
+mixture of experts without expert parallelism."""
 
 
 def shipped_cases() -> dict[str, StepCase]:

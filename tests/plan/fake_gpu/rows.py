@@ -7,6 +7,7 @@ from functools import cached_property
 
 from pipeline.plan.fake_gpu.case import StepCase
 from tests.config.rules.test_layouts import shipped
+from tests.plan.fake_gpu.cells import EXPERTS_GATHERED, GATHERED
 
 SMALL_LAYERS = 2
 """Decoder layers of the steps that are lowered."""
@@ -34,6 +35,7 @@ class Row:
             the same layers as engine torch, a stage of a pipeline has the layers of a model without one.
         eager: what is not compiled, so that its operators are counted: "layers", "loss".
         same_traffic: whether the overrides leave communication as it is.
+        variant: of `cells.VARIANTS`, whose fake step has the same communication.
     """
 
     file: str
@@ -41,6 +43,7 @@ class Row:
     small: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
     same_traffic: bool = False
+    variant: str | None = None
 
     @cached_property
     def whole(self) -> StepCase:
@@ -67,7 +70,7 @@ class Row:
 
     def traffic_cell(self, pp_rank: int) -> str | None:
         """Name of a committed fake step with the same communication."""
-        return self._name(pp_rank) if self.same_traffic else self.cell(pp_rank)
+        return self.variant or (self._name(pp_rank) if self.same_traffic else self.cell(pp_rank))
 
     def _name(self, pp_rank: int) -> str:
         return self.file + (f" pp {pp_rank}" if self.whole.resolved().topology.pp > 1 else "")
@@ -90,9 +93,9 @@ ROWS = {
         "llama_70b_3d.json", small=(*_ON_ENGINE_TORCH, "zero_optimization.stage=2", *_ONE_STAGE)
     ),
     "llama_70b_fsdp_3d.json, as shipped": Row("llama_70b_fsdp_3d.json", small=_ONE_STAGE),
-    "qwen3_moe_30b.json, as shipped": Row("qwen3_moe_30b.json"),
-    "qwen3_moe_30b.json, nothing recomputed": Row(
-        "qwen3_moe_30b.json", ("memory.activation_checkpointing=none",), same_traffic=True
+    GATHERED: Row("qwen3_moe_30b.json", EXPERTS_GATHERED, variant=GATHERED),
+    f"{GATHERED}, nothing recomputed": Row(
+        "qwen3_moe_30b.json", (*EXPERTS_GATHERED, "memory.activation_checkpointing=none"), variant=GATHERED
     ),
 }
 """Name -> row. All shipped configs of real size; those of width 256 are for tests, and their time is that of starting

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.plan.fake_gpu import guard
 from tests.conftest import ROOT
+from tests.plan.fake_gpu.cells import GATHERED
 from tests.plan.fake_gpu.roofline import KEPT, measure
 from tests.support import output_of
 
@@ -48,7 +49,7 @@ def test_layers_are_two_graphs_whose_kernels_are_built_for_hopper_and_blackwell(
 
 
 @pytest.mark.parametrize(
-    "row", ["llama_70b_fsdp_3d.json, as shipped", "qwen3_moe_30b.json, nothing recomputed"], ids=["tp", "experts"]
+    "row", ["llama_70b_fsdp_3d.json, as shipped", f"{GATHERED}, nothing recomputed"], ids=["tp", "experts"]
 )
 def test_layers_with_tensor_parallelism_or_experts_have_kernels_for_hopper_and_blackwell(row: str) -> None:
     layers = [graph for graph in lowered_again(row) if graph["part"] == "layers"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.topology import Topology
-from tests.plan.fake_gpu.cells import measured
+from tests.plan.fake_gpu.cells import GATHERED, measured
 from tests.plan.fake_gpu.document import facts
 from tests.plan.fake_gpu.links import NODE, sent
 from tests.plan.fake_gpu.roofline import GPUS, least_time, model_flops, work_of
@@ -53,7 +53,7 @@ def test_the_products_of_compiled_layers_are_those_of_the_executed_step(name: st
 
 def test_layers_of_experts_are_compiled_within_their_checkpoint() -> None:
     """The graphs of the forward pass run again in the backward pass; only the router's hook is in none."""
-    checkpointed, plain = (kept()[f"qwen3_moe_30b.json, {kind}"] for kind in ("as shipped", "nothing recomputed"))
+    checkpointed, plain = (kept()[name] for name in (GATHERED, f"{GATHERED}, nothing recomputed"))
 
     def products(graphs: list[dict[str, Any]], *, backward: bool) -> float:
         chosen = [graph for graph in graphs if graph["part"] == "layers" and graph["backward"] is backward]
