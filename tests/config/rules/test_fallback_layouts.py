@@ -122,7 +122,8 @@ def test_shipped_configs_go_on_with_fewer_ranks_in_the_same_batches_and_curve(pa
     if path.stem.startswith(SMALL):
         worlds = range(1, 10)
     else:  # from what holds the model and its optimizer states in memory on: half of the listed number
-        least = {"llama_70b_3d": 32, "llama_70b_fsdp_3d": 32, "llama_8b_64k_cp": 4}.get(path.stem, 1)
+        held = {"llama_70b_3d": 32, "llama_70b_fsdp_3d": 32, "llama_8b_64k_cp": 4, "qwen3_moe_30b": 8}
+        least = {**held, "deepseek_v3_671b": 128}.get(path.stem, 1)
         worlds = range(least, 4 * least + 9)
     for processes in worlds:
         run = resolve(config, world_size=processes)

@@ -12,9 +12,9 @@ from functools import cache
 from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.plan.imbalance import with_imbalance
 from pipeline.plan.predict.communication import transfers
-from pipeline.plan.predict.plan import TYPICAL, run_rates, typical_time
+from pipeline.plan.predict.plan import run_rates, typical_time
 from pipeline.plan.predict.planned_run import PlannedRun, open_run
-from pipeline.plan.predict.rates import Rates
+from pipeline.plan.predict.rates import TYPICAL, Rates
 from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.plan.predict.step_time import step_time, works_of
 from pipeline.runtime.machines.machine import Machine
