@@ -217,7 +217,7 @@ def _product(module: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor
 
 def _exchanged(rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup | None) -> Tensor:
     """Sends `sizes[0][r]` rows to each rank r, and returns the `sizes[1][r]` rows from each, in the ranks' order."""
-    got: Tensor = rows if group is None else _AllToAll.apply(rows, sizes[0], sizes[1], group)
+    got: Tensor = rows if group is None else _RowExchange.apply(rows, sizes[0], sizes[1], group)
     return got
 
 
@@ -227,7 +227,7 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
     return got
 
 
-class _AllToAll(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = (received, sent), group
