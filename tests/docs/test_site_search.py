@@ -23,7 +23,7 @@ ANSWERS = {
     "how-to/out-of-memory": ("out of memory", "activation checkpointing"),
     "how-to/mixed-precision": ("mixed precision", "master weights", "loss scaling"),
     "reference/layouts": (
-        *("tensor parallelism", "pipeline parallelism", "context parallelism", "expert parallelism"),
+        *("tensor parallelism", "pipeline parallelism", "context parallelism"),
         *("data parallelism", "hybrid sharding", "sequence parallelism"),
         *("pipeline schedule", "virtual stages", "bubble"),
     ),
@@ -42,7 +42,7 @@ ANSWERS = {
     "reference/data-prep": ("executor", "worker", "task", "retry", "speculative execution"),
     "how-to/learning-rate": ("learning rate",),
     "tutorials/two-nodes": ("two nodes",),
-    "how-to/mixture-of-experts": ("mixture of experts", "expert load", "correction bias"),
+    "how-to/mixture-of-experts": ("mixture of experts", "expert parallelism", "expert load", "correction bias"),
     "how-to/export-and-serve": ("convert to GGUF",),
     "tutorials/a-run-that-failed": ("my run died",),
 }
