@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from headrace.base.cli import add_config_arguments
 from headrace.base.errors import ConfigError, HeadraceError
 from pipeline.config.load import load_config
+from pipeline.config.rules.layout import fewest_processes
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     started = time.monotonic()
     config = load_config(arguments.config, arguments.overrides)
-    real = resolve(config, world_size=arguments.processes) if arguments.processes else _fewest(config)
+    real = resolve(config, world_size=arguments.processes) if arguments.processes else on_fewest_processes(config)
     print(f"{arguments.config}: {real.layout}; {real.precision}", flush=True)
     # torch takes seconds to import, and a config error should not wait for it
     from pipeline.plan.proof.preflight import check_run  # noqa: PLC0415
@@ -82,7 +83,7 @@ def _verdict(results: list[ProofResult]) -> tuple[int, str]:
     return REFUTED, "REFUTED"
 
 
-def _fewest(config: Config) -> ResolvedRun:
+def on_fewest_processes(config: Config) -> ResolvedRun:
     """The config resolved for the fewest processes that use all its axes, with two data ranks if possible."""
     axes = (
         config.parallel.pp or config.pipeline.stages,
@@ -98,8 +99,9 @@ def _fewest(config: Config) -> ResolvedRun:
         derived = [max(1, config.train_batch_size // ((keys[0] or 1) * (keys[1] or 1)))]
     sizes = (config.parallel.hybrid_shard_size, config.zero_optimization.zero_hpz_partition_size)
     shard = [2 * size for size in sizes if size]
+    unit = fewest_processes(config) // model_ranks  # of data ranks, which ep and hybrid sharding need
     refused: ConfigError | None = None
-    for dp in [*derived, *shard, 2, 4, 8, 1]:
+    for dp in [*derived, *shard, 2 * unit, unit, 2, 4, 8, 1]:
         try:
             return resolve(config, world_size=model_ranks * dp)
         except ConfigError as error:

@@ -14,11 +14,12 @@ from headrace.base.errors import HeadraceError
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config, ModelSection
+from pipeline.config.topology import Topology
 from pipeline.engines.deepspeed import operators
 from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.plan.proof import worker
 from pipeline.plan.proof.case import Case, CaseResult
-from pipeline.plan.proof.command import raise_refusal
+from pipeline.plan.proof.command import on_fewest_processes, raise_refusal
 from pipeline.plan.proof.compare import first_gradient, relative_differences
 from pipeline.plan.proof.equivalence import check_equivalence, with_noise
 from pipeline.plan.proof.shrunk_run import shrink_run
@@ -121,6 +122,12 @@ def test_what_a_shrunk_run_keeps_and_what_its_reference_does_without(tmp_path: P
     reference = small.reference("a", precision="bf16", tokens=tmp_path).config
     assert reference["moe"] == layout["moe"]
     assert reference.keys().isdisjoint({"compile", "communication_data_type"})
+
+
+def test_a_size_of_expert_parallelism_gives_the_processes_of_a_proof(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", train_batch_size=64)
+    config |= {"parallel": {"ep": 32, "tp": 2}, "zero_optimization": {"stage": 3}}
+    assert on_fewest_processes(parse(Config, config)).topology == Topology(dp=32, tp=2, ep=32)
 
 
 EXPERT_MESHES = {  # ep, tp, hybrid shards, processes -> of the shrunk run: dp, ep, edp
