@@ -98,7 +98,7 @@ def test_a_config_far_from_all_laws_is_warned_of(change: dict[str, float], quant
 
 
 def test_the_laws_of_adamw_say_nothing_of_another_optimizer() -> None:
-    assert list(warnings(replace(ONE_B, learning_rate=1.0, optimizer="SGD"))) == []
+    assert list(warnings(replace(ONE_B, learning_rate=1.0, adamw=False))) == []
 
 
 def test_the_hyperparameters_of_a_shipped_config() -> None:

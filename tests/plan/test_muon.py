@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.base.section import parse
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.optim.newton_schulz import flops
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
@@ -19,7 +22,7 @@ from tests.conftest import ROOT, tiny_config, write_config
 from tests.plan.fake_gpu.document import built
 from tests.support import output_of
 
-MUON = {"type": "Muon", "params": {"lr": 3e-3}}
+MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 3e-3}}
 
 
 def test_check_lists_the_matrices_and_counts_the_states_of_each_kind(tokens: Path, tmp_path: Path) -> None:
@@ -34,6 +37,15 @@ def test_check_lists_the_matrices_and_counts_the_states_of_each_kind(tokens: Pat
     }
     parameters = said["model"]["parameters"]
     assert said["training_state"]["bytes"] == 8 * layers * matrices + 12 * (parameters - layers * matrices)
+
+
+@pytest.mark.parametrize(
+    ("params", "hold"),
+    [({}, True), ({"adjust_lr": "original"}, False), ({"muon_lr": 6e-3}, False), ({"muon_lr": 3e-3}, True)],
+)
+def test_the_laws_of_adamw_hold_where_updates_are_as_large_as_its_own(params: dict[str, Any], hold: bool) -> None:
+    section = parse(OptimizerSection, {"type": "Muon", "params": {**MUON["params"], **params}})
+    assert section.has_adamw_rates == hold
 
 
 def planned(*overrides: str, processes: int = 8) -> Work:

@@ -230,6 +230,11 @@ class OptimizerParams(Section):
         " leave it",
     )
 
+    def rates_at(self, lr: float) -> dict[str, float]:
+        """The learning rates at another `lr`: those of Muon and of its AdamW part keep their proportion to it."""
+        own = {"muon_lr": self.muon_lr, "adam_lr": self.adam_lr}
+        return {"lr": lr, **{name: rate / self.lr * lr for name, rate in own.items() if rate is not None}}
+
 
 class OptimizerSection(Section):
     """The optimizer. DeepSpeed's type `Adam` means AdamW too, unless `adam_w_mode` is false."""
@@ -259,6 +264,16 @@ class OptimizerSection(Section):
     def kind(self) -> OptimizerKind:
         """What it is to all code but its `step`."""
         return kind_of(self.model_dump())
+
+    @property
+    def has_adamw_rates(self) -> bool:
+        """Whether learning rate and weight decay mean what they do to AdamW: laws of its hyperparameters hold.
+
+        Those of Muon do where its updates are as large as AdamW's (Liu et al. 2025, Moonlight, arXiv:2502.16982, 2.2).
+        """
+        if self.kind.scope is UpdateScope.ELEMENT:
+            return self.kind == ADAMW
+        return self.params.adjust_lr == "match_rms_adamw" and len({*self.params.rates_at(self.params.lr).values()}) == 1
 
     @property
     def moments_bytes(self) -> float:

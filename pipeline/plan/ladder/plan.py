@@ -169,7 +169,7 @@ class Ladder:
         fixed = {
             "train_batch_size": run.samples,
             "train_micro_batch_size_per_gpu": micro,
-            "optimizer": {"params": {"lr": run.learning_rate}},
+            "optimizer": {"params": large.run.config.optimizer.params.rates_at(run.learning_rate)},
         }
         replaced = {
             "model": {**_kept(given), "config": section_of(run.rung.model, large.model, given.get("config"))},

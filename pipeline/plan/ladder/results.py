@@ -88,7 +88,8 @@ def large_config(outcome: Outcome) -> dict[str, Any]:
     """The large run's config with the learning rate of the ladder."""
     raw = dict(outcome.ladder.large.raw)
     params = (raw.get("scheduler") or {}).get("params", {})
-    changed: dict[str, Any] = {"optimizer": {"params": {"lr": outcome.learning_rate}}}
+    given = outcome.ladder.large.run.config.optimizer.params
+    changed: dict[str, Any] = {"optimizer": {"params": given.rates_at(outcome.learning_rate)}}
     if params.get("warmup_max_lr") is not None:
         changed["scheduler"] = {"params": {"warmup_max_lr": outcome.learning_rate}}
     return merge(raw, changed)

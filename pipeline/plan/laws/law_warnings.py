@@ -30,7 +30,7 @@ class Training:
         learning_rate: the peak.
         weight_decay: of matrices.
         warmup: tokens of warm-up.
-        optimizer: its type; the laws are AdamW's.
+        adamw: whether its rates mean what they do to AdamW, of which the laws are.
     """
 
     parameters: int
@@ -40,7 +40,7 @@ class Training:
     learning_rate: float
     weight_decay: float
     warmup: int
-    optimizer: str = "AdamW"
+    adamw: bool = True
 
     def suggestions(self) -> tuple[Suggestion, ...]:
         """What the laws suggest for it; the weight decay for its own batch and learning rate."""
@@ -83,14 +83,14 @@ def training_of(
         learning_rate=schedule.peak,
         weight_decay=optimizer.params.weight_decay,
         warmup=schedule.warmup * batch.tokens,
-        optimizer=optimizer.kind.name,
+        adamw=optimizer.has_adamw_rates,
     )
 
 
 def warnings(training: Training) -> Iterator[str]:
     """One line for each hyperparameter that is far from what all laws suggest, with their values."""
     yield from _tokens(training)
-    if training.optimizer != "AdamW":
+    if not training.adamw:
         return
     found = training.suggestions()
     for quantity, factor in FAR.items():

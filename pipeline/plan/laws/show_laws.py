@@ -17,8 +17,8 @@ def training_of_plan(planned: PlannedRun) -> Training | None:
     """The hyperparameters of a planned run, for the laws.
 
     Returns:
-        None where the laws do not apply: they are of AdamW, of training from initial values on the loss of the next
-        token, and of the standard parametrization, in which learning rate and weight decay depend on the size.
+        None where the laws do not apply: they are of AdamW's rates, of training from initial values on the loss of the
+        next token, and of the standard parametrization, in which learning rate and weight decay depend on the size.
     """
     config = planned.run.config
     loaded = config.model.path is not None and not config.model.fresh
@@ -34,7 +34,7 @@ def training_of_plan(planned: PlannedRun) -> Training | None:
         steps=run.steps,
         parameters_non_embedding=planned.costs.size.non_embedding(tied=tied),
     )
-    return training if training.optimizer == "AdamW" else None
+    return training if training.adamw else None
 
 
 def law_lines(training: Training) -> Iterator[tuple[str, str]]:

@@ -152,10 +152,8 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)
     lowest, highest = config.optimizer.kind.proof_lr
-    lr = config.optimizer.params.lr
-    params = {**raw["optimizer"]["params"], "lr": min(max(lr, lowest), highest)}
-    # those of Muon and of its AdamW part keep their proportion to it
-    params |= {name: params[name] / lr * params["lr"] for name in ("muon_lr", "adam_lr") if name in params}
+    given = config.optimizer.params
+    params = {**raw["optimizer"]["params"], **given.rates_at(min(max(given.lr, lowest), highest))}
     params |= _visible_gradient(config.optimizer, notes)
     if params.pop("moments_dtype", None) is not None:
         notes.append("small moments are no layout, and round: proven with fp32 moments")

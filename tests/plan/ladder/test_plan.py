@@ -57,6 +57,17 @@ def test_every_run_is_an_ordinary_config(ladder: Ladder) -> None:
         assert resolved.config.evaluation.samples == 16, "the held-out text is that of the large run"
 
 
+def test_all_rates_of_muon_are_scaled_alike(tokens: Path, tmp_path: Path) -> None:
+    """A rate of its own would be the same in all runs of the sweep."""
+    muon = {"type": "Muon", "params": {"lr": 3e-3, "muon_lr": 6e-3, "weight_decay": 0.1}}
+    ladder = plan_ladder(read_large_run(_raw(tokens, tmp_path / "run", optimizer=muon)), OPTIONS, tmp_path / "ladder")
+    for run in ladder.sweep():
+        params = ladder.config(run)["optimizer"]["params"]
+        assert params["lr"] == run.learning_rate
+        assert params["muon_lr"] == pytest.approx(2 * run.learning_rate)
+        assert "adam_lr" not in params
+
+
 def test_smaller_models_have_higher_rates_and_shorter_runs_smaller_batches(ladder: Ladder) -> None:
     runs = ladder.runs()
     assert all(run.learning_rate > 3e-3 for run in runs if run.tokens > 0.3 * ladder.large.tokens)

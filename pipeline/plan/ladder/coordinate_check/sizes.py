@@ -107,7 +107,8 @@ def resized(
     }
     if parametrization == "standard":
         del model["base"]
-    optimizer = {**raw["optimizer"], "params": {**raw["optimizer"]["params"], **({"lr": lr} if lr else {})}}
+    rates = config.optimizer.params.rates_at(lr) if lr else {}
+    optimizer = {**raw["optimizer"], "params": {**raw["optimizer"]["params"], **rates}}
     length = {key: value for key, value in raw["run"].items() if key not in ("steps", "tokens", "dir")}
     run = {**length, "steps": steps, "seed": seed, "dir": f"{raw['run']['dir']}/none"}
     made = {**kept, "engine": "torch", "model": model, "optimizer": optimizer, "run": run}
