@@ -36,7 +36,7 @@ def check_training(
     from pipeline.config.load import read_config  # noqa: PLC0415
     from pipeline.plan import check  # noqa: PLC0415
 
-    options = {"processes": processes, "memory": memory, "exact": False, "rules_only": not alone}
+    options = {"processes": processes, "memory": memory, "exact": False, "imbalance": None, "rules_only": not alone}
     lines: list[str] = []
     for number, values in enumerate([each.overrides for each in sweep] or [[]]):
         words = [*overrides, *values]

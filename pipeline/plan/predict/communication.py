@@ -124,7 +124,7 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
 
 def _matrices(layout: TrafficLayout) -> Iterator[Transfer]:
     """Shards of hidden matrices to the ranks that orthogonalize them, and back, in bf16 on GPUs (`optim.muon`)."""
-    run, elements = layout.run, layout.rank.matrices - sum(layout.rank.experts)  # experts are whole on their ranks
+    run, elements = layout.run, layout.rank.apart()[0].matrices  # experts are whole on their ranks
     data = run.topology.dp * run.topology.cp
     sharded = layout.stage > 0 or run.topology.tp > 1  # else every rank has every matrix, and only results are sent
     shards = (run.config.parallel.hybrid_shard_size or data) if layout.stage else 1
