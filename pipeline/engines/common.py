@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -32,7 +31,7 @@ def samples_text(config: Config) -> bool:
 
 
 def update_scales(
-    model: nn.Module, section: ModelSection | None = None, *, matrices: Collection[str] = ()
+    model: nn.Module, section: ModelSection | None = None, optimizer: OptimizerSection | None = None
 ) -> dict[str, UpdateScale]:
     """How the optimizer updates every parameter: weight decay applies to matrices, not to norms and biases.
 
@@ -43,15 +42,16 @@ def update_scales(
     Args:
         model: built by `build_meta`, or a user's own.
         section: the config's `model`, whose parametrization may scale the learning rate; None for a user's own model.
-        matrices: names of the parameters that the optimizer treats as hidden matrices.
+        optimizer: the config's `optimizer`, which may treat some parameters as hidden matrices; None: it does not.
     """
-    found = None if section is None else find_parametrization(section, model)
+    matrices = {} if optimizer is None else matrices_of(model, optimizer)
+    found = None if section is None else find_parametrization(section, model, optimizer)
     decayed = {name: _is_decayed(model, name, parameter) for name, parameter in model.named_parameters()}
-    if found is None:
-        plain = {name: DECAYED if each else NOT_DECAYED for name, each in decayed.items()}
-        return {name: replace(scale, matrix=True) if name in matrices else scale for name, scale in plain.items()}
-    assert not matrices, "CompleteP has no rules for matrices"
-    return {name: found.update_scale(name, decayed=each) for name, each in decayed.items()}
+    scales = {
+        name: (DECAYED if each else NOT_DECAYED) if found is None else found.update_scale(name, decayed=each)
+        for name, each in decayed.items()
+    }
+    return {name: replace(scale, matrix=name in matrices) for name, scale in scales.items()}
 
 
 def matrices_of(model: nn.Module, optimizer: OptimizerSection) -> dict[str, MatrixForm]:

@@ -65,7 +65,7 @@ class EngineBase(TrainsStepByStep):
         self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(config)
         self._balancer = make_balancer(config.moe, model, device=device, exchanged=topology.ep > 1)
         self._matrices = matrices_of(model, config.optimizer)
-        self._update_scales = update_scales(model, config.model, matrices=self._matrices)
+        self._update_scales = update_scales(model, config.model, config.optimizer)
         self._tied_group = tied_weights_group(topology) if topology.pp > 1 and is_tied(model) else None
         coordinates = topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts

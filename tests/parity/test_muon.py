@@ -24,7 +24,7 @@ QUICK = [cell("torch-3", tp=2, dp=2), cell("deepspeed-2", dp=2)]
 ALL = [
     *QUICK,
     cell("deepspeed-3", dp=2, tp=2),
-    cell("deepspeed-1", dp=4),
+    cell("torch-3", tp=2, dp=2, completep=True),
     cell("deepspeed-0", dp=2),
     cell("deepspeed-1", pipeline="1f1b-2", dp=2, accumulation=2),
     cell("deepspeed-0", pipeline="1f1b-2", tp=2, accumulation=2),

@@ -23,8 +23,7 @@ def check_parametrization(model: ModelSection, optimizer: OptimizerSection) -> N
         remedy = 'give those at which the learning rate was tuned, e.g. {"hidden_size": 256, "num_hidden_layers": 4}'
         raise ConfigError("model.base", why=why, remedy=remedy)
     if not optimizer.kind.sign_like:
-        other = "has rules of its own, which are not offered" if optimizer.kind.rest else "grows with the gradient"
-        why = f"CompleteP's rules are those of Adam: {optimizer.type}'s update {other}"
+        why = f"CompleteP's rules are those of Adam: {optimizer.type}'s update grows with the gradient"
         remedy = "use AdamW, or the standard parametrization"
         raise ConfigError("optimizer.type", optimizer.type, why=why, remedy=remedy)
     if model.keep_layers is not None:

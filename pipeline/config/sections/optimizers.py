@@ -137,6 +137,7 @@ KINDS = (
         },
         counts_steps=True,
         scope=UpdateScope.MATRIX,
+        sign_like=True,
         rest=ADAMW,
     ),
 )

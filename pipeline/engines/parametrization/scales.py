@@ -6,6 +6,10 @@ they multiply: with a weight w' = a w instead of a multiplier a, Adam makes the 
 deviation and the learning rate are multiplied by a, and epsilon and weight decay divided by it (the abc-symmetry of
 Yang and Littwin 2023, arXiv:2308.01814). So the forward pass and exported models are the architecture's own. The
 derivation: docs/decisions/0033-completep.md.
+
+Muon's update of a hidden matrix is orthogonal and does not grow with the gradient either, so that the multipliers fold
+as with Adam. Its rate follows from the size of the update that a layer needs: a spectral norm in proportion to
+sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023, arXiv:2310.17813, condition 1).
 """
 
 from __future__ import annotations
@@ -13,16 +17,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from headrace.base.errors import ConfigError
+from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import ModelSection
 from pipeline.engines.optim.groups import UpdateScale
+from pipeline.engines.optim.newton_schulz import update_scale
 from pipeline.engines.parametrization.base_model import build_base
 from pipeline.engines.parametrization.kinds import ParameterKind, kind_of
+from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class Scale:
         return Scale(self.init * a, self.lr * a, self.eps / a, self.weight_decay / a)
 
 
-def rule(kind: ParameterKind, *, fan_in: float, width: float, depth: float, tied: bool) -> Scale:
+def rule(
+    kind: ParameterKind, *, fan_in: float, width: float, depth: float, tied: bool, orthogonal: float | None = None
+) -> Scale:
     """The factors of a kind of parameters.
 
     Args:
@@ -56,9 +66,11 @@ def rule(kind: ParameterKind, *, fan_in: float, width: float, depth: float, tied
         width: m_N, the hidden size relative to the base model's.
         depth: m_L, the decoder layers relative to the base model's.
         tied: the head is the embedding, so that the final norm carries the multiplier of the logits.
+        orthogonal: of a matrix that Muon updates, the factor on its learning rate.
     """
     outside, inside = 1 / width, 1 / (width * depth)  # epsilon: gradients are that much smaller
-    hidden = Scale(init=1 / math.sqrt(fan_in), lr=1 / fan_in, eps=inside, weight_decay=fan_in)
+    rate = 1 / fan_in if orthogonal is None else orthogonal
+    hidden = Scale(init=1 / math.sqrt(fan_in), lr=rate, eps=inside, weight_decay=1 / rate)
     vector = Scale(eps=inside)
     if kind is ParameterKind.HIDDEN:
         return hidden
@@ -97,12 +109,15 @@ class Parametrization:
         return UpdateScale(weight_decay=scale.weight_decay if decayed else 0.0, lr=scale.lr, eps=scale.eps)
 
 
-def find_parametrization(section: ModelSection, model: nn.Module) -> Parametrization | None:
+def find_parametrization(
+    section: ModelSection, model: nn.Module, optimizer: OptimizerSection | None = None
+) -> Parametrization | None:
     """The parametrization of a model; None where it is the standard one.
 
     Args:
         section: the config's `model`.
         model: on meta, whole.
+        optimizer: the config's `optimizer`, on which learning rates depend; initial values do not.
 
     Raises:
         ConfigError: an architecture without rules, or base sizes that do not fit it.
@@ -116,11 +131,28 @@ def find_parametrization(section: ModelSection, model: nn.Module) -> Parametriza
     width = config.hidden_size / base.config.hidden_size  # type: ignore[union-attr]
     depth = config.num_hidden_layers / base.config.num_hidden_layers  # type: ignore[union-attr]
     tied = ParameterKind.HEAD not in kinds.values()
+    rates = {} if optimizer is None or optimizer.params.adjust_lr is None else _rates(model, base, optimizer)
+    shared: dict[str, Any] = {"width": width, "depth": depth, "tied": tied}
     scales = {
-        name: rule(kind, fan_in=_fan_in_ratio(name, kind, model, base), width=width, depth=depth, tied=tied)
+        name: rule(kind, fan_in=_fan_in_ratio(name, kind, model, base), orthogonal=rates.get(name), **shared)
         for name, kind in kinds.items()
     }
     return Parametrization(base, width, depth, kinds, scales)
+
+
+def _rates(model: nn.Module, base: nn.Module, muon: OptimizerSection) -> dict[str, float]:
+    """Name -> the factor on Muon's learning rate for a hidden matrix."""
+    in_base = hidden_matrices(base)
+    return {
+        name: _needed(form, muon) / _needed(in_base[base_name(name)], muon)
+        for name, form in hidden_matrices(model).items()
+    }
+
+
+def _needed(form: MatrixForm, muon: OptimizerSection) -> float:
+    """The learning rate for an update of spectral norm sqrt(outputs / inputs), whatever the sizes."""
+    [(outputs, inputs)] = {*form.matrices}  # the parts of what is fused are alike in all families that have rules
+    return math.sqrt(outputs / inputs) / update_scale(outputs, inputs, rule=str(muon.params.adjust_lr))
 
 
 def _fan_in_ratio(name: str, kind: ParameterKind, model: nn.Module, base: nn.Module) -> float:

@@ -75,7 +75,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
         self._balancer = make_balancer(run.config.moe, model, device=device)
         self._matrices = matrices_of(model, section)
-        scales = update_scales(model, run.config.model, matrices=self._matrices)
+        scales = update_scales(model, run.config.model, section)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         materialize(self._decoder.causal, values, device=device)
         self._decoder.train()

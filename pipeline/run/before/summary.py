@@ -184,7 +184,8 @@ def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
     from pipeline.engines.parametrization.kinds import ParameterKind  # noqa: PLC0415
     from pipeline.engines.parametrization.scales import find_parametrization  # noqa: PLC0415  imports torch
 
-    found = find_parametrization(prepared.run.config.model, prepared.model)
+    config = prepared.run.config
+    found = find_parametrization(config.model, prepared.model, config.optimizer)
     if found is None:
         return
     rates = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.sections.optimizers import OptimizerParams
+from pipeline.config.sections.optimizers import OptimizerParams, OptimizerSection
 from pipeline.engines.optim.groups import UpdateScale, parameter_groups, set_learning_rate
 from pipeline.engines.parametrization.kinds import ParameterKind
 from pipeline.engines.parametrization.scaled_init import ScaledInit
@@ -42,6 +42,24 @@ def test_the_factors_are_those_of_the_published_table() -> None:
     assert (folded.eps, folded.weight_decay) == pytest.approx((1 / 4, 18.0))
     assert of(ParameterKind.HEAD) == Scale(init=1 / 4, lr=1 / 4, eps=1.0, weight_decay=4.0)
     assert of(ParameterKind.FINAL_NORM, tied=True) == of(ParameterKind.HEAD)
+
+
+@pytest.mark.parametrize(("adjust_lr", "rate"), [("match_rms_adamw", 1 / 2), ("original", 1.0)])
+def test_muons_updates_have_the_spectral_norm_that_a_layer_needs(adjust_lr: str, rate: float) -> None:
+    """sqrt(outputs / inputs), up to a factor that no width changes: here four times the base model's."""
+    muon = parse(OptimizerSection, {"type": "Muon", "params": {"adjust_lr": adjust_lr}})
+    base = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    section = section_of("llama", base={**base, "num_hidden_layers": 2}, **sizes)
+    found = find_parametrization(section, meta_of(section), muon)
+    assert found is not None
+    of = {name.removeprefix("model.layers.0."): scale for name, scale in found.scales.items()}
+    for name in ("self_attn.q_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight"):
+        assert (of[name].lr, of[name].weight_decay) == pytest.approx((rate, 1 / rate)), name
+    # the multiplier 1 / m_L of the branch, at twice the depth
+    last = of["mlp.down_proj.weight"]
+    assert (last.lr, last.weight_decay) == pytest.approx((rate / 2, 2 / rate))
+    assert of["self_attn.q_proj.weight"].init == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize(
