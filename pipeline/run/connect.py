@@ -10,7 +10,7 @@ import torch
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.deepspeed.machine import check_machine
 from pipeline.engines.parallel.compilation import compiles
-from pipeline.engines.parallel.fp8 import check_fp8_device
+from pipeline.engines.parallel.fp8 import check_fp8_device, experts_in_fp8
 from pipeline.engines.parallel.mesh import Mesh, build_mesh
 from pipeline.models.flash_attention import check_flash_attention
 from pipeline.run.memory_checkpoints import memory_folder
@@ -37,9 +37,10 @@ def check_node(prepared: PreparedRun) -> None:
     memory_folder(config.run)
 
 
-def check_device(run: ResolvedRun, device: torch.device) -> None:
+def check_device(prepared: PreparedRun, device: torch.device) -> None:
     """Refuses what this rank's device cannot compute."""
-    check_fp8_device(run.config.fp8, device)
+    run, fp8 = prepared.run, prepared.run.config.fp8
+    check_fp8_device(fp8, device, experts=experts_in_fp8(fp8, prepared.model))
     check_flash_attention(run.config.model.attn_implementation, device)
     check_compiled_shares(run, compiled=compiles(run.config.compile))
 

@@ -25,6 +25,7 @@ from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.engines.parallel.fp8 import experts_in_fp8
 from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models import attention
@@ -132,7 +133,9 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
     if logits is not None:  # a directory with the same records and more of them is as good
         prints["distill.logits.fingerprint"] = logits.format.content
-    curve = {**curve_fields(run), "model.resolved": plain, **prints}
+    # not in the curve of others, nor in checkpoints that are older than it
+    sparse = {"fp8.experts": True} if experts_in_fp8(config.fp8, model) else {}
+    curve = {**curve_fields(run), **sparse, "model.resolved": plain, **prints}
     check_run_dir(config.run, store, curve, steps=run.steps)
     generation = None if config.model.path is None else read_generation(Path(config.model.path))
     return PreparedRun(

@@ -96,7 +96,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     check_node(prepared)
     notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
-    check_device(run, device)
+    check_device(prepared, device)
     notes += bind_to_gpu(device.index, run.config.launch)
     with ExitStack() as stack:
         notes += filter(None, [stack.enter_context(ordered_sdpa(device))])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import assert_within_tolerance, differences_fixture, layout, layout_params
+from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
 
 pytest.importorskip("torchao", reason="fp8 needs torchao (extra fp8)")
 
@@ -20,9 +20,11 @@ CALM = {"params": {"lr": 1e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}}
 """At 3e-3 the curves of layouts that round to fp8 otherwise part: ZeRO-1 with tp 2 by 2.3e-3 in the held-out loss."""
 
 
-def fp8(stage: int, recipe: str, *, memory: str = "none", gather: bool = False, **keys: Any) -> dict[str, Any]:
+def fp8(
+    stage: int, recipe: str, *, memory: str = "none", gather: bool = False, experts: bool = False, **keys: Any
+) -> dict[str, Any]:
     return {
-        **layout(stage, bf16=BF16, model=SIZES, optimizer=CALM, **keys),
+        **layout(stage, bf16=BF16, model={**SIZES, **(EXPERTS if experts else {})}, optimizer=CALM, **keys),
         "fp8": {"enabled": True, "recipe": recipe, "emulate": True, "fsdp_all_gather": gather},
         "memory": {"activation_checkpointing": memory},
     }
@@ -38,6 +40,9 @@ NATIVE = {
     "dp 2, bf16, tensorwise, gathered once, full, compiled": fp8(2, "tensorwise", gather=True, memory="full", **AOT),
     "tp 2, bf16, mxfp8": fp8(0, "mxfp8", parallel={"tp": 2}),
     "cp 2, bf16, rowwise_with_gw_hp": fp8(2, "rowwise_with_gw_hp", parallel={"cp": 2}),
+    "ep 2, bf16, rowwise, experts": fp8(3, "rowwise", experts=True, parallel={"ep": 2}),
+    "dp 2, bf16, tensorwise, experts, selective": fp8(3, "tensorwise", memory="selective", experts=True),
+    "dp 2, bf16, rowwise, experts, full, compiled": fp8(2, "rowwise", memory="full", experts=True, **AOT),
     "pp 2, bf16, tensorwise": fp8(2, "tensorwise", parallel={"pp": 2, "schedule": "zero_bubble"}),
 }
 DEEPSPEED = {
@@ -46,9 +51,12 @@ DEEPSPEED = {
     "ZeRO-2, bf16, mxfp8": fp8(2, "mxfp8"),
     "ZeRO-3, bf16, tensorwise": fp8(3, "tensorwise"),
     "ZeRO-3, bf16, rowwise, full, compiled": fp8(3, "rowwise", memory="full", **AOT),
+    "ZeRO-3, bf16, rowwise, experts": fp8(3, "rowwise", experts=True),
+    "ZeRO-1, ep 2, bf16, tensorwise, experts": fp8(1, "tensorwise", experts=True, parallel={"ep": 2}),
     "ZeRO-1, pp 2, bf16, rowwise_with_gw_hp": fp8(1, "rowwise_with_gw_hp", parallel={"pp": 2}),
 }
 FOUR = {
+    "tp 2, ep 2, bf16, rowwise, experts": fp8(3, "rowwise", experts=True, parallel={"tp": 2, "ep": 2}),
     "dp 2, tp 2, bf16, tensorwise, gathered": fp8(3, "tensorwise", gather=True, parallel={"tp": 2}),
     "hybrid, bf16, tensorwise, gathered": fp8(3, "tensorwise", gather=True, parallel={"hybrid_shard_size": 2}),
 }
@@ -61,7 +69,13 @@ found = differences_fixture(
 
 @pytest.mark.parametrize(
     "name",
-    layout_params({"dp 2, bf16, tensorwise"}, NATIVE, FOUR, DEEPSPEED, integration={**NATIVE, **FOUR, **DEEPSPEED}),
+    layout_params(
+        {"dp 2, bf16, tensorwise", "ep 2, bf16, rowwise, experts"},
+        NATIVE,
+        FOUR,
+        DEEPSPEED,
+        integration={**NATIVE, **FOUR, **DEEPSPEED},
+    ),
 )
 def test_a_layout_in_fp8_trains_as_the_reference(name: str, found: dict[str, dict[str, float]]) -> None:
     assert_within_tolerance(found[name], name)

@@ -71,3 +71,27 @@ def test_fp8_kernels_give_what_their_emulation_gives(tokens: Path, tmp_path: Pat
         expected = losses(tmp_path / engine / "true")
         for step, loss in losses(tmp_path / engine / "false").items():
             assert loss == pytest.approx(expected[step], rel=5e-3), step
+
+
+@pytest.mark.parametrize("ends", [(0, 50, 50, 70, 512), (0, 0, 0, 0, 0)], ids=["uneven", "no rows"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products_in_fp8_give_what_their_emulation_gives(ends: tuple[int, ...], transposed: bool) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch's grouped products in fp8 are kernels of Hopper")
+    pytest.importorskip("torchao", reason="fp8 needs torchao (extra fp8)")
+    from pipeline.config.sections.run import Fp8Section  # noqa: PLC0415
+    from pipeline.engines.parallel.fp8_products import GroupedScaling  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(1)
+    rows, gradient = (torch.randn(ends[-1], size, generator=generator).bfloat16().cuda() for size in (256, 192))
+    shape = (len(ends), 256, 192) if transposed else (len(ends), 192, 256)
+    weight, found = torch.randn(*shape, generator=generator).bfloat16().cuda(), []
+    for emulate in (True, False):
+        inputs = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        last = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        output = GroupedScaling(Fp8Section(enabled=True, emulate=emulate))(*inputs, last, transposed)
+        output.backward(gradient)
+        found.append((output.detach(), inputs[0].grad, inputs[1].grad))
+    for emulated, kernel in zip(*found, strict=True):
+        # written in bf16; fast accumulation keeps 14 bits of a sum
+        torch.testing.assert_close(kernel, emulated, rtol=2e-2, atol=5e-2)

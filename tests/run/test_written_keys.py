@@ -16,6 +16,7 @@ from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import Config
+from pipeline.run.prepare import prepare
 from pipeline.run.resume import refuse_other_curve
 from tests.conftest import tiny_config, write_config
 
@@ -57,6 +58,24 @@ def test_the_key_that_was_changed_is_enough_to_allow_it(tmp_path: Path, key: str
     refuse_other_curve(Saved(before), after, allowed=named)
     with pytest.raises(ConfigError, match="no such field"):
         refuse_other_curve(Saved(before), after, allowed=[f"{key}x"])
+
+
+def test_experts_go_on_in_the_precision_that_they_had(tokens: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="fp8 needs torchao (extra fp8)")
+    curves = {}
+    for kind in ("llama", "mixtral"):
+        config = tiny_config(tokens, tmp_path / "run", bf16={"enabled": True}, fp8={"enabled": True, "emulate": True})
+        config["model"]["config"]["model_type"] = kind
+        for name in ("fp8.experts=true", "fp8.experts=false"):
+            run = resolve(load_config(write_config(tmp_path / "c.json", config), [name]), world_size=1)
+            curves[kind, name] = prepare(run).curve
+    assert curves["llama", "fp8.experts=true"] == curves["llama", "fp8.experts=false"]
+    old, new = (curves["mixtral", f"fp8.experts={value}"] for value in ("false", "true"))
+    assert "fp8.experts" not in old  # as in checkpoints that are older than the key
+    for before, after in ((old, new), (new, old)):
+        with pytest.raises(CheckpointError, match=r'run.allow_change: \["fp8.experts"\]'):
+            refuse_other_curve(Saved(before), after, allowed=[])
+        refuse_other_curve(Saved(before), after, allowed=["fp8.experts"])
 
 
 def test_a_longer_run_says_what_happens_to_the_learning_rate(tmp_path: Path) -> None:

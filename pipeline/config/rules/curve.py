@@ -32,6 +32,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "grad_accum_dtype": ("data_types.grad_accum_dtype",),
     "bf16": ("bf16.enabled",),
     "fp16": ("fp16.enabled",),
+    "fp8.experts": ("fp8.experts", "fp8.enabled"),
     "fp8": ("fp8.recipe", "fp8.enabled"),
     "model.resolved": ("model.config", "model.path"),
 }

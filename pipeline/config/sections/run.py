@@ -161,8 +161,8 @@ class Fp8Section(Section):
 
     enabled: bool = Field(
         False,
-        description="true: linear layers of the decoder layers multiply in fp8, weights stay bf16 with fp32 master"
-        " weights; needs bf16, and a GPU with fp8: H100, L40S or newer",
+        description="true: linear layers of the decoder layers, and experts, multiply in fp8, weights stay bf16 with"
+        " fp32 master weights; needs bf16, and a GPU with fp8: H100, L40S or newer",
     )
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = Field(
         "tensorwise",
@@ -171,6 +171,11 @@ class Fp8Section(Section):
         " elements; Blackwell GPUs)",
     )
 
+    experts: bool = Field(
+        True,
+        description="true: the experts of a mixture multiply in fp8, with a scale per row in every recipe and their"
+        " weight gradients in bf16; an H100 or H200. false: in bf16",
+    )
     fsdp_all_gather: bool = Field(
         False,
         description="true: FSDP2 gathers weights in fp8, half the bytes; engine torch with ZeRO stage 2 or 3, recipe"

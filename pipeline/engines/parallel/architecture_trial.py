@@ -35,6 +35,7 @@ from pipeline.models.build.rectangle import Rectangle, part
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import shrink
+from pipeline.models.routers import has_experts
 
 TOLERANCE = 1e-4
 """Relative to the largest logit, in fp32: another order of summation differs by 1e-6, another formula by 1e-2."""
@@ -61,7 +62,8 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     attention = run.config.model.attn_implementation
     own = attention == "sdpa" and not run.plain
     has_heads = global_value(config, "num_attention_heads") is not None
-    needed = separate_head or masks or topology.cp > 1 or topology.ep > 1 or (own and has_heads)
+    fp8 = run.config.fp8.enabled and run.config.fp8.experts and has_experts(config.to_dict())
+    needed = separate_head or masks or topology.cp > 1 or topology.ep > 1 or fp8 or (own and has_heads)
     tiny = _tiny_model(config, attention, length=run.config.data.sequence_length, needed=needed)
     if tiny is None:
         return
@@ -91,6 +93,9 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     if topology.ep > 1:
         remedy = "remove parallel.ep: ZeRO 3 shards them"
         tiny.compare("parallel.ep", topology.ep, "our product of experts", remedy, tiny.exchanged_logits)
+    elif fp8:
+        remedy = "set it to false: experts then stay in bf16"
+        tiny.compare("fp8.experts", True, "our product of experts", remedy, tiny.exchanged_logits)
     if topology.tp > 1 and tiny.mixes_positions_outside_tp_blocks():
         why = f"layers of {config.model_type} mix positions in modules that its base_model_tp_plan does not shard"
         raise ConfigError("parallel.tp", topology.tp, why=why, remedy="use ZeRO or FSDP2 (parallel.tp 1)")

@@ -20,7 +20,7 @@ from pipeline.engines.parallel.compilation import apply_compile
 from pipeline.engines.parallel.context import make_cp_attention
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
-from pipeline.engines.parallel.experts import apply_expert_parallel
+from pipeline.engines.parallel.experts import apply_expert_parallel, exchanges
 from pipeline.engines.parallel.fp8 import apply_fp8
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.quantization_aware import apply_quantization_aware
@@ -113,7 +113,7 @@ def assemble(
         balancer.attach(causal)
         decoder.balancer = balancer
     # the balancer's hooks, the experts' exchange and ring attention's messages run between the graphs of a layer
-    one_graph = balancer is None and not experts and not isinstance(layout.cp_attention, RingAttention)
+    one_graph = balancer is None and not exchanges(causal) and not isinstance(layout.cp_attention, RingAttention)
     apply_compile(causal, run.config.compile, whole_graph=one_graph)
     return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied, experts)
 

@@ -17,7 +17,7 @@ this rank gets, D features, F of an expert.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -92,6 +92,7 @@ class ExpertExchange:
         experts: E.
 
     Attributes:
+        product: of rows and experts; see `grouped_product`.
         largest: rows of the largest M of a forward pass since it was set to 0.
         imbalance: M / (N K) to assume on tensors without values (fake ones); None: M is read.
     """
@@ -100,6 +101,7 @@ class ExpertExchange:
         self._name, self._group = name, group
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._experts, self._local = experts, experts // self._ranks
+        self.product: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = grouped_product
         self.largest = 0
         self.imbalance: float | None = None
 
@@ -166,10 +168,7 @@ def apply_expert_parallel(
     boxes: dict[str, Rectangle] = {}
     for name, module in expert_modules(model):
         experts = module.num_experts
-        exchange = ExpertExchange(name, group, experts=experts)
-        setattr(module, _EXCHANGE, exchange)
-        module.config = copy.copy(module.config)  # which other models may share
-        module.config._experts_implementation = NAME
+        attach_exchange(module, name, group)
         if group is None:
             continue
         module.num_experts = local = experts // dist.get_world_size(group)
@@ -181,8 +180,18 @@ def apply_expert_parallel(
     return boxes
 
 
+def attach_exchange(module: Any, name: str, group: dist.ProcessGroup | None) -> ExpertExchange:
+    """Makes a module of experts compute by our function; the exchange that it has, where it does already."""
+    if not hasattr(module, _EXCHANGE):
+        setattr(module, _EXCHANGE, ExpertExchange(name, group, experts=module.num_experts))
+        module.config = copy.copy(module.config)  # which other models may share
+        module.config._experts_implementation = NAME
+    exchange: ExpertExchange = getattr(module, _EXCHANGE)
+    return exchange
+
+
 def exchanges(model: nn.Module) -> list[ExpertExchange]:
-    """The exchanges of a model's layers; none without expert parallelism."""
+    """The exchanges of a model's layers; none where transformers' own function computes the experts."""
     return [getattr(module, _EXCHANGE) for module in model.modules() if hasattr(module, _EXCHANGE)]
 
 
@@ -207,11 +216,26 @@ def _sorted(experts: Tensor) -> tuple[Tensor, Tensor]:
     return order, inverse
 
 
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """Every row times its expert's matrix, in the dtype of both.
+
+    Args:
+        rows: [M, I], sorted by expert.
+        weight: [L, O, I], or [L, I, O] where `transposed`.
+        ends: int32 [L], the first row behind each expert's.
+        transposed: whether the inputs are the weight's second dim.
+
+    Returns:
+        [M, O].
+    """
+    return F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
+
+
 def _product(module: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
     """Every row times its expert's matrix [F, D], or [D, F] where `is_transposed`, plus its bias."""
     weight: Tensor = getattr(module, name)
-    weight = weight if module.is_transposed else weight.mT
-    product = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
+    exchange: ExpertExchange = getattr(module, _EXCHANGE)
+    product = exchange.product(rows.to(weight.dtype), weight, ends, module.is_transposed)
     return product + getattr(module, f"{name}_bias")[experts] if module.has_bias else product
 
 

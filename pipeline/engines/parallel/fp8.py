@@ -1,4 +1,4 @@
-"""fp8 mixed precision: which linear layers multiply in fp8, whether that can work here, and their conversion.
+"""fp8 mixed precision: which linear layers and experts multiply in fp8, whether that can work here, their conversion.
 
 Weights, gradients, checkpoints and parameter names do not change: a product rounds its two operands to fp8, with
 scales that are computed from the operands themselves each time. Source of formats and per-tensor scaling: Micikevicius
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,38 +20,51 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.precision import block_of
 from pipeline.config.sections.run import Fp8Section
-from pipeline.engines.parallel.experts import expert_modules
+from pipeline.engines.parallel.experts import attach_exchange, expert_modules
 from pipeline.engines.parallel.tensor import RowwiseLinear, check_tp_plan
 from pipeline.models.router_names import is_router
-from pipeline.models.routers import find_routers
+from pipeline.models.routers import find_routers, has_experts
 
 _CAPABILITY = {"mxfp8": (10, 0)}
 """CUDA compute capability that a recipe needs; (8, 9), Ada and Hopper, where it is not listed."""
+
+_EXPERTS_CAPABILITY = 9
+"""Major compute capability of torch's grouped products with scales per row: they are kernels of Hopper, and stop with
+an error on Blackwell (pytorch/pytorch#187095, of compute capability 10.3)."""
+
+_EXPERTS_BLOCK = 16
+"""What the sizes of an expert's matrices are multiples of, in every recipe."""
+
+_EXPERTS = "fp8.experts"
 
 _INSTALL = "pip install torchao (or headrace[fp8])"
 
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """The linear layers within decoder layers.
+    """The linear layers within decoder layers, and the modules of stacked experts.
 
     Attributes:
-        converted: names of those that multiply in fp8.
-        excluded: names of those whose sizes fp8 kernels do not take, and routers; numbers of layers are `*`.
-        experts: whether there are stacked experts, whose grouped products stay in bf16.
+        converted: names of the linear layers that multiply in fp8.
+        excluded: names of those whose sizes fp8 kernels do not take, and routers.
+        experts: names of the modules of experts whose grouped products are in fp8.
+        excluded_experts: names of the others; `experts` alone where they are no modules.
     """
 
     converted: tuple[str, ...]
     excluded: tuple[str, ...]
-    experts: bool = False
+    experts: tuple[str, ...] = ()
+    excluded_experts: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """One line."""
+        """One line; numbers of layers are `*`."""
         total = len(self.converted) + len(self.excluded)
         shown = f"{len(self.converted)} of {total} linear layers in decoder layers"
-        kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in self.excluded})
-        kinds += ["experts, whose grouped products stay in bf16"] * self.experts
+        if self.experts:
+            shown += f", and the experts of {len(self.experts)} layers (rowwise, their weight gradients in bf16)"
+        names = (*self.excluded, *self.excluded_experts)
+        kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
         return f"{shown}; not {', '.join(kinds)}" if kinds else shown
 
 
@@ -63,7 +77,17 @@ def fp8_layers(section: Fp8Section, model: nn.Module, *, tp: int) -> Fp8Layers:
         out, inner = divisors.get(styles.get(name, ""), (1, 1))
         fits = regular and _fits(linear.out_features // out, linear.in_features // inner, block)
         (converted if fits else excluded).append(name)
-    return Fp8Layers(tuple(converted), tuple(excluded), any(True for _ in expert_modules(model)))
+    experts = {name: fits for name, _, fits in _experts(model, section)}
+    config: Any = model.config
+    if not experts and not any(".experts." in name for name in excluded) and has_experts(config.to_dict()):
+        experts = {"experts": False}  # which transformers does not call through its interface
+    in_fp8, in_bf16 = (tuple(name for name, fits in experts.items() if fits is wanted) for wanted in (True, False))
+    return Fp8Layers(tuple(converted), tuple(excluded), in_fp8, in_bf16)
+
+
+def experts_in_fp8(section: Fp8Section, model: nn.Module) -> bool:
+    """Whether grouped products of a model's experts are in fp8."""
+    return section.enabled and any(fits for _, _, fits in _experts(model, section))
 
 
 def torchao_note() -> str | None:
@@ -81,7 +105,7 @@ def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool 
         packages: whether torchao has to be installed here.
 
     Raises:
-        ConfigError: torchao is missing, or no layer has sizes that fp8 kernels take.
+        ConfigError: torchao is missing, no layer has sizes that fp8 kernels take, or experts do not have the recipe.
     """
     if not section.enabled:
         return
@@ -89,7 +113,10 @@ def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool 
         remedy = f"{_INSTALL}, or set it to false"
         raise ConfigError("fp8.enabled", True, why="the package torchao is not installed", remedy=remedy)
     layers = fp8_layers(section, model, tp=tp)
-    if not layers.converted:
+    if layers.experts and section.recipe == "mxfp8":
+        why = f"{layers.experts[0]} and other experts multiply in fp8 with a scale per row, not per 32 elements"
+        raise ConfigError("fp8.recipe", section.recipe, why=why, remedy=f"set {_EXPERTS} to false, or use rowwise")
+    if not layers.converted and not layers.experts:
         block = block_of(section)
         kind = model.config.model_type  # type: ignore[union-attr]
         why = f"no linear layer in the decoder layers of this {kind} has sizes that are multiples of {block}"
@@ -97,11 +124,16 @@ def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool 
         raise ConfigError("fp8.enabled", True, why=why, remedy=remedy)
 
 
-def check_fp8_device(section: Fp8Section, device: torch.device) -> None:
+def check_fp8_device(section: Fp8Section, device: torch.device, *, experts: bool = False) -> None:
     """Refuses fp8 on a device whose hardware does not have it, before a process group exists.
 
+    Args:
+        section: the config's `fp8`.
+        device: this rank's.
+        experts: see `experts_in_fp8`.
+
     Raises:
-        ConfigError: the device is no GPU, or too old for the recipe.
+        ConfigError: the device is no GPU, too old for the recipe, or has no kernel for experts.
     """
     if not section.enabled or section.emulate:
         return
@@ -111,19 +143,23 @@ def check_fp8_device(section: Fp8Section, device: torch.device) -> None:
         remedy = "use bf16 alone (fp8.enabled false), or fp8.emulate true to see the numerics (slow)"
         raise ConfigError("fp8.enabled", True, why=why, remedy=remedy)
     found = torch.cuda.get_device_capability(device)
+    has = f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}"
     if found >= needed:
+        if experts and found[0] != _EXPERTS_CAPABILITY:
+            why = f"{has}, and torch's grouped products in fp8 need {_EXPERTS_CAPABILITY}.0 (H100, H200)"
+            raise ConfigError(_EXPERTS, True, why=why, remedy="set it to false: experts then stay in bf16")
         return
-    name = torch.cuda.get_device_name(device)
-    why = f"{name} has compute capability {found[0]}.{found[1]}, and this needs {needed[0]}.{needed[1]}"
+    why = f"{has}, and this needs {needed[0]}.{needed[1]}"
     if found >= (8, 9):
         raise ConfigError("fp8.recipe", section.recipe, why=why, remedy="use tensorwise or rowwise")
     raise ConfigError("fp8.enabled", True, why=why, remedy="use bf16 alone (fp8.enabled false), or fp8.emulate true")
 
 
 def apply_fp8(model: nn.Module, section: Fp8Section) -> None:
-    """Makes the linear layers of a model's decoder layers multiply in fp8, in place.
+    """Makes the linear layers of a model's decoder layers, and its experts, multiply in fp8, in place.
 
-    Call it after tensor parallelism, whose shards are what is multiplied, and before compilation and sharding.
+    Call it after expert and tensor parallelism, whose shards are what is multiplied, and before compilation and
+    sharding. Experts in fp8 compute by the function of expert parallelism without it, too.
 
     Args:
         model: this rank's part, on any device.
@@ -131,12 +167,19 @@ def apply_fp8(model: nn.Module, section: Fp8Section) -> None:
     """
     if not section.enabled:
         return
-    from pipeline.engines.parallel.fp8_products import scaling_of, to_fp8  # noqa: PLC0415  torchao takes seconds to import
+    from pipeline.engines.parallel.fp8_products import (  # noqa: PLC0415  torchao takes seconds to import
+        GroupedScaling,
+        scaling_of,
+        to_fp8,
+    )
 
     scaling, block = scaling_of(section), block_of(section)
     for _name, linear, regular in list(_linears(model)):
         if regular and _fits(linear.weight.shape[0], linear.weight.shape[1], block):
             to_fp8(linear, scaling)
+    for name, module, fits in _experts(model, section):
+        if fits:
+            attach_exchange(module, name, None).product = GroupedScaling(section)
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
@@ -156,3 +199,10 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
 
 def _fits(out: int, inner: int, block: int) -> bool:
     return out % block == 0 and inner % block == 0
+
+
+def _experts(model: nn.Module, section: Fp8Section) -> Iterator[tuple[str, Any, bool]]:
+    """The modules of stacked experts, with their names, and whether they are to multiply in fp8."""
+    for name, module in expert_modules(model):
+        sizes = [size for each in module.parameters() if each.ndim == 3 for size in each.shape[1:]]
+        yield name, module, section.experts and not any(size % _EXPERTS_BLOCK for size in sizes)

@@ -1,9 +1,13 @@
-"""Linear layers whose three matrix products (output, input gradient, weight gradient) are computed in fp8 by torchao.
+"""Linear layers whose three matrix products (output, input gradient, weight gradient) are computed in fp8 by torchao,
+and the grouped products of experts.
 
 A layer changes its class in place, so that its name, its parameters and its hooks stay. Imports torchao: only
 `parallel.fp8` imports this module, where a config enables fp8.
 
-Shapes: features [..., D_in], weight [D_out, D_in], output [..., D_out].
+torchao 0.18's own grouped product (prototype.moe_training) takes experts' rows in multiples of 16 alone, and has no
+emulation, so that scales and rounding are torchao's and the product is torch's.
+
+Shapes: features [..., D_in], weight [D_out, D_in], output [..., D_out]; M rows of L experts with weights [L, O, I].
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+from torchao.float8.float8_utils import tensor_to_scale
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchao.prototype.moe_training.mxfp8_linear import mx_mm
 from torchao.prototype.mx_formats.config import (
@@ -88,6 +95,72 @@ class MxScaling:
         kernels = (self._preference, MXFP8Dim0CastKernelChoice.TRITON, self._dim1)
         output: Tensor = mx_mm.apply(features, weight, *dtypes, 32, *kernels, ScaleCalculationMode.RCEIL, False)
         return output
+
+
+class GroupedScaling:
+    """Grouped products of experts, with one scale per row of what is multiplied, a power of two.
+
+    Output and gradient of the rows are in fp8 (e4m3). The gradient of the weights is in bf16: tensor cores take fp8
+    operands with the dim that is summed over in order, here the rows of an expert, which would have to begin at a
+    multiple of 16.
+    """
+
+    def __init__(self, section: Fp8Section) -> None:
+        self._emulate = section.emulate
+
+    def __call__(self, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        """See `experts.grouped_product`; differentiable."""
+        output: Tensor = _GroupedProduct.apply(rows, weight, ends, transposed, self._emulate)
+        return output
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """See `GroupedScaling`. Saves the weight itself, as `_ScaledProduct` does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, emulate: bool) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        ctx.transposed, ctx.emulate = transposed, emulate
+        return _scaled(rows, weight.mT if transposed else weight, ends, emulate=emulate, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        gradient, to_rows, to_weight = grads[0].contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            matrices = weight if ctx.transposed else weight.mT
+            to_rows = _scaled(gradient, matrices, ends, emulate=ctx.emulate, fast=False)
+        if ctx.needs_input_grad[1]:
+            left, right = (rows, gradient) if ctx.transposed else (gradient, rows)
+            to_weight = F.grouped_mm(left.mT, right, offs=ends)
+        return to_rows, to_weight, None, None, None
+
+
+def _scaled(rows: Tensor, weight: Tensor, ends: Tensor, *, emulate: bool, fast: bool) -> Tensor:
+    """Rows [M, I] times matrices [L, O, I], each in fp8 with a scale per row -> [M, O]. `fast`: accumulates faster, and
+    less exactly, as torchao does for outputs and not for gradients."""
+    (left, left_scale), (right, right_scale) = _rounded(rows), _rounded(weight)
+    if emulate:
+        values = F.grouped_mm(left.float() * left_scale, (right.float() * right_scale).mT, offs=ends)
+        return values.to(rows.dtype)
+    if not len(rows):
+        return rows.new_empty(0, weight.shape[1])
+    scales = left_scale.squeeze(-1), right_scale.squeeze(-1)
+    # F.scaled_grouped_mm, its public name, has no kernel for fake tensors in torch 2.13
+    return torch._scaled_grouped_mm(left, right.mT, *scales, ends, out_dtype=rows.dtype, use_fast_accum=fast)
+
+
+def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values [..., I] -> in e4m3, row by row in memory, and what each row is to be multiplied by, fp32 [..., 1]."""
+    scale = tensor_to_scale(
+        values,
+        torch.float8_e4m3fn,
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=-1,
+        round_scales_to_power_of_2=True,
+    )
+    # a power of two changes no digit, so that the product needs no fp32, and the largest value stays below e4m3's
+    return (values * scale.to(values.dtype)).to(torch.float8_e4m3fn).contiguous(), scale.reciprocal()
 
 
 class Fp8Linear(nn.Linear):

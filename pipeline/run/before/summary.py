@@ -219,7 +219,8 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         yield Entry("experts", f"balance {moe.balance}{loss}{bias}", {"balance": moe.balance, **rates})
     if run.config.fp8.enabled:
         layers = fp8_layers(run.config.fp8, prepared.model, tp=run.topology.tp)
-        counts = {"converted": len(layers.converted), "excluded": list(layers.excluded)}
+        excluded = [*layers.excluded, *layers.excluded_experts]
+        counts = {"converted": len(layers.converted), "converted_experts": len(layers.experts), "excluded": excluded}
         yield Entry("fp8", f"{run.config.fp8.recipe}: {layers.text}", {**run.config.fp8.model_dump(), **counts})
     yield from (*_rounding(run.config.quantization_aware), *_parametrization(prepared))
     for line in stage_lines(run, prepared.model):
