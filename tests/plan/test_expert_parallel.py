@@ -116,3 +116,21 @@ def test_a_search_looks_at_legal_sizes_of_ep_of_a_mixture_alone() -> None:
     assert {each["parallel.ep"] for each in found if each["engine"] == "torch"} == {1, 4, 8, 16, 32, 64}
     assert {each["parallel.ep"] for each in found if each["parallel.pp"] == 4} <= {1, 4, 8, 16}
     assert all("parallel.ep" not in each for each in layouts(of.run, of.machine))
+
+
+def test_experts_of_an_fp8_run_have_its_rate_but_for_their_weight_gradients() -> None:
+    passes, seconds = {}, {}
+    for name, sets in {
+        "bf16": ("fp8.enabled=false",),
+        "linear": ("fp8.enabled=true", "fp8.experts=false"),
+        "all": ("fp8.enabled=true",),
+    }.items():
+        of = planned("parallel.ep=8", "memory.activation_checkpointing=none", *sets)
+        decoder = work_of(of.run, of.costs, 0).stages[0].decoder
+        passes[name], seconds[name] = (decoder.forward, decoder.backward), time_of(of).products
+    (forward, backward), (in_fp8, weights) = passes["linear"], passes["all"]
+    assert forward.unquantized > 0.5 * forward.products  # most of this model are experts
+    assert (backward.unquantized, in_fp8.unquantized) == (2 * forward.unquantized, 0.0)
+    assert weights.unquantized == forward.unquantized
+    assert len({each[0].products for each in passes.values()}) == 1
+    assert seconds["all"] < seconds["linear"] < seconds["bf16"]

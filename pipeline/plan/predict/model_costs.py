@@ -10,7 +10,9 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.costs import expert_flops, forward_flops
+from pipeline.engines.parallel.fp8 import experts_in_fp8
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.rank_model import Footprint, Widths, widths_of
 from pipeline.engines.sizes.footprint import footprint_of
@@ -58,11 +60,13 @@ class ModelCosts:
         model: on meta.
         size: parameters and FLOPs per token.
         routed: elements that a mixture of experts sums over all ranks; see `traffic.Layout`.
+        experts_fit_fp8: whether its experts have grouped products in fp8, on a GPU that has them.
     """
 
     model: nn.Module
     size: ModelSize
     routed: int
+    experts_fit_fp8: bool
     _layers: tuple[list[float], list[float], list[float], float]
     _shares: dict[tuple[float, ...], CostShares | ConfigError] = field(default_factory=dict)
 
@@ -85,7 +89,8 @@ class ModelCosts:
         attention = [whole - part for whole, part in zip(causal, linear, strict=True)]
         size = measure(model, config, sequence_length=sequence_length)
         routed = sum(2 * router.experts for router in find_routers(model))
-        return cls(model, size, routed, (linear, attention, expert_flops(model), head))
+        fit = experts_in_fp8(Fp8Section(enabled=True), model)
+        return cls(model, size, routed, fit, (linear, attention, expert_flops(model), head))
 
     @property
     def widths(self) -> Widths:

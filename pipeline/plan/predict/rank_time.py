@@ -158,8 +158,14 @@ def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 
         _products(each, rates, flops_per_s) + each.kernel_bytes / rates.memory + layers * host_s
         for each, host_s in ((passes.forward, rates.layer_forward_s), (passes.backward, rates.layer_backward_s))
     )
-    return PassSeconds(forward, backward, passes.forward.products / flops_per_s)
+    weights = _multiplied(passes.forward.products, passes.unquantized_weights, rates, flops_per_s)
+    return PassSeconds(forward, backward, weights)
 
 
 def _products(each: Pass, rates: Rates, flops_per_s: float) -> float:
-    return each.products / flops_per_s + each.attention / rates.attention
+    return _multiplied(each.products, each.unquantized, rates, flops_per_s) + each.attention / rates.attention
+
+
+def _multiplied(flops: float, unquantized: float, rates: Rates, flops_per_s: float) -> float:
+    """Seconds of products, some of which stay in bf16 in an fp8 run."""
+    return (flops - unquantized) / flops_per_s + unquantized / rates.head

@@ -44,15 +44,20 @@ class Pass:
         products: FLOPs of matrix products.
         attention: FLOPs of attention.
         kernel_bytes: read and written by other kernels.
+        unquantized: of the products, what an fp8 run computes in bf16.
     """
 
     products: float
     attention: float
     kernel_bytes: float
+    unquantized: float = 0.0
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(
-            self.products + other.products, self.attention + other.attention, self.kernel_bytes + other.kernel_bytes
+            self.products + other.products,
+            self.attention + other.attention,
+            self.kernel_bytes + other.kernel_bytes,
+            self.unquantized + other.unquantized,
         )
 
 
@@ -63,10 +68,12 @@ class Passes:
     Attributes:
         forward: the forward pass.
         backward: the backward pass, with what is recomputed.
+        unquantized_weights: of the backward pass's products, gradients of weights that an fp8 run computes in bf16.
     """
 
     forward: Pass
     backward: Pass
+    unquantized_weights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,11 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
     rank = shares.footprint.ranks[pp_rank]
     layout = TrafficLayout(run, rank, shares.footprint.widths, costs.routed)
     activations = layer_activations(run, shares.footprint, pp_rank=pp_rank) * (1.0 if compiled(run) else EAGER_PASSES)
+    in_fp8 = run.config.fp8.enabled and run.config.fp8.experts and costs.experts_fit_fp8
     stages = tuple(
-        StageWork(flops.layers, _decoder(layout, flops, activations * flops.layers), _head(layout, flops))
+        StageWork(
+            flops.layers, _decoder(layout, flops, activations * flops.layers, in_fp8=in_fp8), _head(layout, flops)
+        )
         for flops in shares.flops[pp_rank]
     )
     steps = (run.config.optimizer.params.ns_steps or NS_STEPS) / NS_STEPS
@@ -144,8 +154,8 @@ def _host_reads(layout: TrafficLayout) -> float:
     return sum(each > 0 for each in layout.rank.experts) * layout.micro_batches * (1 + again)
 
 
-def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float) -> Passes:
-    """The layers of a stage, whose activations are so many bytes."""
+def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in_fp8: bool) -> Passes:
+    """The layers of a stage, whose activations are so many bytes. `in_fp8`: the experts, but for weight gradients."""
     memory, layers = layout.run.config.memory, len(layout.rank.layers)
     tokens = layout.tokens / layout.run.topology.tp
     mode = memory.activation_checkpointing
@@ -156,15 +166,19 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float) -> Pa
     experts = expert_load(layout.run, layout.widths).factor * flops.experts
     linear = flops.linear - flops.experts + experts
     again_linear = again * (linear - flops.layers * kept)
+    again_experts = again * experts
     if mode == "selective":  # grouped products are not among those that it keeps
-        again_linear = repeated * experts
-    forward = Pass(tokens * linear, tokens * flops.attention, FORWARD_PASSES * activations)
+        again_linear = again_experts = repeated * experts
+    in_bf16 = (0.0, experts) if in_fp8 else (experts, 2 * experts + again_experts)
+    kernels = FORWARD_PASSES * activations
+    forward = Pass(tokens * linear, tokens * flops.attention, kernels, tokens * in_bf16[0])
     backward = Pass(
         tokens * (2 * linear + again_linear),
         tokens * flops.attention * (ATTENTION_BACKWARD + again),
         (BACKWARD_PASSES + repeated * RECOMPUTED_PASSES[mode]) * activations,
+        tokens * in_bf16[1],
     )
-    return Passes(forward, backward)
+    return Passes(forward, backward, tokens * experts)
 
 
 def _head(layout: TrafficLayout, flops: StageFlops) -> Passes:
