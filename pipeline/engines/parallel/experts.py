@@ -3,9 +3,10 @@
 transformers keeps the experts of a layer in stacked parameters [E, ...] of one module, and calls a registered function
 by `config._experts_implementation`: this is one. The router, and whatever else a layer has, stay the model's own.
 
-A row is a token for one of its experts. No row is dropped and there is no capacity: ranks tell each other how many
-rows they send, and a rank computes with all it gets. Rows are sorted by expert with one gather, and back with one; a
-token's experts are added up at the rank it came from, in the order in which the router chose them.
+A row is a token for one of its experts. No row is dropped: a rank computes with all it gets. `ExpertExchange` is what
+an exchange does with a layer, and `AllToAll` the one of torch.distributed, without a capacity: ranks tell each other
+how many rows they send. Rows are sorted by expert with one gather, and back with one; a token's experts are added up at
+the rank it came from, in the order in which the router chose them. Others are in `fused_kernels`.
 
 The number of rows is read by the host, once per layer, since an all-to-all needs the sizes of its parts. Selective
 activation checkpointing keeps sizes and exchanged rows; full exchanges them again in the backward pass.
@@ -17,6 +18,7 @@ this rank gets, D features, F of an expert.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,7 +85,7 @@ def check_expert_parallel(model: nn.Module, *, ep: int) -> None:
             raise ConfigError("parallel.ep", ep, why=why, remedy=f"use {near}")
 
 
-class ExpertExchange:
+class ExpertExchange(ABC):
     """The exchange of one layer's rows between the ranks that hold its experts.
 
     Args:
@@ -102,29 +104,78 @@ class ExpertExchange:
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._experts, self._local = experts, experts // self._ranks
         self.product: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = grouped_product
+        self._rows = 0
         self.largest = 0
         self.imbalance: float | None = None
 
+    @abstractmethod
+    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Sends tokens to the ranks of their experts, and calls `received`.
+
+        Args:
+            hidden: tokens [N, D].
+            chosen: their experts, int64 [N, K].
+            weights: of these experts [N, K].
+
+        Returns:
+            Rows [M, D] for the experts of this rank, sorted by expert; the number of each expert's rows, int64 [L]; and
+            what `combine` needs to know.
+        """
+
+    @abstractmethod
+    def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
+        """What experts made of the rows [M, D] -> the tokens' weighted sums [N, D], on the ranks they came from."""
+
+    def received(self, rows: Tensor) -> Tensor:
+        """Counts the rows [M, D] that this rank got, and returns them."""
+        self._rows = len(rows)
+        if torch._C._current_graph_task_id() == -1:  # not in a recomputation
+            self.largest = max(self.largest, len(rows))
+        return rows
+
     def run(self, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> sums over each token's experts [N, D]."""
-        tokens, each = chosen.shape
+        self._rows = 0
+        try:
+            rows, counts, dispatched = self.dispatch(hidden, chosen, weights)
+            rows = self._computed(module, rows, counts)
+            return self.combine(rows, dispatched).to(hidden.dtype)
+        except torch.OutOfMemoryError as error:
+            mean = chosen.numel()
+            error.add_note(f"{self._name}: its experts on this rank got {self._rows:,} rows, and {mean:,} are the mean")
+            raise
+
+    def _computed(self, module: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows [M, D] sorted by expert, of which each has `counts` [L] -> what the experts make of them."""
+        ends = counts.cumsum(0, dtype=torch.int32)
+        experts = torch.arange(self._local, device=rows.device)
+        experts = experts.repeat_interleave(counts, output_size=len(rows)) if module.has_bias else experts
+        rows = _product(module, "gate_up_proj" if module.has_gate else "up_proj", rows, ends, experts)
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        return _product(module, "down_proj", rows, ends, experts)
+
+
+class AllToAll(ExpertExchange):
+    """All-to-alls of torch.distributed; see `ExpertExchange`."""
+
+    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """See `ExpertExchange.dispatch`: rows by rank, and for each rank by expert, are sorted here."""
         order, inverse = _sorted(chosen.reshape(-1))
         sent = torch.zeros(self._experts, dtype=torch.int64, device=chosen.device)
         sent.scatter_add_(0, chosen.reshape(-1), torch.ones_like(order))
         received, sizes = self._sizes(sent, len(order))
-        rows = _Spread.apply(hidden, order, inverse, each)
-        rows = _exchanged(rows, sizes, self._group)
-        if torch._C._current_graph_task_id() == -1:  # not in a recomputation
-            self.largest = max(self.largest, len(rows))
-        try:
-            rows = self._computed(module, rows, received)
-        except torch.OutOfMemoryError as error:
-            mean = tokens * each
-            error.add_note(f"{self._name}: its experts on this rank got {len(rows):,} rows, and {mean:,} are the mean")
-            raise
-        rows = _exchanged(rows, sizes[::-1], self._group)
-        rows = _permuted(rows, inverse, order) * weights.reshape(-1, 1)
-        return rows.view(tokens, each, hidden.shape[1]).sum(1).to(hidden.dtype)
+        rows = _Spread.apply(hidden, order, inverse, chosen.shape[1])
+        rows = self.received(_exchanged(rows, sizes, self._group))
+        experts = torch.arange(self._local, device=rows.device).repeat(len(received))
+        here = _sorted(experts.repeat_interleave(received.reshape(-1), output_size=len(rows)))
+        return _permuted(rows, *here), received.sum(0), (here, sizes[::-1], (inverse, order), weights)
+
+    def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
+        """See `ExpertExchange.combine`: a token's experts are added up in the order of their weights."""
+        (order, inverse), sizes, back, weights = dispatched
+        rows = _exchanged(_permuted(rows, inverse, order), sizes, self._group)
+        rows = _permuted(rows, *back) * weights.reshape(-1, 1)
+        return rows.view(*weights.shape, rows.shape[1]).sum(1)
 
     def _sizes(self, sent: Tensor, total: int) -> tuple[Tensor, list[list[int]]]:
         """Rows for every expert [E] -> rows from each rank for each expert here [R, L], and sizes (sent, received)."""
@@ -139,21 +190,13 @@ class ExpertExchange:
             return received, [_even(total, self._ranks), _even(round(total * self.imbalance), self._ranks)]
         return received, sizes.tolist()
 
-    def _computed(self, module: Any, rows: Tensor, received: Tensor) -> Tensor:
-        """Rows [M, D] by rank, and for each rank by expert -> what the experts make of them, in the same order."""
-        experts = torch.arange(self._local, device=rows.device).repeat(len(received))
-        experts = experts.repeat_interleave(received.reshape(-1), output_size=len(rows))
-        order, inverse = _sorted(experts)
-        ends = received.sum(0).cumsum(0, dtype=torch.int32)
-        rows = _permuted(rows, order, inverse)
-        experts = experts[order] if module.has_bias else experts
-        rows = _product(module, "gate_up_proj" if module.has_gate else "up_proj", rows, ends, experts)
-        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        return _permuted(_product(module, "down_proj", rows, ends, experts), inverse, order)
-
 
 def apply_expert_parallel(
-    model: nn.Module, group: dist.ProcessGroup | None, *, names: dict[int, str]
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    *,
+    names: dict[int, str],
+    exchange: Callable[..., ExpertExchange] = AllToAll,
 ) -> dict[str, Rectangle]:
     """Shards the experts of a model on meta in place; its layers then exchange rows with the other ranks.
 
@@ -161,6 +204,7 @@ def apply_expert_parallel(
         model: a full Hugging Face causal language model, or a pipeline stage of it, that `check_expert_parallel` took.
         group: the ep ranks.
         names: id of a parameter -> its name in the full model.
+        exchange: makes the exchange of a layer; called as `ExpertExchange`.
 
     Returns:
         Name -> this rank's experts, of every sharded parameter.
@@ -168,7 +212,7 @@ def apply_expert_parallel(
     boxes: dict[str, Rectangle] = {}
     for name, module in expert_modules(model):
         experts = module.num_experts
-        attach_exchange(module, name, group)
+        attach_exchange(module, name, group, exchange=exchange)
         if group is None:
             continue
         module.num_experts = local = experts // dist.get_world_size(group)
@@ -180,14 +224,20 @@ def apply_expert_parallel(
     return boxes
 
 
-def attach_exchange(module: Any, name: str, group: dist.ProcessGroup | None) -> ExpertExchange:
+def attach_exchange(
+    module: Any,
+    name: str,
+    group: dist.ProcessGroup | None,
+    *,
+    exchange: Callable[..., ExpertExchange] = AllToAll,
+) -> ExpertExchange:
     """Makes a module of experts compute by our function; the exchange that it has, where it does already."""
     if not hasattr(module, _EXCHANGE):
-        setattr(module, _EXCHANGE, ExpertExchange(name, group, experts=module.num_experts))
+        setattr(module, _EXCHANGE, exchange(name, group, experts=module.num_experts))
         module.config = copy.copy(module.config)  # which other models may share
         module.config._experts_implementation = NAME
-    exchange: ExpertExchange = getattr(module, _EXCHANGE)
-    return exchange
+    found: ExpertExchange = getattr(module, _EXCHANGE)
+    return found
 
 
 def exchanges(model: nn.Module) -> list[ExpertExchange]:
