@@ -16,6 +16,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.quick_imports import quick_imports
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.optimizers import UpdateScope
@@ -91,6 +92,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
             config.engine,
             distils=config.distill is not None,
             matrices=config.optimizer.kind.scope is UpdateScope.MATRIX,
+            exchange=expert_exchange(config) if resolved.topology.ep > 1 else "all_to_all",
         )
     entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
     entries += [Entry("differs", text, text) for text in loaded.differs]

@@ -11,6 +11,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.deepspeed.machine import check_machine
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.engines.parallel.fp8 import check_fp8_device, experts_in_fp8
+from pipeline.engines.parallel.fused_kernels import check_exchange_device
 from pipeline.engines.parallel.mesh import Mesh, build_mesh
 from pipeline.models.flash_attention import check_flash_attention
 from pipeline.run.memory_checkpoints import memory_folder
@@ -41,6 +42,7 @@ def check_device(prepared: PreparedRun, device: torch.device) -> None:
     """Refuses what this rank's device cannot compute."""
     run, fp8 = prepared.run, prepared.run.config.fp8
     check_fp8_device(fp8, device, experts=experts_in_fp8(fp8, prepared.model))
+    check_exchange_device(run, device)
     check_flash_attention(run.config.model.attn_implementation, device)
     check_compiled_shares(run, compiled=compiles(run.config.compile))
 

@@ -198,8 +198,8 @@ def test_every_key_of_deepspeeds_expert_parallelism_is_taken_ignored_or_refused_
 def test_deepspeeds_own_defaults_of_expert_parallelism_are_ignored(tmp_path: Path) -> None:
     defaults = {name: None if name == "expert_w3" else value for name, value in AUTOEP.items()}
     read = loaded(tmp_path, expert_parallel={**defaults, "enabled": True, "autoep_size": 4, "preset_model": "mixtral"})
-    assert len(read.ignored) == len(defaults) - 2
-    assert read.config.expert_parallel == ExpertParallelSection(enabled=True, autoep_size=4)
+    assert len(read.ignored) == len(defaults) - 3
+    assert read.config.expert_parallel == ExpertParallelSection(enabled=True, autoep_size=4, comm_backend="comm")
     off = loaded(tmp_path, expert_parallel={"enabled": False, "autoep_size": 4, "load_balance_coeff": None})
     assert (off.ignored, off.config.expert_parallel.size) == (("expert_parallel",), None)
 
@@ -211,7 +211,6 @@ def test_deepspeeds_own_defaults_of_expert_parallelism_are_ignored(tmp_path: Pat
         ("top_k", 4, "the router is the model's own"),
         ("expert_activation", "swigluoai", "the experts are the model's own"),
         ("expert_tensor_parallel_size", 2, "an expert is whole on its rank"),
-        ("comm_backend", "deepep", "all-to-all of torch.distributed"),
     ],
 )
 def test_what_changes_expert_parallelism_is_refused_by_name(

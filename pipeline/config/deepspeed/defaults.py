@@ -77,6 +77,7 @@ DEFAULTS: dict[str, Any] = {
     "tensor_parallel.autotp_size": 0,
     "expert_parallel.enabled": False,
     "expert_parallel.autoep_size": 1,
+    "expert_parallel.comm_backend": "comm",
     "pipeline.stages": "auto",
     "sequence_parallel_size": None,
     "aio.block_size": 1_048_576,

@@ -162,7 +162,6 @@ IGNORED: dict[str, Accepts] = {
     },
     "expert_parallel.async_split_plan": _flag,
     "expert_parallel.combine_impl": _one_of("auto", "weighted_sum"),
-    "expert_parallel.comm_backend": _one_of("comm"),
     "expert_parallel.disable_triton_grouped_mm": _flag,
     "expert_parallel.expert_activation": _one_of(None),
     "expert_parallel.expert_tensor_parallel_size": _one_of(1),

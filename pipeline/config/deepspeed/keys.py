@@ -111,7 +111,6 @@ _ROUTER = "remove it: the router is the model's own, of model.config"
 
 REFUSED_EXPERT_PARALLEL: dict[str, str] = {
     "combine_impl": "remove it: a token's experts are added up at the rank that it came from, in the router's order",
-    "comm_backend": "remove it: tokens are exchanged by an all-to-all of torch.distributed",
     "expert_activation": _ROUTER.replace("router is", "experts are"),
     "expert_tensor_parallel_size": "remove it: an expert is whole on its rank; with a larger autoep_size it has fewer",
     "load_balance_coeff": "use moe.balance bias, and moe.bias_update_rate",

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.distillation import check_distillation, check_features
+from pipeline.config.rules.expert_exchange import check_expert_exchange
 from pipeline.config.rules.on_policy import check_on_policy
 from pipeline.config.sections.deepspeed import ZeroSection
 from pipeline.config.sections.layout import ParallelSection
@@ -196,6 +197,7 @@ def _check_expert_parallel(config: Config, topology: Topology) -> None:
     parallel, ep = config.parallel, topology.ep
     if ep == 1:
         return
+    check_expert_exchange(config)
     if parallel.hybrid_shard_size is not None and parallel.hybrid_shard_size * topology.tp % ep:
         ranks = parallel.hybrid_shard_size * topology.tp
         why = (

@@ -293,6 +293,11 @@ class ExpertParallelSection(Section):
         description="Expert-parallel size: ranks that the experts of each layer are split over, e.g. 8; 1 when absent."
         " The same as parallel.ep",
     )
+    comm_backend: Literal["comm", "deepep"] | None = Field(
+        None,
+        description="How expert-parallel ranks exchange tokens. The same as parallel.ep_exchange, whose all_to_all is"
+        " called comm here",
+    )
 
     @property
     def size(self) -> int | None:

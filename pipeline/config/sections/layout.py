@@ -77,6 +77,12 @@ class LayoutSection(Section):
         " number and that of the experts. Tokens go to the ranks of their experts and back by all-to-all; none is"
         " dropped",
     )
+    ep_exchange: Literal["all_to_all", "deepep", "hybridep"] | None = Field(
+        None,
+        description="How expert-parallel ranks exchange tokens: all_to_all of torch.distributed (the default), or the"
+        " kernels of the packages DeepEP or HybridEP, on GPUs of compute capability 9.0 or later, in bf16 (DeepSpeed's"
+        " expert_parallel.comm_backend)",
+    )
     hybrid_shard_size: Count | None = Field(
         None,
         description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"

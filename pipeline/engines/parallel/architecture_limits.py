@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.common import matrices_of
@@ -17,6 +18,7 @@ from pipeline.engines.parallel.compilation import check_compile
 from pipeline.engines.parallel.expert_check import check_experts
 from pipeline.engines.parallel.experts import check_expert_parallel, expert_modules
 from pipeline.engines.parallel.fp8 import check_fp8
+from pipeline.engines.parallel.fused_kernels import check_exchange
 from pipeline.engines.parallel.kept_layers import check_kept_layers
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.quantization_aware import check_quantization_aware
@@ -56,6 +58,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method, trained=trained)
     if topology.ep > 1:
         check_expert_parallel(model, ep=topology.ep)
+        check_exchange(expert_exchange(run.config), model, packages=packages)
     if topology.tp > 1:
         check_tp_plan(model, tp=topology.tp)
     if topology.pp > 1:

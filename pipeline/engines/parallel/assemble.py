@@ -22,6 +22,7 @@ from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.engines.parallel.experts import apply_expert_parallel, exchanges
 from pipeline.engines.parallel.fp8 import apply_fp8
+from pipeline.engines.parallel.fused_kernels import exchange_of
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.quantization_aware import apply_quantization_aware
 from pipeline.engines.parallel.ring import RingAttention
@@ -90,7 +91,8 @@ def assemble(
     names = _names(local_owners)
     ep_group = mesh.group("ep") if mesh and run.topology.ep > 1 else None  # a teacher beside it has none
     tp_group = mesh.group("tp") if mesh else None
-    experts = apply_expert_parallel(causal, ep_group, names=names) if ep_group else {}
+    exchange = exchange_of(run)
+    experts = apply_expert_parallel(causal, ep_group, names=names, exchange=exchange) if ep_group else {}
     rest = {key: name for key, name in names.items() if name not in experts}
     tensor = apply_tensor_parallel(causal, tp_group, names=rest) if tp_group else None
     apply_fp8(causal, run.config.fp8)

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.load import changed, read_config
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.dataset import tokenizer_details
@@ -106,6 +107,8 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     check_layout(run, model, packages=False)
     if config.fp8.enabled and (missing := torchao_note()) is not None:
         notes = [*notes, missing]
+    if run.topology.ep > 1 and (exchange := expert_exchange(config)) != "all_to_all":
+        notes = [*notes, f"The exchange of experts is counted as an all-to-all; {exchange} sends no more."]
     if config.distill is not None:
         notes = [*notes, "A teacher's forward pass and its memory are not counted."]
     if not machine.gpu and config.compile.enabled is None:  # as a run does

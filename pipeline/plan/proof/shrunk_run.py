@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.optimizers import OptimizerSection
@@ -136,8 +137,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     for key, positions in not_reached(model, lengths=lengths).items():
         notes.append(f"not reached: model.config.{key} {positions}; the proof's sequences have {SEQUENCE} tokens")
     attention = proven_attention(config.model)
-    if attention != config.model.attn_implementation:
-        notes.append(f"{config.model.attn_implementation} needs a GPU: proven with {attention}")
+    notes += _kernel_notes(run, attention)
     if config.distill is not None:
         notes.append("without the teacher: the next-token loss replaces the distillation objective")
     if config.fp8.enabled:
@@ -188,6 +188,15 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         precision = "fp32"
         notes.append("DeepSpeed does not support fp16 on this CPU: proven in fp32 only")
     return ShrunkRun(topology, tuple(notes), shrunk, precision)
+
+
+def _kernel_notes(run: ResolvedRun, attention: str) -> Iterator[str]:
+    """Which kernels of GPUs were replaced."""
+    config = run.config
+    if attention != config.model.attn_implementation:
+        yield f"{config.model.attn_implementation} needs a GPU: proven with {attention}"
+    if run.topology.ep > 1 and (exchange := expert_exchange(config)) != "all_to_all":
+        yield f"{exchange} needs a GPU: proven with all_to_all"
 
 
 def real_model(run: ResolvedRun) -> PretrainedConfig:

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import FEATURES, LAYOUTS, resolve
 from pipeline.config.topology import Topology
@@ -234,6 +235,36 @@ def test_a_size_of_trained_weights_is_not_to_be_changed() -> None:
         check_heads(sizes, topology, cp_method="ulysses", trained=True)
     assert refused.value.remedy == "use 1"
     check_heads({"vocab_size": 514}, topology, cp_method="ulysses")
+
+
+EXCHANGE = ("bf16.enabled=true", "parallel.ep=2", "parallel.ep_exchange=hybridep")
+BACKEND = ("bf16.enabled=true", *AUTOEP, "expert_parallel.autoep_size=2", "expert_parallel.comm_backend=deepep")
+KERNELS = {
+    "fp32": (EXCHANGE[1:], "use bf16.enabled true, or all_to_all"),
+    "selective": (
+        (*EXCHANGE, "memory.activation_checkpointing=selective"),
+        "use memory.activation_checkpointing full or none, or all_to_all",
+    ),
+    "two keys": ((*BACKEND, "parallel.ep_exchange=hybridep"), "give one of the two"),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_what_kernels_of_expert_exchanges_do_not_combine_with_is_refused(
+    tmp_path: Path, case: str, engine: str
+) -> None:
+    sets, remedy = KERNELS[case]
+    error = refusal(tmp_path, [*base(engine, 3), *sets])
+    assert error is not None
+    assert (error.field, error.remedy) == ("parallel.ep_exchange", remedy)
+
+
+def test_deepspeeds_key_for_the_exchange_of_experts_is_parallel_ep_exchange(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run"))
+    for sets, name in ((BACKEND, "deepep"), (EXCHANGE, "hybridep"), (BACKEND[:-1], "all_to_all"), ((), "all_to_all")):
+        run = resolve(load_config(path, [*base("torch", 3), *sets]), world_size=4)
+        assert expert_exchange(run.config) == name
 
 
 EXPERTS = {

@@ -90,6 +90,11 @@ def test_the_reference_is_refused() -> None:
         check_exact("reference", distils=False, matrices=False)
 
 
+def test_kernels_of_gpus_for_the_exchange_of_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"deepep's kernels run on GPUs alone \(parallel.ep_exchange\)"):
+        check_exact("torch", distils=False, matrices=False, exchange="deepep")
+
+
 def test_exact_without_a_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run", engine="torch"))
     done = warm.run("-m", "pipeline", "check", "--config", path, "--exact", "--rules-only", merged=True)

@@ -12,6 +12,7 @@ import torch
 
 from headrace.base.errors import HeadraceError
 from headrace.base.section import parse
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config, ModelSection
 from pipeline.config.topology import Topology
@@ -148,6 +149,16 @@ def test_a_shrunk_run_keeps_the_mesh_of_its_experts(tmp_path: Path, case: str) -
     assert (shrunk.topology.dp, shrunk.topology.ep, shrunk.topology.edp) == expected
     config = shrunk.layout("layout", precision="fp32", tokens=tmp_path).config
     assert resolve(parse(Config, config), world_size=shrunk.topology.world_size).topology == shrunk.topology
+
+
+def test_kernels_that_exchange_rows_of_experts_are_proven_by_all_to_all(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", bf16={"enabled": True})
+    config["model"]["config"] |= EXPERTS
+    config["parallel"] = {"ep": 2, "ep_exchange": "hybridep"}
+    shrunk = shrink_run(resolve(parse(Config, config), world_size=2), steps=20, work=tmp_path)
+    assert "hybridep needs a GPU: proven with all_to_all" in shrunk.notes
+    layout = parse(Config, shrunk.layout("layout", precision="bf16", tokens=tmp_path).config)
+    assert expert_exchange(layout) == "all_to_all"
 
 
 def test_a_completep_parametrization_is_proven_from_a_smaller_base_model(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Expert parallelism by kernels that send rows, and add up at each rank what goes back to one token (DeepEP's way).
+
+`RowKernels` is what such a package has to do; `fused_kernels` has those there are. A kernel's handle is its record of a
+routing: each backward pass is the other kernel, with the handle of the forward pass. Rows of one expert may be in
+another order in each dispatch, and activation checkpointing computes the rows again: so the tensors of a handle are
+kept as activations are, and the backward pass has those of the dispatch that its rows are of.
+
+What differs from `AllToAll`: weights travel with the rows and multiply them there, and a token's rows are added up on
+each rank before they are over the ranks, rounded to the kernels' dtype between.
+
+Shapes: as in `experts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.engines.parallel.experts import ExpertExchange
+
+Handle = tuple[Any, ...]
+"""Tensors and other values, which depend on the routing alone."""
+
+
+class RowKernels(Protocol):
+    """Kernels that exchange rows between the ranks of a group, for layers of equal sizes.
+
+    Attributes:
+        dtype: of rows; weights are in fp32.
+    """
+
+    dtype: torch.dtype
+
+    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
+        """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> what this rank's experts get.
+
+        Returns:
+            Rows [M, D] sorted by expert, their weights [M], rows of each expert int64 [L] on the device, and a handle.
+        """
+        ...
+
+    def dispatch_again(self, hidden: Tensor, handle: Handle, *, rows: int) -> Tensor:
+        """Other values of the same tokens [N, D] -> their rows [M, D], in the order of the handle's dispatch."""
+        ...
+
+    def combine(self, rows: Tensor, weights: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
+        """Rows [M, D] -> sums over each token's rows [N, D]; weights [M], where given, go back to [N, K]."""
+        ...
+
+
+class FusedExchange(ExpertExchange):
+    """The exchange by kernels.
+
+    Args:
+        name: see `ExpertExchange`.
+        group: the ranks.
+        experts: E.
+        kernels: of these ranks and experts.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, *, experts: int, kernels: RowKernels) -> None:
+        super().__init__(name, group, experts=experts)
+        self._kernels = kernels
+
+    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """See `ExpertExchange.dispatch`."""
+        hidden = hidden.to(self._kernels.dtype).contiguous()
+        rows, here, counts, handle = _Dispatch.apply(hidden, chosen, weights.float().contiguous(), self._kernels)
+        return self.received(rows), counts, (here, handle)
+
+    def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
+        """See `ExpertExchange.combine`."""
+        weights, handle = dispatched
+        rows = (rows * weights.unsqueeze(1)).to(self._kernels.dtype)
+        combined: Tensor = _Combine.apply(rows, handle, self._kernels)
+        return combined
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, kernels: RowKernels) -> tuple[Any, ...]:
+        rows, here, counts, handle = kernels.dispatch(hidden, chosen, weights)
+        ctx.kernels = kernels
+        _keep(ctx, handle)
+        ctx.mark_non_differentiable(counts)
+        return rows, here, counts, handle
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor | None, None]:
+        hidden, weights = ctx.kernels.combine(grads[0].contiguous(), grads[1].contiguous(), _kept(ctx))
+        return hidden, None, weights, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, handle: Handle, kernels: RowKernels) -> Tensor:
+        ctx.kernels, ctx.rows = kernels, len(rows)
+        _keep(ctx, handle)
+        return kernels.combine(rows, None, handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        rows = ctx.kernels.dispatch_again(grads[0].contiguous(), _kept(ctx), rows=ctx.rows)
+        return rows, None, None
+
+
+def _keep(ctx: Any, handle: Handle) -> None:
+    """Keeps a handle for the backward pass; its tensors as activations, of which a recomputation makes others."""
+    ctx.save_for_backward(*(part for part in handle if isinstance(part, Tensor)))
+    ctx.handle = tuple(_TENSOR if isinstance(part, Tensor) else part for part in handle)
+
+
+def _kept(ctx: Any) -> Handle:
+    tensors = iter(ctx.saved_tensors)
+    return tuple(next(tensors) if part is _TENSOR else part for part in ctx.handle)
+
+
+_TENSOR = object()
+"""In the place of a handle's tensor."""
