@@ -271,8 +271,10 @@ def _shrink_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
 
 def _shrink_parallel(run: ResolvedRun, topology: Topology, shard: int | None) -> dict[str, Any]:
     given = run.config.parallel
-    section: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp, "ep": topology.ep}
+    section: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
     section |= {"schedule": given.schedule, "cp_method": given.cp_method}
+    if topology.ep > 1:
+        section["ep"] = topology.ep
     if run.virtual_stages > 1:
         section["virtual_stages"] = run.virtual_stages
     return section if shard is None else {**section, "hybrid_shard_size": shard}
