@@ -9,10 +9,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from pipeline.models.layers import attention_widths, global_value
+from pipeline.models.routers import EXPERTS
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
-"""Names that architectures give to the number of routed experts of a layer, and of those that a token goes to."""
+"""Names that architectures give to the number of experts that a token goes to."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
 
 def _inactive(model: nn.Module, config: PretrainedConfig) -> int:
     """Parameters of the routed experts that a token does not go to; shared experts are always active."""
-    experts = next((n for n in (getattr(config, name, None) for name in _EXPERTS) if n), None)
+    experts = next((n for n in (getattr(config, name, None) for name in EXPERTS) if n), None)
     chosen = next((n for n in (getattr(config, name, None) for name in _CHOSEN) if n), None)
     if not experts or not chosen:
         return 0

@@ -17,12 +17,13 @@ BIAS = "e_score_correction_bias"
 """Buffer that is added to the scores only to choose experts. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2."""
 
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a config for the number of experts."""
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a model is a mixture of experts, by its Hugging Face config."""
-    return any(isinstance(config.get(name), int) and config[name] > 1 for name in _EXPERTS)
+    return any(isinstance(config.get(name), int) and config[name] > 1 for name in EXPERTS)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts."""
+from pipeline.models.routers import EXPERTS
+
 DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """Names of the number of layers without experts before all others."""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")

@@ -16,7 +16,8 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
-from pipeline.models.resize.experts import DENSE_FIRST, EXPERTS, depth_with_experts, few_experts, with_experts_inside
+from pipeline.models.resize.experts import DENSE_FIRST, depth_with_experts, few_experts, with_experts_inside
+from pipeline.models.routers import EXPERTS
 
 HEAD_SIZE = 8
 """The rotated part of it stays even with partial_rotary_factor 0.25 to 1."""
