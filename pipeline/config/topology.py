@@ -71,6 +71,11 @@ class Topology:
         return (sizes or "1 process") + (f" (ep {self.ep})" if self.ep > 1 else "")
 
 
+def largest_divisor(count: int, *, most: int) -> int:
+    """The largest number up to `most`, 1 or more, that divides a count: what works near one that does not."""
+    return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
+
+
 def sequence_chunks(length: int, *, cp: int, cp_rank: int, zigzag: bool) -> tuple[range, ...]:
     """The positions of a sequence that a context-parallel rank holds, in order; they are equally many on every rank.
 

@@ -17,7 +17,7 @@ from pipeline.config.sections.deepspeed import ZeroSection
 from pipeline.config.sections.layout import ParallelSection
 from pipeline.config.sections.optimizers import ADAMW, OptimizerSection, UpdateScope
 from pipeline.config.sections.run import Config, MemorySection
-from pipeline.config.topology import Topology
+from pipeline.config.topology import Topology, largest_divisor
 
 
 def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> Topology:
@@ -92,7 +92,7 @@ def _with_experts(config: Config, topology: Topology) -> Topology:
     ep, ranks = _expert_size(config), topology.stage_ranks
     if ranks % ep:
         why = f"it does not divide the {ranks} ranks of a pipeline stage (dp {topology.dp} x cp {topology.cp} x tp"
-        fits = max(n for n in range(1, min(ep, ranks) + 1) if ranks % n == 0)
+        fits = largest_divisor(ranks, most=ep)
         near = f"use {fits}, or start {topology.pp * -(-ranks // ep) * ep} processes"
         raise ConfigError("parallel.ep", ep, why=f"{why} {topology.tp})", remedy=near)
     return replace(topology, ep=ep)
@@ -140,14 +140,14 @@ def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str,
     for name in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
         _check_divides("parallel.tp", tp, model.get(name), name, trained=trained)
     if heads and (heads // tp) % head_ranks:
-        near = max(n for n in range(1, cp) if (heads // tp) % n == 0)
+        near = largest_divisor(heads // tp, most=cp)
         why = f"ulysses splits {heads // tp} heads ({heads} / tp {tp}) over cp ranks, and {cp} does not divide them"
         raise ConfigError("parallel.cp", cp, why=why, remedy=f"use {near}, or parallel.cp_method ring")
 
 
 def _check_divides(field: str, ranks: int, count: int | None, name: str, *, trained: bool) -> None:
     if count and count % ranks:
-        near = max(n for n in range(1, ranks) if count % n == 0)
+        near = largest_divisor(count, most=ranks)
         above = -(-count // ranks) * ranks
         remedy = f"use {near}" + ("" if trained else f", or model.config.{name} {above}")
         raise ConfigError(field, ranks, why=f"it does not divide model.config.{name} ({count})", remedy=remedy)
@@ -203,7 +203,7 @@ def _check_expert_parallel(config: Config, topology: Topology) -> None:
         why = (
             f"the experts are within a replica, of {ranks} ranks (hybrid_shard_size x tp), and it does not divide them"
         )
-        near = max(n for n in range(1, min(ep, ranks) + 1) if ranks % n == 0)
+        near = largest_divisor(ranks, most=ep)
         raise ConfigError("parallel.ep", ep, why=why, remedy=f"use {near}, or hybrid_shard_size {ep}")
     if parallel.shares is not None and topology.cp * topology.tp % ep:
         why = "ranks with uneven shares run different numbers of micro-batches, and those of an ep group run each"

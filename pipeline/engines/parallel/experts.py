@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from headrace.base.errors import ConfigError
+from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import functional, host_sizes
 from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.routers import has_experts
@@ -80,7 +81,7 @@ def check_expert_parallel(model: nn.Module, *, ep: int) -> None:
             why = f"{name}.{others[0]} belongs to all experts of a layer, and would be on every rank"
             raise ConfigError("parallel.ep", ep, why=why, remedy="remove parallel.ep: ZeRO 3 shards them")
         if experts % ep:
-            near = max(n for n in range(1, min(ep, experts) + 1) if experts % n == 0)
+            near = largest_divisor(experts, most=ep)
             why = f"it does not divide the {experts} experts of {name}"
             raise ConfigError("parallel.ep", ep, why=why, remedy=f"use {near}")
 

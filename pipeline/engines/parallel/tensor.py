@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
+from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.build.rectangle import Rectangle
@@ -185,8 +186,8 @@ def _style(plan: dict[str, str], name: str) -> str | None:
 
 def _check_divides(size: int, tp: int, what: str) -> None:
     if size % tp:
-        divisors = [n for n in range(1, tp) if size % n == 0]
-        raise ConfigError("parallel.tp", tp, why=f"it does not divide {what} ({size})", remedy=f"use {divisors[-1]}")
+        near = largest_divisor(size, most=tp)
+        raise ConfigError("parallel.tp", tp, why=f"it does not divide {what} ({size})", remedy=f"use {near}")
 
 
 def _gather_input(
