@@ -135,7 +135,7 @@ class ExpertBalancer:
         that the busiest rank got in a layer of a micro-batch).
         """
         metrics, layers, rows = values[: len(_METRICS)], values[len(_METRICS)], values[len(_METRICS) + 1 :]
-        largest = dict(zip(("largest_expert_rows",), rows, strict=False))
+        largest = {"largest_expert_rows": rows[0]} if rows else {}
         return {**dict(zip(_METRICS, metrics, strict=True)), **largest} if layers else {}
 
     @property
