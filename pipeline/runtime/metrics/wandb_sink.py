@@ -12,8 +12,9 @@ from typing import Any
 from pipeline.config.sections.deepspeed import WandbSection
 
 STEP = "train_step"
-"""The x axis of all W&B charts. W&B's own step only grows; it is that of the run until a rollback, after which it goes
-on growing. So a run that is killed and resumed offline, where W&B knows nothing of its rows before, goes on from there.
+"""The x axis of all W&B charts. W&B's own step only grows; it is that of the run until a rollback, or until
+two rows of one step have a name in common, after which it is ahead. So a run that is killed and resumed offline, where
+W&B knows nothing of its rows before, goes on from there.
 """
 
 
@@ -51,6 +52,7 @@ class WandbSink:
             self._run = wandb.init(**settings, mode="offline")
         self._warned = False
         self._newest, self._ahead = -1, 0
+        self._row: dict[str, int | float] = {}
         self._try(lambda: self._run.define_metric(STEP))
         self._try(lambda: self._run.define_metric("*", step_metric=STEP))
 
@@ -58,7 +60,8 @@ class WandbSink:
         """Logs the numbers of a row with its step; names of rows other than steps are prefixed with their kind.
 
         A row of an earlier step (a rollback, a checkpoint written in the background) joins that of the newest step: W&B
-        would drop it. Its own step is in `KIND/step`.
+        would drop it. Its own step is in `KIND/step`. Of two values of one name and step W&B keeps the last, so the
+        second gets a W&B step of its own.
         """
         prefix = "" if kind == "step" else f"{kind}/"
         numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
@@ -67,8 +70,13 @@ class WandbSink:
         if kind == "step" and step + self._ahead <= self._newest:  # after a rollback
             self._ahead = self._newest + 1 - step
         late = step + self._ahead < self._newest
-        self._newest = max(self._newest, step + self._ahead)
         row = numbers if late else {STEP: step, **numbers}
+        if step + self._ahead > self._newest:
+            self._newest, self._row = step + self._ahead, {}
+        elif any(self._row.get(name, value) != value for name, value in row.items()):
+            row = {STEP: self._row[STEP], **numbers}
+            self._newest, self._ahead, self._row = self._newest + 1, self._ahead + 1, {}
+        self._row |= row
         self._try(lambda: self._run.log(row, step=self._newest))
 
     def close(self) -> None:

@@ -129,8 +129,12 @@ def test_wandbs_own_step_is_that_of_the_run_after_a_kill_and_only_grows_after_a_
     sink.write("event", 9, seconds=1.0)  # of a checkpoint that took a step
     sink.write("step", 9, loss=3.0)  # after a rollback
     sink.write("step", 10, loss=4.0)
-    assert [step for step, _ in rows] == [8, 9, 10, 10, 10, 11, 12]
-    assert [row.get("train_step") for _, row in rows] == [8, 9, 10, 10, None, 9, 10]
+    for step in (9, 10):  # two checkpoints in the background
+        sink.write("event", step, seconds=1.0)
+    sink.write("step", 11, loss=5.0)
+    assert [step for step, _ in rows] == [8, 9, 10, 10, 10, 11, 12, 12, 13, 14]
+    assert [row.get("train_step") for _, row in rows] == [8, 9, 10, 10, None, 9, 10, None, 10, 11]
+    assert rows[-2][1] == {"train_step": 10, "event/step": 10, "event/seconds": 1.0}
 
 
 def test_training_continues_when_the_wandb_process_dies(

@@ -24,7 +24,7 @@ from pipeline.run.groups.replicas.replica import ReplicaOfRun
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--die", type=int, help="killed in this step")
-    parser.add_argument("--hold", nargs=2, help="step, and the file that it waits for; later steps take 0.1 s")
+    parser.add_argument("--hold", nargs=2, help="step, and the file that it waits for; later steps take 0.1 s, alone 1 s")
     arguments, others = parser.parse_known_args()
     sys.argv[1:] = others
     ordinary = ReplicaOfRun.sum_gradients
@@ -35,7 +35,7 @@ def main() -> int:
         if step.step == arguments.die:
             os.kill(os.getpid(), signal.SIGKILL)
         if arguments.hold and step.step >= int(arguments.hold[0]):
-            time.sleep(0.1)
+            time.sleep(1 if self.own_share == 1 else 0.1)  # alone: time for another to join
             while not Path(arguments.hold[1]).exists():
                 time.sleep(0.1)
         return ordinary(self, step, gradients, sums)
