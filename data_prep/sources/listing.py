@@ -16,6 +16,7 @@ from data_prep.config.corpus import Source, SourceType
 from data_prep.sources import saved, storage
 from data_prep.sources.local_files import expand_glob, is_excluded, walk_files
 from headrace.base.errors import ConfigError
+from headrace.base.storage import is_remote
 
 _JSONL = (
     *("*.jsonl", "*.ndjson"),
@@ -45,7 +46,7 @@ class InputFile:
         name: identifies the file within the source, whatever directory the source is in.
         path: current path or URL.
         bytes: size as stored.
-        version: see `storage.Stat`.
+        version: see `headrace.base.storage.Stat`.
     """
 
     name: str
@@ -140,14 +141,14 @@ def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
 def _key(file: InputFile) -> object:
     """Identity of a file that several paths match: device and inode, and as some file systems reuse or invent inodes,
     its size and time of modification, too."""
-    if storage.is_remote(file.path):
+    if is_remote(file.path):
         return file.path
     stat = os.stat(file.path)  # noqa: PTH116 - called for a million files
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _path_key(path: str) -> str:
-    return path if storage.is_remote(path) else os.path.abspath(path)  # noqa: PTH100 - must not follow links
+    return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 - must not follow links
 
 
 def _is_real(path: str) -> bool:
@@ -199,13 +200,13 @@ def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at
 
 
 def _is_saved_dataset(path: str, source: Source) -> bool:
-    local = not storage.is_remote(path) and Path(path).is_dir()
+    local = not is_remote(path) and Path(path).is_dir()
     return local and (source.type == "datasets" or (source.type is None and saved.is_saved(path)))
 
 
 def _listed(path: str, excluded: set[str], left_out: Counter[str]) -> list[_Found]:
     """The files of a path: the file itself, all files in a directory, or those that a glob matches or contains."""
-    if storage.is_remote(path):
+    if is_remote(path):
         listed = storage.listing(path)
         return [_Found(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named) for e in listed]
     if Path(path).is_dir():

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from data_prep.sources import columns, storage
 from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch, WantedFields
+from headrace.base.storage import is_remote
 
 _ROWS = 1024
 
@@ -70,7 +71,7 @@ def _batches(table: Any, group: int, names: list[str]) -> Iterator[Any]:
 
 def _open(path: str) -> Any:
     try:
-        local = not storage.is_remote(path)
+        local = not is_remote(path)
         return pq.ParquetFile(storage.parquet_source(path), memory_map=local, page_checksum_verification=True)
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):

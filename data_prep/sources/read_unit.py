@@ -10,6 +10,7 @@ from data_prep.sources.bytesource import DamagedFileError, Digest
 from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch, WantedFields
 from data_prep.sources.units import Unit
 from headrace.base.errors import DataError
+from headrace.base.storage import Stat, StorageError
 
 
 def wanted_fields(source: Source, others: Sequence[str] = (), *, max_bytes: int | None = None) -> WantedFields:
@@ -51,7 +52,7 @@ def read_unit(unit: Unit, wanted: WantedFields, digest: Digest | None = None) ->
         yield from _batches(unit, wanted, digest or unit_digest(unit))
     except DamagedFileError as error:
         yield BadRecord(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
-    except (OSError, storage.StorageError):  # a remote file that was replaced fails with an error of its storage
+    except (OSError, StorageError):  # a remote file that was replaced fails with an error of its storage
         _check_unchanged(unit)
         raise
     _check_unchanged(unit)
@@ -77,7 +78,7 @@ def _check_unchanged(unit: Unit) -> None:
         found = storage.stat(unit.path)
     except FileNotFoundError:
         raise DataError(f"{unit.path} was removed after the job was planned\n  try: restore it and run again") from None
-    planned = storage.Stat(unit.file_bytes, unit.file_version)
+    planned = Stat(unit.file_bytes, unit.file_version)
     if found.differs_from(planned):
         sizes = f": it has {found.bytes:,} bytes, and had {planned.bytes:,}" if found.bytes != planned.bytes else ""
         raise DataError(

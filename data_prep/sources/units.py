@@ -28,7 +28,7 @@ class Unit:
         start, end: byte range of the file that this unit hashes (and reads, if jsonl); the units of a file cover it.
         first_group, end_group: row groups [first, end) of a parquet file; 0, 0 for other types.
         part, parts: this is unit `part` of the `parts` of its file.
-        file_bytes, file_version: state of the file when the job was planned; see `storage.Stat`.
+        file_bytes, file_version: state of the file when the job was planned; see `headrace.base.storage.Stat`.
     """
 
     source: str

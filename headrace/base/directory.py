@@ -168,18 +168,32 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
         what = "it is a file, not a directory" if directory.exists() else "no such directory"
         raise DataError(f"{directory}: {what}{what_it_is(directory, _how_to_make(kind))}")
     try:
-        raw = json.loads(path.read_text())
-        manifest = _parse(raw)
+        manifest = parse_manifest(path.read_bytes(), path=str(path), remedy=_how_to_make(kind))
     except FileNotFoundError:
         why = f"{directory} has no {MANIFEST}: it was not finished, or not made by headrace"
         raise DataError(f"{why}{what_it_is(directory, _how_to_make(kind))}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
-        raise DataError(f"{path} is damaged: {error!r}\n  try: {_how_to_make(kind)}") from None
-    if raw.get(_CHECKSUM) not in (None, _checksum(raw)):
-        why = "its checksum is not the one it was written with"
-        raise DataError(f"{path} is damaged: {why}\n  try: {_how_to_make(kind)}")
     if manifest.kind != kind:
         raise DataError(f"{directory} holds a '{manifest.kind}', but a '{kind}' is needed\n  try: {_how_to_make(kind)}")
+    return manifest
+
+
+def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> Manifest:
+    """What a `manifest.json` says.
+
+    Args:
+        text: its bytes.
+        path, remedy: for the message.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        raw = json.loads(text)
+        manifest = _parse(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged: {error!r}\n  try: {remedy}") from None
+    if raw.get(_CHECKSUM) not in (None, _checksum(raw)):
+        raise DataError(f"{path} is damaged: its checksum is not the one it was written with\n  try: {remedy}")
     return manifest
 
 

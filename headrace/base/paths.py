@@ -19,9 +19,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/]|/|$)")
 _VARIABLE = re.compile(r"\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
 """`$HOME`, `${HOME}`, `${oc.env:HOME}` of OmegaConf."""
 _COPIED_BY = {
-    "s3": "aws s3 sync",
-    "gs": "gcloud storage rsync -r",
-    "az": "azcopy copy --recursive",
+    "s3": "headrace copy (what headrace made) or aws s3 sync",
+    "gs": "headrace copy (what headrace made) or gcloud storage rsync -r",
+    "az": "headrace copy (what headrace made) or azcopy copy --recursive",
     "abfs": "azcopy copy --recursive",
     "abfss": "azcopy copy --recursive",
     "hdfs": "hdfs dfs -copyToLocal (or -copyFromLocal)",

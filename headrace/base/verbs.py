@@ -152,6 +152,12 @@ VERBS = (
         "pipeline.evaluation.heldout.complete",
     ),
     Verb(
+        "copy",
+        "copy tokens or a model to an object store, or from one, whole or not at all",
+        MODELS,
+        "headrace.commands.copy",
+    ),
+    Verb(
         "prune",
         "cut channels, heads, experts and layers out of a finished model",
         COMPRESSION,

@@ -8,17 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from data_prep.formats.tokenfile import open_split
 from headrace.base.directory import read_manifest
 from tests.data_prep.conftest import write_config
 from tests.data_prep.sources.fake_hub import serve_hub
+from tests.object_store import environment, s3_server
 
 
 @pytest.fixture
@@ -38,22 +37,8 @@ def cli(work: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
     """An empty bucket `s3://corpus` on a local server; boto's settings are in the environment."""
-    moto = pytest.importorskip("moto.server", reason="needs moto and flask, an S3 server for tests")
-    s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
-    server = moto.ThreadedMotoServer(port=0)
-    server.start()
-    _, port = server.get_host_and_port()
-    variables = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with environment(variables):
-        files = s3fs.S3FileSystem()
-        files.mkdir("corpus")
+    with s3_server("corpus") as files:
         yield files
-    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +57,6 @@ def gs() -> Iterator[Any]:
     with environment(variables):  # gcsfs reads it at import
         yield pytest.importorskip("gcsfs", reason="needs gcsfs").GCSFileSystem()
     server.stop()
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in variables.items():
-            patch.setenv(key, value)
-        fsspec.config.conf.clear()
-        fsspec.config.set_conf_env(fsspec.config.conf)
-        yield
 
 
 def free_port() -> int:

@@ -1,0 +1,182 @@
+"""Directories in an object store, whole or absent as on a disk: the manifest is the last object that is written.
+
+`publish` uploads the files of a finished directory and then its manifest, which must not exist: of several writers one
+succeeds, and readers believe manifests only. `fetch` copies such a directory to a disk and compares every checksum.
+Whatever is killed at whatever moment leaves no manifest, or a whole directory; files without a manifest are replaced by
+the next `publish`, and cost what a store takes for them until then.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from headrace.base.directory import (
+    MANIFEST,
+    Manifest,
+    check_sizes,
+    free_bytes,
+    parse_manifest,
+    sha256_of_file,
+    staged,
+    sync,
+)
+from headrace.base.errors import DataError
+from headrace.base.storage import delete, download, objects_below, put_if_absent, read_object, upload
+
+_AT_ONCE = 8
+"""Objects that are written or read at the same time."""
+Progress = Callable[[int], None]
+"""Takes the bytes of each file that was copied."""
+
+
+def remote_manifest(url: str) -> Manifest:
+    """The manifest of a finished directory in an object store.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+        StorageError: the store cannot be read.
+    """
+    path = f"{url.rstrip('/')}/{MANIFEST}"
+    try:
+        return parse_manifest(read_object(path), path=path)
+    except FileNotFoundError:
+        objects = len(objects_below(url))
+    found = f"there are {objects} objects and no {MANIFEST}" if objects else "there is no object of that prefix"
+    remedy = "copy it there again" if objects else "check the address"
+    raise DataError(f"{url} is no finished directory: {found}\n  try: {remedy}")
+
+
+def local_manifest(directory: Path) -> tuple[bytes, Manifest]:
+    """The manifest of a finished directory on a disk, of any kind: its bytes, and what they say.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    path = directory / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError:
+        what = (
+            f"has no {MANIFEST}: it was not finished, or not made by headrace" if directory.exists() else "is missing"
+        )
+        raise DataError(f"{directory} {what}\n  try: the path of a finished directory") from None
+    return text, parse_manifest(text, path=str(path))
+
+
+def check_can_publish(url: str) -> None:
+    """Refuses a place where a directory could not be written whole or not at all; before work whose result goes there.
+
+    Writes a small object and deletes it.
+
+    Raises:
+        DataError: there is a finished directory, or the store overwrites what a conditional write must not.
+        StorageError: the store cannot be written to.
+    """
+    place = url.rstrip("/")
+    try:
+        read_object(f"{place}/{MANIFEST}")
+    except FileNotFoundError:
+        pass
+    else:
+        raise DataError(f"{url} exists already\n  try: delete it, or choose another place")
+    probe = f"{place}/.headrace-probe-{uuid.uuid4().hex[:12]}"
+    try:
+        written = put_if_absent(probe, b"1"), put_if_absent(probe, b"2")
+    finally:
+        delete(probe)
+    if written != (True, False):
+        why = (
+            "the store overwrites an object where it is asked not to (If-None-Match): two writers would mix their files"
+        )
+        raise DataError(f"{url}: {why}\n  try: a store with conditional writes, such as S3, GCS, Azure or MinIO")
+
+
+def publish(directory: Path, url: str, *, progress: Progress = lambda _bytes: None) -> None:
+    """Writes a finished directory to an object store; see the module's docstring.
+
+    Args:
+        directory: as `commit` has made it; its sizes are compared with its manifest.
+        url: where its files go, without `MANIFEST`; see `check_can_publish`.
+        progress: see `Progress`.
+
+    Raises:
+        DataError: it is not finished, or another process has written a directory there first.
+        StorageError: the store cannot be written to; there is no manifest there, and a repetition is safe.
+    """
+    place = url.rstrip("/")
+    text, manifest = local_manifest(directory)
+    check_sizes(directory, manifest)
+
+    def send(name: str) -> None:
+        upload(directory / name, f"{place}/{name}")
+        progress(int(manifest.files[name]["bytes"]))
+
+    _for_each(send, manifest.files)
+    if not put_if_absent(f"{place}/{MANIFEST}", text):
+        raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
+
+
+def fetch(url: str, final: Path, *, progress: Progress = lambda _bytes: None) -> Manifest:
+    """Copies a finished directory of an object store to a disk, whole or not at all.
+
+    Args:
+        url: of the directory.
+        final: what the copy is called; it must not exist.
+        progress: see `Progress`.
+
+    Raises:
+        DataError: `final` exists, there is no room, there is no finished directory, or a checksum differs.
+        StorageError: the store cannot be read.
+    """
+    if final.exists():
+        raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
+    place, manifest = url.rstrip("/"), remote_manifest(url)
+    _check_room(manifest, final)
+    with staged(final) as staging:
+        for folder in {PurePosixPath(name).parent for name in manifest.files}:
+            (staging / folder).mkdir(parents=True, exist_ok=True)
+
+        def receive(name: str) -> None:
+            entry, path = manifest.files[name], staging / name
+            download(f"{place}/{name}", path)
+            if sha256_of_file(path) != entry["sha256"]:
+                why = f"has another checksum than {MANIFEST} says: it was damaged or overwritten, there or on the way"
+                raise DataError(f"{place}/{name} {why}\n  try: again; if it stays so, write {url} again")
+            sync(path)
+            progress(int(entry["bytes"]))
+
+        _for_each(receive, manifest.files)
+        (staging / MANIFEST).write_bytes(read_object(f"{place}/{MANIFEST}"))
+        sync(staging / MANIFEST)
+        sync(staging)
+        staging.rename(final)
+        sync(final.parent)
+    return manifest
+
+
+def copy_bytes(manifest: Manifest) -> int:
+    """Bytes of the files of a directory."""
+    return sum(int(entry["bytes"]) for entry in manifest.files.values())
+
+
+def _check_room(manifest: Manifest, final: Path) -> None:
+    needed, free = copy_bytes(manifest), free_bytes(final.parent)
+    if needed > free:
+        text = f"{final} needs {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free there"
+        raise DataError(f"{text}; nothing was copied\n  try: a path on a larger disk")
+
+
+def _for_each(act: Callable[[str], None], names: Iterable[str]) -> None:
+    """Calls a function for several names at once; the first error ends it, and is raised."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        futures = [pool.submit(partial(act, name)) for name in names]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -1,0 +1,168 @@
+"""Object stores: what is a URL (`s3://`, `gs://`, `az://`, `hf://`, ...) is read and written here and nowhere else.
+
+`fsspec` opens them, with the credentials and the endpoints that the user's own tools know (AWS_PROFILE,
+AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). An object is whole or absent: it appears when its last byte has
+arrived. A directory is a prefix of names; see `remote_directory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from headrace.base.errors import DataError, HeadraceError
+
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
+"""Keys of an object's metadata by which the stores distinguish its versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """Size and version of a file or an object.
+
+    Attributes:
+        bytes: size as stored.
+        version: `KEY=VALUE` from the store's metadata, or empty if it has none.
+    """
+
+    bytes: int
+    version: str
+
+    def differs_from(self, before: Stat) -> bool:
+        """Whether it was changed since `before`: another size, or another value of the same version key."""
+        keys = [stat.version.partition("=")[0] for stat in (self, before)]
+        return self.bytes != before.bytes or (keys[0] == keys[1] and self.version != before.version)
+
+
+class StorageError(DataError):
+    """An object cannot be opened, read or written; the message contains the store's own error."""
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL."""
+    return "://" in path
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """The `fsspec` file system of a URL, and the URL as that names it.
+
+    Raises:
+        DataError: the package for the protocol is missing.
+    """
+    found = _protocol(url.split("://", 1)[0])
+    return found, found._strip_protocol(url)
+
+
+@contextmanager
+def storage_errors(url: str, *, doing: str = "read", missing: bool = True) -> Iterator[None]:
+    """Converts the exceptions of a store, which has its own types, into a `StorageError`.
+
+    Args:
+        url: for the message.
+        doing: what cannot be done.
+        missing: whether to convert `FileNotFoundError`, too.
+    """
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and not missing:
+            raise
+        why = f"{url} cannot be {doing}: {type(error).__name__}: {error}"
+        remedy = "check the address, the network and the credentials, then run again"
+        raise StorageError(f"{why}\n  try: {remedy}") from None
+
+
+def stat_of(info: dict[str, Any]) -> Stat:
+    """The size and version in an object's metadata, as `fsspec` gives it."""
+    versions = (f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key))
+    return Stat(int(info["size"]), next(versions, ""))
+
+
+def objects_below(url: str) -> dict[str, Stat]:
+    """Name, relative to the URL, -> size and version, of every object below it; empty where there is none.
+
+    Raises:
+        StorageError: the store cannot be reached.
+    """
+    with storage_errors(url, doing="listed"):
+        files, inner = filesystem(url)
+        root = inner.rstrip("/") + "/"
+        found = files.find(inner, detail=True)
+        return {name.removeprefix(root): stat_of(each) for name, each in found.items() if name.startswith(root)}
+
+
+def read_object(url: str) -> bytes:
+    """The bytes of a small object.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        StorageError: any other error.
+    """
+    with storage_errors(url, missing=False):
+        files, inner = filesystem(url)
+        return cast(bytes, files.cat_file(inner))
+
+
+def download(url: str, path: Path) -> None:
+    """Writes the bytes of an object to a file.
+
+    Raises:
+        StorageError: the file may be there in part.
+    """
+    with storage_errors(url):
+        files, inner = filesystem(url)
+        files.get_file(inner, str(path))
+
+
+def upload(path: Path, url: str) -> None:
+    """Writes a file as an object; one that exists is replaced.
+
+    Raises:
+        StorageError: the object may be there or not.
+    """
+    with storage_errors(url, doing="written"):
+        files, inner = filesystem(url)
+        files.put_file(str(path), inner)
+
+
+def put_if_absent(url: str, data: bytes) -> bool:
+    """Writes a small object unless it exists; returns whether it was written. Of several writers one gets true.
+
+    Raises:
+        StorageError: the store cannot be written to.
+    """
+    with storage_errors(url, doing="written"):
+        files, inner = filesystem(url)
+        try:
+            files.pipe_file(inner, data, mode="create")
+        except FileExistsError:
+            return False
+    return True
+
+
+def delete(url: str) -> None:
+    """Deletes an object, which may be absent.
+
+    Raises:
+        StorageError: the store does not allow it.
+    """
+    with storage_errors(url, doing="deleted"):
+        files, inner = filesystem(url)
+        with suppress(FileNotFoundError):
+            files.rm_file(inner)
+
+
+def _protocol(protocol: str) -> Any:
+    import fsspec  # noqa: PLC0415 - local runs do not need it
+
+    try:
+        return fsspec.filesystem(protocol, use_listings_cache=False)  # sizes must be current
+    except (ImportError, ValueError) as error:
+        raise DataError(
+            f"{protocol}:// URLs cannot be opened: {error}\n  try: check the URL, and install the fsspec package for it"
+        ) from None

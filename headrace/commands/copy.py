@@ -1,0 +1,61 @@
+"""`headrace copy FROM TO`: finished directories between a disk and an object store."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.base.errors import DataError
+from headrace.base.paths import local_path
+from headrace.base.remote_directory import (
+    check_can_publish,
+    copy_bytes,
+    fetch,
+    local_manifest,
+    publish,
+    remote_manifest,
+)
+from headrace.base.storage import is_remote
+
+_TEXT = """\
+Copies a finished directory (tokens, a model, logits) to an object store, or from one.
+
+It is there whole or not at all: its manifest is written last, and only where none exists, and a copy on a disk gets its
+name when every checksum is right. URLs are those of fsspec: s3://BUCKET/PREFIX, gs://, az://; credentials and endpoints
+are those of the store's own tools (AWS_PROFILE, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...), and its package
+is installed with pip: s3fs, gcsfs, adlfs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.description = _TEXT
+    parser.add_argument("source", metavar="FROM", help="a directory, or the URL of one")
+    parser.add_argument("target", metavar="TO", help="a URL, or a path, where there is none yet")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Copies, and prints what was copied."""
+    source, target = arguments.source, arguments.target
+    if is_remote(source) == is_remote(target):
+        between = "both are in object stores" if is_remote(source) else "neither is in an object store"
+        raise DataError(f"{between}: {source}, {target}\n  try: a path and a URL such as s3://BUCKET/PREFIX")
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn  # noqa: PLC0415
+
+    local = Path(local_path(target if is_remote(source) else source))
+    manifest = remote_manifest(source) if is_remote(source) else local_manifest(local)[1]
+    if is_remote(target):
+        check_can_publish(target)
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("copying", total=copy_bytes(manifest))
+
+        def progress(count: int) -> None:
+            bar.advance(task, count)
+
+        if is_remote(source):
+            fetch(source, local, progress=progress)
+        else:
+            publish(local, target, progress=progress)
+    what = f"{manifest.kind}, {len(manifest.files)} files, {copy_bytes(manifest) / 1e9:,.3f} GB"
+    print(f"{target}: {what}, fingerprint {manifest.fingerprint[:16]}")
+    return 0

@@ -1,0 +1,169 @@
+"""Directories in an object store: whole or absent, whoever is killed, on a real S3 server (moto)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.directory import MANIFEST, commit, fresh_staging, read_manifest
+from headrace.base.errors import DataError
+from headrace.base.remote_directory import check_can_publish, fetch, publish
+from headrace.base.storage import StorageError, objects_below
+from headrace.commands.app import run
+from tests.conftest import ROOT
+from tests.object_store import Application, s3_server
+from tests.support import wait_until
+from tests.warm_python import python
+
+FILES = 12
+URL = "s3://store/models/a"
+
+
+class Faults:
+    """What happens to the requests between a client and the server.
+
+    Attributes:
+        refused: writes that are still answered with 503, a store's "slow down".
+        overwrites: conditions of writes are lost on the way.
+    """
+
+    def __init__(self) -> None:
+        self.refused, self.overwrites = 0, False
+
+    def between(self, app: Application) -> Application:
+        def answer(environ: dict[str, Any], start_response: Any) -> Any:
+            if self.overwrites:
+                environ.pop("HTTP_IF_NONE_MATCH", None)
+            if environ["REQUEST_METHOD"] == "PUT" and self.refused:
+                self.refused -= 1
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                start_response("503 Slow Down", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>SlowDown</Code><Message>reduce your request rate</Message></Error>"]
+            return app(environ, start_response)
+
+        return answer
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def store(faults: Faults) -> Iterator[Any]:
+    with s3_server("store", between=faults.between) as files:
+        yield files
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A finished directory of some files, one of them below a folder and one empty."""
+    final = tmp_path / "made"
+    staging = fresh_staging(final)
+    (staging / "train").mkdir()
+    for number in range(FILES):
+        (staging / f"train/shard-{number:05d}.bin").write_bytes(bytes([number]) * 100_000 * (number > 0))
+    commit(staging, final, kind="tokens", config={"a": 1}, details={"splits": {}})
+    return final
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("store")
+def test_a_directory_comes_back_from_a_store_byte_for_byte(directory: Path, tmp_path: Path) -> None:
+    done: list[int] = []
+    publish(directory, URL, progress=done.append)
+    assert sum(done) == sum(len(data) for name, data in contents(directory).items() if name != MANIFEST)
+    fetch(f"{URL}/", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(directory)
+    assert read_manifest(tmp_path / "back", kind="tokens") == read_manifest(directory, kind="tokens")
+
+
+@pytest.mark.usefixtures("store")
+def test_what_is_there_already_is_refused_before_work_and_of_two_writers_one_succeeds(directory: Path) -> None:
+    check_can_publish(URL)
+    publish(directory, URL)
+    with pytest.raises(DataError, match="exists already"):
+        check_can_publish(URL)
+    with pytest.raises(DataError, match="another process has written"):
+        publish(directory, URL)
+    assert set(objects_below(URL)) == set(contents(directory))  # the probe is gone
+
+
+@pytest.mark.usefixtures("store")
+def test_a_store_that_overwrites_in_spite_of_the_condition_is_refused_before_work(faults: Faults) -> None:
+    faults.overwrites = True
+    with pytest.raises(DataError, match="If-None-Match"):
+        check_can_publish(URL)
+    assert objects_below(URL) == {}
+
+
+@pytest.mark.usefixtures("store")
+def test_a_store_that_asks_to_slow_down_is_asked_again(faults: Faults, directory: Path, tmp_path: Path) -> None:
+    faults.refused = 5
+    publish(directory, URL)
+    assert faults.refused == 0
+    fetch(URL, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(directory)
+
+
+def test_a_killed_upload_leaves_nothing_that_looks_finished_and_the_next_one_is_whole(
+    store: Any, directory: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from headrace.base.remote_directory import publish\n"
+        "publish(Path(sys.argv[1]), sys.argv[2], progress=lambda _bytes: time.sleep(0.2))"
+    )
+    process = subprocess.Popen([python(), "-c", code, str(directory), URL], cwd=ROOT)
+    wait_until(lambda: len(objects_below(URL)) >= 3, within_s=60)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not store.exists(f"{URL}/{MANIFEST}")
+    with pytest.raises(DataError, match=rf"no finished directory: there are \d+ objects and no {MANIFEST}"):
+        fetch(URL, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    check_can_publish(URL)
+    publish(directory, URL)
+    fetch(URL, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(directory)
+
+
+def test_a_damaged_or_missing_object_is_named_and_leaves_no_copy(store: Any, directory: Path, tmp_path: Path) -> None:
+    publish(directory, URL)
+    name = "train/shard-00003.bin"
+    store.pipe_file(f"{URL}/{name}", b"x" * 100_000)
+    with pytest.raises(DataError, match=rf"{name} has another checksum"):
+        fetch(URL, tmp_path / "back")
+    store.rm_file(f"{URL}/{name}")
+    with pytest.raises(StorageError, match=rf"{name} cannot be read"):
+        fetch(URL, tmp_path / "back")
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_the_verb_copies_both_ways_and_says_what_is_wrong(
+    store: Any, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def copy(*arguments: str, code: int = 0) -> str:
+        found, printed = run(["copy", *arguments]), capsys.readouterr()
+        assert found == code, printed
+        return printed.out + printed.err
+
+    assert f"tokens, {FILES} files, 0.001 GB" in copy(str(directory), URL)
+    assert str(tmp_path / "back") in copy(URL, str(tmp_path / "back"))
+    assert contents(tmp_path / "back") == contents(directory)
+    assert "exists already" in copy(str(directory), URL, code=2)
+    assert "neither is in an object store" in copy(str(directory), str(tmp_path / "b"), code=2)
+    assert "there is no object of that prefix" in copy("s3://store/nothing", str(tmp_path / "b"), code=2)
+    assert "s3://no-such-bucket/a" in copy(str(directory), "s3://no-such-bucket/a", code=2)
+    assert "was not finished" in copy(str(tmp_path), "s3://store/b", code=2)
+    manifest = json.loads(store.cat_file(f"{URL}/{MANIFEST}"))
+    store.pipe_file(f"{URL}/{MANIFEST}", json.dumps(manifest | {"kind": "model"}).encode())
+    assert "checksum is not the one it was written with" in copy(URL, str(tmp_path / "b"), code=2)
