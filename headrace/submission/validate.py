@@ -36,14 +36,16 @@ def check_training(
     from pipeline.config.load import read_config  # noqa: PLC0415
     from pipeline.plan import check  # noqa: PLC0415
 
-    options = {"processes": processes, "memory": memory, "exact": False, "imbalance": None, "rules_only": not alone}
+    parser = argparse.ArgumentParser()
+    check.add_arguments(parser)
+    options = ["--config", str(given.file), f"--processes={processes}"]
+    options += [f"--memory={memory}"] if memory is not None else []
     lines: list[str] = []
     for number, values in enumerate([each.overrides for each in sweep] or [[]]):
         words = [*overrides, *values]
         # the elements differ in values: data and model are looked at once
-        options["rules_only"] = not alone or number > 0
-        arguments = argparse.Namespace(config=given.file, overrides=words, **options)
-        entries = check.summary(read_config(given.file, words), arguments)
+        rules_only = ["--rules-only"] if not alone or number > 0 else []
+        entries = check.summary(read_config(given.file, words), parser.parse_args([*options, *rules_only]))
         lines = lines or [f"{entry.label:>14}  {entry.text}" for entry in entries]
         for entry in entries:
             if entry.label == "memory fit" and not entry.values["fits"]:
