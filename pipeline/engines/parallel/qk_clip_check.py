@@ -87,7 +87,8 @@ def _failure(config: PretrainedConfig, *, length: int) -> str | None:
         return f"headrace's own attention, which measures the logits, fails on a tiny {kind}: {one_line(error)}"
     if not logits:
         return f"{kind} does not call headrace's own attention, which measures the logits"
-    layers = {getattr(tiny.get_submodule(each.name), "layer_idx", None): each for each in attention_heads(tiny)}
+    # of a layer that has cross-attention, too, the first
+    layers = {_layer_of(tiny, each): each for each in reversed(attention_heads(tiny))}
     unknown = sorted(logits.keys() - layers.keys())
     if unknown:
         return f"attention of {kind} has queries and keys whose projections are not known (layer {unknown[0]})"
@@ -102,13 +103,13 @@ def _failure(config: PretrainedConfig, *, length: int) -> str | None:
 
 
 @torch.no_grad()
-def attention_logits(model: nn.Module) -> dict[int, Tensor]:
+def attention_logits(model: nn.Module) -> dict[Any, Tensor]:
     """Unscaled products of queries and keys: layer -> [K, H / K, T, T], also of pairs that are not attended to.
 
     Args:
         model: with `models.attention`, real.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[Any, Tensor] = {}
 
     def record(layer: int, query: Tensor, key: Tensor, _value: Tensor) -> None:
         grouped = query[0].unflatten(0, (key.shape[1], -1))
@@ -131,13 +132,17 @@ def scales_alone(model: nn.Module, heads: AttentionHeads, head: int, factor: flo
         factor: above 0.
         logits: of the layer, as they are.
     """
-    layer = int(model.get_submodule(heads.name).layer_idx)  # type: ignore[arg-type]
     with _scaled(model, heads, head, factor):
-        after = attention_logits(model)[layer]
+        after = attention_logits(model)[_layer_of(model, heads)]
     factors = torch.ones(len(logits), 1, 1, 1)
     factors[head] = factor
     sizes = logits.abs().amax((1, 2, 3), keepdim=True).clamp(min=1e-6)
     return bool(((after / factors - logits).abs() <= TOLERANCE * sizes).all())
+
+
+def _layer_of(model: nn.Module, heads: AttentionHeads) -> Any:
+    """The index by which attention is recorded."""
+    return getattr(model.get_submodule(heads.name), "layer_idx", None)
 
 
 @contextmanager
