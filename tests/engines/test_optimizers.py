@@ -80,9 +80,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "qk_clip, tp 2": layout(2, optimizer=CLIPPED, model=BIASES, parallel={"tp": 2}),
         "qk_clip, pp 2": layout(2, optimizer=CLIPPED, parallel={"pp": 2}),
         "qk_clip, ring, compiled": layout(3, optimizer=CLIPPED, parallel={"cp": 2, "cp_method": "ring"}, **COMPILED),
-        "qk_clip, ulysses, recomputed": layout(
+        "qk_clip, ulysses, one key head, recomputed": layout(
             3,
             optimizer=CLIPPED,
+            model={"num_key_value_heads": 1},
             parallel={"cp": 2, "cp_method": "ulysses"},
             memory={"activation_checkpointing": "selective"},
         ),

@@ -128,7 +128,9 @@ def _qk_clip_entries(prepared: PreparedRun) -> Iterator[Entry]:
     if threshold is not None:
         modules = attention_heads(prepared.model)
         heads, parameters = sum(each.key_heads for each in modules), sum(len(each.rows) for each in modules)
-        text = f"{heads:,} key heads of {len(modules):,} attention layers are scaled where a logit was over {threshold:g}"
+        text = (
+            f"{heads:,} key heads of {len(modules):,} attention layers are scaled where a logit was over {threshold:g}"
+        )
         values = {"threshold": threshold, "layers": len(modules), "key_heads": heads, "parameters": parameters}
         yield Entry("qk_clip", text, values)
 
