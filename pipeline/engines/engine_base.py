@@ -75,6 +75,9 @@ class EngineBase(TrainsStepByStep):
         # every tp rank of the last stage has the same loss; one of them counts
         self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == topology.pp - 1
         self._build(run, model, values)
+        if self._qk_clip is not None:
+            for decoder in self.decoders:
+                self._qk_clip.attach(decoder.causal)
         self._set_training(True)
 
     def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:

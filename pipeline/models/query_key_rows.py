@@ -138,7 +138,8 @@ def _separate(module: Any, config: Any) -> Iterator[Outputs]:
 
 def _latent(module: Any, config: Any) -> Iterator[Outputs]:
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    nope, rope, value = (getattr(module, each, None) or getattr(config, each, 0) for each in names)
+    sizes: Iterator[int] = (getattr(module, each, None) or getattr(config, each, 0) for each in names)
+    nope, rope, value = sizes
     query = next((getattr(module, each) for each in ("q_b_proj", "q_proj") if _is_linear(module, each)), None)
     if query is None or not nope or _outputs(query) % (nope + rope):
         return
@@ -153,7 +154,7 @@ def _fused(module: Any, projection: Any, form: MatrixForm, config: Any) -> Itera
     """Queries, keys and values in one tensor."""
     size = next((n for n in (getattr(module, each, None) for each in ("head_dim", "head_size")) if n), None)
     size = size or attention_sizes(config)[2]
-    if len(form.parts) != 3:  # noqa: PLR2004
+    if len(form.parts) != 3:
         return
     numbers = torch.arange(_outputs(projection)).unflatten(0, (form.groups, -1))
     query, key, _ = (part.flatten() for part in numbers.split(list(form.parts), dim=1))

@@ -22,9 +22,18 @@ BF16, COMPILED = {"bf16": {"enabled": True}}, {"compile": {"enabled": True, "bac
 BIASES = {"attention_bias": True}
 LATENT = {
     "model_type": "deepseek_v3",
-    **{"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
-    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
 }
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,6 @@ from torch import nn
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.deepspeed.experts import mark_expert, set_expert_groups
-from pipeline.engines.optim.qk_clip import QkClip
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.engines.parallel.mesh import Mesh
@@ -46,7 +45,6 @@ def build_local_model(
     device: torch.device,
     stage: StageLayers | None = None,
     balancer: ExpertBalancer | None = None,
-    qk_clip: QkClip | None = None,
     zero3: Zero3 | None = None,
 ) -> LocalModel:
     """Builds and materializes this rank's part of the model. No rank holds more than its part and one parameter.
@@ -59,11 +57,10 @@ def build_local_model(
         device: of this rank.
         stage: the pipeline stage to build; the full model when None.
         balancer: observes the experts' routers; None for a dense model.
-        qk_clip: watches the attention logits; None without it.
         zero3: shards every parameter over its data ranks; None for other stages.
     """
     set_expert_groups(mesh)
-    local_model = assemble(run, model, mesh, stage=stage, balancer=balancer, qk_clip=qk_clip)
+    local_model = assemble(run, model, mesh, stage=stage, balancer=balancer)
     # alone on its stage, a tied head has another name in the module than the embedding it is a copy of
     names = {id(parameter): name for name, parameter in local_model.decoder.parameters_by_name().items()}
     sharded = ShardedValues(values, local_model)

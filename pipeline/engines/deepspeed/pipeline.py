@@ -57,14 +57,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         index = self._mesh.coordinates["pp"]
         stage = pipeline_stages(run, model)[index]
         self._local_model = build_local_model(
-            run,
-            model,
-            values,
-            self._mesh,
-            device=self._device,
-            balancer=self._balancer,
-            qk_clip=self._qk_clip,
-            stage=stage,
+            run, model, values, self._mesh, device=self._device, balancer=self._balancer, stage=stage
         )
         self._stage_module = _StageModule(self._local_model.decoder, self._device)
         module = _PipelineModule(

@@ -37,14 +37,7 @@ class DeepSpeedZero(DeepSpeedBase):
         unit = ModelParallelUnit(mesh) if mesh and mesh.size("tp") > 1 else None
         zero3 = Zero3(config, unit) if run.config.zero_optimization.stage == 3 else None
         self._local_model = build_local_model(
-            run,
-            model,
-            values,
-            mesh,
-            device=self._device,
-            balancer=self._balancer,
-            qk_clip=self._qk_clip,
-            zero3=zero3,
+            run, model, values, mesh, device=self._device, balancer=self._balancer, zero3=zero3
         )
         if zero3 is not None:
             blocks = conditional_blocks(model.config)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import sequence_chunks
-from pipeline.engines.optim.qk_clip import QkClip
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
 from pipeline.engines.parallel.architecture_trial import has_separate_head
 from pipeline.engines.parallel.compilation import apply_compile
@@ -65,7 +64,6 @@ def assemble(
     *,
     stage: StageLayers | None = None,
     balancer: ExpertBalancer | None = None,
-    qk_clip: QkClip | None = None,
 ) -> LocalModel:
     """Reduces a copy of a model to this rank's part.
 
@@ -75,7 +73,6 @@ def assemble(
         mesh: this rank's coordinates and groups; None for one process.
         stage: the pipeline stage to build; the full model when None.
         balancer: observes the experts' routers; None for a dense model.
-        qk_clip: watches the attention logits; None without it.
 
     Raises:
         ConfigError: the architecture does not support the layout.
@@ -117,8 +114,6 @@ def assemble(
     if balancer is not None:
         balancer.attach(causal)
         decoder.balancer = balancer
-    if qk_clip is not None:
-        qk_clip.attach(causal)
     # the balancer's hooks, the experts' exchange and ring attention's messages run between the graphs of a layer
     one_graph = balancer is None and not exchanges(causal) and not isinstance(layout.cp_attention, RingAttention)
     apply_compile(causal, run.config.compile, whole_graph=one_graph)

@@ -1,7 +1,7 @@
 """Pre-flight check of QK-Clip: scaling a head's weights has to scale its attention logits, and nothing else.
 
-Reasons that are known by name come first. Then a tiny model of the architecture is tried: a factor on a head by the rows
-of `models.query_key_rows` has to be a factor on the head's logits, exactly, whatever the factor. That fails where
+Reasons that are known by name come first. Then a tiny model of the architecture is tried: a factor on a head by the
+rows of `models.query_key_rows` has to be a factor on the head's logits, exactly, whatever the factor. That fails where
 queries or keys are normalized, clamped or mixed after their projection. It takes a fraction of a second, on the CPU.
 
 Shapes: H heads, K key heads, T positions.
@@ -96,7 +96,7 @@ def _failure(config: PretrainedConfig, *, length: int) -> str | None:
         for factor in _FACTORS:
             if not scales_alone(tiny, layers[layer], layers[layer].key_heads - 1, factor, logits=logits[layer]):
                 return (
-                    f"scaling the queries and keys of a head of a tiny {kind} does not scale its logits alone: something"
+                    f"scaling queries and keys of a head of a tiny {kind} does not scale its logits alone: something"
                     f" changes them between {layers[layer].name}'s projections and their product"
                 )
     return None

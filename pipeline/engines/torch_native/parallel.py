@@ -81,7 +81,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         self, run: ResolvedRun, model: nn.Module, values: ParameterValues, stage: StageLayers
     ) -> tuple[nn.Module, list[ParameterShard]]:
         zero_stage = run.config.zero_optimization.stage
-        local_model = assemble(run, model, self._mesh, stage=stage, balancer=self._balancer, qk_clip=self._qk_clip)
+        local_model = assemble(run, model, self._mesh, stage=stage, balancer=self._balancer)
         decoder = local_model.decoder
         root = decoder if stage.count == 1 else StageModule(decoder, stage)
         sharding = Sharding(

@@ -81,7 +81,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self._measures = [each for each in measures if each is not None]
         self._matrices = matrices_of(model, section)
         scales = update_scales(model, run.config.model, section)
-        self._decoder = assemble(run, model, None, balancer=self._balancer, qk_clip=self._qk_clip).decoder
+        self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         materialize(self._decoder.causal, values, device=device)
         self._decoder.train()
         self._weights = self._decoder.parameters_by_name()
@@ -92,6 +92,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
             bound: Any = self._optimizer
             bound.bind_whole(self._masters, self._matrices)
             if self._qk_clip is not None:
+                self._qk_clip.attach(self._decoder.causal)
                 bound.bind_clip(self._qk_clip, whole_rows(self._masters, self._qk_clip))
         ensure_all_states(self._optimizer, self._kind)
 

@@ -104,7 +104,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
 
     def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:
         section, self._clip = run.config.optimizer, run.config.gradient_clipping
-        self._decoder = assemble(run, model, None, balancer=self._balancer, qk_clip=self._qk_clip).decoder
+        self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         self.decoders = [self._decoder]
         recorded = _Residuals(values)
         materialize(self._decoder.causal, recorded, device=self._device, names=None)

@@ -24,9 +24,7 @@ from pipeline.run.groups.replicas.replica import ReplicaOfRun
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--die", type=int, help="killed in this step")
-    parser.add_argument(
-        "--hold", nargs=2, help="step, and the file that it waits for; later steps take 0.1 s, alone 1 s"
-    )
+    parser.add_argument("--hold", nargs=2, help="step, and the file that it waits for; later steps take 0.1 s, alone 1 s")
     arguments, others = parser.parse_known_args()
     sys.argv[1:] = others
     ordinary = ReplicaOfRun.sum_gradients
