@@ -138,7 +138,7 @@ def _separate(module: Any, config: Any) -> Iterator[Outputs]:
 
 def _latent(module: Any, config: Any) -> Iterator[Outputs]:
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes: Iterator[int] = (getattr(module, each, None) or getattr(config, each, 0) for each in names)
+    sizes: list[Any] = [getattr(module, each, None) or getattr(config, each, 0) for each in names]
     nope, rope, value = sizes
     query = next((getattr(module, each) for each in ("q_b_proj", "q_proj") if _is_linear(module, each)), None)
     if query is None or not nope or _outputs(query) % (nope + rope):
