@@ -34,12 +34,13 @@ class DocumentBoundaries:
     used: I64 | None = None
 
     def of(self, samples: I64) -> DocumentBoundaries:
-        """The boundaries of a subset of the samples, renumbered in the order given; each at most once."""
-        new = np.full(max(int(self.sample.max(initial=-1)), int(samples.max(initial=-1))) + 1, -1)
-        new[samples] = np.arange(samples.size)
-        number = new[self.sample]
-        used = None if self.used is None else self.used[samples]
-        return DocumentBoundaries(number[number >= 0], self.at[number >= 0], used)
+        """The boundaries of some of the samples, renumbered in the order given; one may be given several times."""
+        order = np.argsort(self.sample, kind="stable")
+        first, end = (np.searchsorted(self.sample[order], samples, side=side) for side in ("left", "right"))
+        number = np.repeat(np.arange(samples.size), end - first)
+        before = np.cumsum(end - first) - (end - first)
+        at = self.at[order[np.arange(number.size) + (first - before)[number]]]
+        return DocumentBoundaries(number, at, None if self.used is None else self.used[samples])
 
     def parts(self, samples: int, *, length: int) -> tuple[I64, I64]:
         """Splits the inputs of samples into documents and padding; every sample has at least one part.

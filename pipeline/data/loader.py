@@ -180,7 +180,8 @@ class StepLoader:
         return self._gather(step, self._mixture.order.locate(self._rows(step)))
 
     def _gather(self, step: int, location: SampleLocation) -> StepBatch:
-        batch, real = self._batch, self._samples_of_rows < self._batch.samples
+        batch, last = self._batch, self._batch.samples - 1
+        mine = np.minimum(self._samples_of_rows, last)  # padding is the last sample again: attention sees nothing new
         fim = self._mixture.fim
         try:
             rows = self._mixture.rows(location)
@@ -191,15 +192,15 @@ class StepLoader:
             samples = np.arange(batch.samples) + self._first_sample(step)
             before = boundaries = self._mixture.boundaries(samples)
             if fim is not None:
-                boundaries, mine = fim.boundaries(before, samples), self._samples_of_rows[real]
-                rows[: mine.size] = fim.rows(rows[: mine.size], before.of(mine), samples[mine])
+                boundaries = fim.boundaries(before, samples)
+                rows = fim.rows(rows, before.of(mine), samples[mine])
             targets -= boundaries.count_non_targets(length=batch.sequence_length, masked=self._mask_documents)
-            own = boundaries.of(self._samples_of_rows[real])
+            own = boundaries.of(mine)
         chunks = self._chunks(batch.sequence_length)
         whole = make_batch(rows, own, mask_documents=self._mask_documents, chunks=chunks)
         if self._mixture.masked:
             targets = self._mask_labels(whole, location, step, chunks)
-        whole.labels[torch.from_numpy(~real)] = IGNORE
+        whole.labels[torch.from_numpy(self._samples_of_rows > last)] = IGNORE
         if self._logits is not None:
             read = (torch.from_numpy(np.ascontiguousarray(_cut(each, chunks))) for each in self._logits.read(location))
             whole = replace(whole, **dict(zip(("target_ids", "target_logs"), read, strict=True)))

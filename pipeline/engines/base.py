@@ -98,7 +98,7 @@ class StepResult:
 
     Attributes:
         loss: mean objective over the target tokens of the step, nats per token; NaN if it has none (`GuardedStepper`).
-        parts: means of the objective's named parts, and of a mixture of experts what `ExpertBalancer.end_step` returns.
+        parts: means of the objective's named parts, and what every `StepMeasure` reports.
         grad_norm: 2-norm of the global gradient before clipping; infinite or NaN where it was not finite.
         outcome: whether the weights were updated, and if not, why.
         loss_scale: fp16's loss scale in this step; None in other precisions.
@@ -166,6 +166,26 @@ class ExchangesGradients(Protocol):
 
     def exchange_gradients_by(self, exchange: GradientExchange) -> None:
         """From the next step on; every step is finished before the next one begins."""
+        ...
+
+
+class StepMeasure(Protocol):
+    """Measures something in the forward passes of a step, and reports it with the step's result."""
+
+    def end_step(self, *, targets: int, vetoed: Tensor | bool) -> Tensor:
+        """Ends the step; the host waits for nothing. Collective.
+
+        Args:
+            targets: of the whole step.
+            vetoed: whether the weights were left unchanged, bool scalar.
+
+        Returns:
+            fp64 [n] on the device.
+        """
+        ...
+
+    def parts(self, values: Sequence[float]) -> dict[str, float]:
+        """What `end_step` returned, by name, for `StepResult.parts`."""
         ...
 
 
@@ -309,6 +329,7 @@ __all__ = [
     "Objective",
     "PendingStep",
     "Replica",
+    "StepMeasure",
     "StepOutcome",
     "StepResult",
     "TrainsStepByStep",

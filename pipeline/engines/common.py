@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -11,9 +12,8 @@ from torch import nn
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.sections.optimizers import OptimizerSection, UpdateScope
 from pipeline.config.sections.run import Config, ModelSection
-from pipeline.engines.base import StepOutcome, StepResult
+from pipeline.engines.base import StepMeasure, StepOutcome, StepResult
 from pipeline.engines.optim.groups import DECAYED, NOT_DECAYED, UpdateScale
-from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
@@ -107,12 +107,12 @@ def require_finite_step(step: int, result: StepResult) -> StepResult:
     return result
 
 
-def with_expert_load(balancer: ExpertBalancer | None, result: StepResult, *, targets: int) -> StepResult:
-    """The result of a step with the experts' load among its parts; updates the balancer's state. Collective."""
-    if balancer is None:
-        return result
-    load = balancer.parts(balancer.end_step(targets=targets, vetoed=result.skipped).tolist())
-    return replace(result, parts={**result.parts, **load})
+def with_measures(measures: Iterable[StepMeasure], result: StepResult, *, targets: int) -> StepResult:
+    """The result of a step with what was measured in it among its parts; ends their step. Collective."""
+    parts = dict(result.parts)
+    for each in measures:
+        parts |= each.parts(each.end_step(targets=targets, vetoed=result.skipped).tolist())
+    return replace(result, parts=parts)
 
 
 def master_weight(weight: nn.Parameter) -> nn.Parameter:

@@ -17,10 +17,11 @@ from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.data.loader import IGNORE, MicroBatch
-from pipeline.engines.base import EvaluationSums, Objective, Replica, TrainsStepByStep
+from pipeline.engines.base import EvaluationSums, Objective, Replica, StepMeasure, TrainsStepByStep
 from pipeline.engines.common import matrices_of, samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.optim.qk_clip import make_qk_clip
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
@@ -64,6 +65,9 @@ class EngineBase(TrainsStepByStep):
         self._kind, self._scaler = config.optimizer.kind, LossScaler(config.fp16)
         self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(config)
         self._balancer = make_balancer(config.moe, model, device=device, exchanged=topology.ep > 1)
+        self._qk_clip = make_qk_clip(config.optimizer, model, device=device, mesh=mesh)
+        measures: tuple[StepMeasure | None, ...] = (self._balancer, self._qk_clip)
+        self._measures = [each for each in measures if each is not None]
         self._matrices = matrices_of(model, config.optimizer)
         self._update_scales = update_scales(model, config.model, config.optimizer)
         self._tied_group = tied_weights_group(topology) if topology.pp > 1 and is_tied(model) else None
@@ -71,6 +75,9 @@ class EngineBase(TrainsStepByStep):
         # every tp rank of the last stage has the same loss; one of them counts
         self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == topology.pp - 1
         self._build(run, model, values)
+        if self._qk_clip is not None:
+            for decoder in self.decoders:
+                self._qk_clip.attach(decoder.causal)
         self._set_training(True)
 
     def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:

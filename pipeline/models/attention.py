@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 
+from pipeline.models.attention_logits import LogitWatch, watch_of
 from pipeline.models.masks import AttentionMask, make_mask
 
 ATTENTION_NAME = "headrace"
@@ -45,8 +46,13 @@ class ContextParallelAttention(Protocol):
         """As `masks.make_mask`: what `attend` takes as mask, of a kind of its own."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Any) -> Tensor:
-        """As `attend` of this module, for queries [B, H, T, d] of this rank over the keys of all ranks."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Any, watch: LogitWatch | None = None
+    ) -> Tensor:
+        """As `attend` of this module, for queries [B, H, T, d] of this rank over the keys of all ranks.
+
+        The watch sees what is computed on this rank.
+        """
         ...
 
 
@@ -174,8 +180,14 @@ def _forward(
     if context.record is not None:
         context.record(module.layer_idx, query, key, value)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    run = attend if context.cp_attention is None else context.cp_attention.attend
-    attended = run(query, key, value, scale=scale, mask=context.mask(sliding_window, query))
+    watch = watch_of(module, context.documents, sliding_window, scale=scale)
+    mask = context.mask(sliding_window, query)
+    if context.cp_attention is not None:
+        attended = context.cp_attention.attend(query, key, value, scale=scale, mask=mask, watch=watch)
+    else:
+        attended = attend(query, key, value, scale=scale, mask=mask)
+        if watch is not None:
+            watch.see(query, key, queries=(range(context.length),), keys=(range(context.length),))
     return attended.transpose(1, 2).contiguous(), None
 
 

@@ -144,7 +144,7 @@ def _thirds(outputs: int) -> Layout:
     return 1, (outputs // 3,) * 3
 
 
-def _attention(config: Any) -> tuple[int, int, int]:
+def attention_sizes(config: Any) -> tuple[int, int, int]:
     """(heads, key/value heads, head size) by the names that configs have for them."""
     heads = next(getattr(config, n) for n in ("num_attention_heads", "n_heads", "n_head") if hasattr(config, n))
     width = next(getattr(config, n) for n in ("hidden_size", "d_model", "n_embd") if hasattr(config, n))
@@ -153,24 +153,24 @@ def _attention(config: Any) -> tuple[int, int, int]:
 
 
 def _one_after_the_other(config: Any, outputs: int) -> Layout:
-    heads, kv, size = _attention(config)
+    heads, kv, size = attention_sizes(config)
     return (1, (heads * size, kv * size, kv * size)) if (heads + 2 * kv) * size == outputs else _thirds(outputs)
 
 
 def _by_head(config: Any, outputs: int) -> Layout:
-    heads = _attention(config)[0]
+    heads = attention_sizes(config)[0]
     return heads, (outputs // heads // 3,) * 3
 
 
 def _falcon(config: Any, outputs: int) -> Layout:
-    heads, kv, size = _attention(config)
+    heads, kv, size = attention_sizes(config)
     if config.new_decoder_architecture:  # the heads that share a key, their key, their value
         return kv, (heads // kv * size, size, size)
     return (1, (heads * size, size, size)) if config.multi_query else _by_head(config, outputs)
 
 
 def _bigcode(config: Any, outputs: int) -> Layout:
-    heads, _, size = _attention(config)
+    heads, _, size = attention_sizes(config)
     return (1, (heads * size, size, size)) if config.multi_query else _by_head(config, outputs)
 
 

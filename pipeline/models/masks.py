@@ -80,7 +80,7 @@ def make_mask(
     use_blocks = device.type == "cuda" if blocks is None else blocks
     if use_blocks:
         return AttentionMask(blocks=_block_mask(documents, window, whole, whole))
-    return AttentionMask(additive=_additive(_allowed(documents, window, whole, whole), dtype))
+    return AttentionMask(additive=_additive(allowed_pairs(documents, window, whole, whole), dtype))
 
 
 def make_decoding_mask(
@@ -108,7 +108,7 @@ def make_decoding_mask(
     if documents is None and not narrow and (first == 0 or first == length - 1):
         return CAUSAL if first == 0 else FULL
     keys = torch.arange(length, device=device)
-    return AttentionMask(additive=_additive(_allowed(documents, window, keys[first:], keys), dtype))
+    return AttentionMask(additive=_additive(allowed_pairs(documents, window, keys[first:], keys), dtype))
 
 
 def make_part_mask(
@@ -143,7 +143,7 @@ def make_part_mask(
     )
     if device.type == "cuda" if blocks is None else blocks:
         return AttentionMask(blocks=_block_mask(documents, window, q_positions, k_positions))
-    allowed = _allowed(documents, window, q_positions, k_positions)
+    allowed = allowed_pairs(documents, window, q_positions, k_positions)
     if bool(allowed.all()):
         return FULL
     return AttentionMask(additive=_additive(allowed, dtype)) if bool(allowed.any()) else None
@@ -153,7 +153,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
 
 
-def _allowed(documents: Tensor | None, window: int | None, queries: Tensor, keys: Tensor) -> Tensor:
+def allowed_pairs(documents: Tensor | None, window: int | None, queries: Tensor, keys: Tensor) -> Tensor:
     """Whether a query attends to a key, bool [B or 1, 1, Q, K], from their positions [Q] and [K]."""
     distance = queries[:, None] - keys[None, :]
     allowed = distance >= 0

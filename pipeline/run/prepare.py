@@ -28,7 +28,7 @@ from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import experts_in_fp8
 from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import find_parametrization
-from pipeline.models import attention
+from pipeline.models import attention, attention_logits
 from pipeline.models.build.initial_values import InitByName, ParameterValues
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_values import FromSafetensors
@@ -162,6 +162,8 @@ def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True
 def attention_of(run: ResolvedRun) -> str:
     """What transformers is told: our own attention behind "sdpa", except in the plain reference."""
     given: str = run.config.model.attn_implementation
+    if run.plain and run.config.optimizer.params.qk_clip is not None:
+        return attention_logits.REFERENCE_NAME
     return attention.ATTENTION_NAME if given == "sdpa" and not run.plain else given
 
 

@@ -181,3 +181,24 @@ def test_uneven_ranks_see_each_sample_once(tokens: Path, dp: int, micro: int, ac
         assert torch.equal(rows[:8], some(getattr(expected.micro_batches[0], field))), field
         assert rows.min() >= (IGNORE if field == "labels" else 0)
         assert field != "labels" or bool((rows[8:] == IGNORE).all())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_rows_are_the_last_sample_again_with_its_documents_and_without_targets(
+    tokens: Path, masked: bool
+) -> None:
+    """So that attention has no logit that only this layout has."""
+    batch = BatchSizes(5, 2, 1, 4, T)  # the third rank has a sample and padding, the fourth padding alone
+    ranks = [
+        StepLoader(mixture_of(tokens), batch, dp_rank=rank, steps=(1, 1), mask_documents=masked).gather(1)
+        for rank in range(4)
+    ]
+    rows = [micro for step in ranks for micro in step.micro_batches]
+    last = rows[2]
+    for padding, row in ((rows[2], 1), (rows[3], 0), (rows[3], 1)):
+        assert torch.equal(padding.input_ids[row], last.input_ids[0])
+        assert (padding.labels[row] == IGNORE).all()
+        if masked:
+            assert torch.equal(some(padding.documents)[row].diff(), some(last.documents)[0].diff())
+            assert torch.equal(some(padding.positions)[row], some(last.positions)[0])
+    assert (last.labels[0] != IGNORE).any()

@@ -33,11 +33,11 @@ from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.initial_values import InitByName, OwnBuffers, ParameterValues
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.hf_config import resolve_hf_config
+from pipeline.run.prepare import attention_of
 from tests.parity.matrix import model_of
 
 CPU = torch.device("cpu")
@@ -83,8 +83,8 @@ def layout_directory(name: str) -> str:
 @dataclass(frozen=True)
 class Curve:
     """Losses and gradient norms of a run's steps, loss sum of an evaluation, gradients of the first step by name,
-    of experts the auxiliary loss and the largest violation of balance per step, and with expert parallelism the most
-    rows of a rank."""
+    of experts the auxiliary loss and the largest violation of balance per step, with expert parallelism the most rows
+    of a rank, with QK-Clip the largest attention logit per step and how many heads were clipped in all."""
 
     losses: list[float]
     norms: list[float]
@@ -93,6 +93,8 @@ class Curve:
     gradients: dict[str, Tensor]
     balance: list[float]
     rows: float = 0.0
+    logits: tuple[float, ...] = ()
+    clipped: float = 0.0
 
 
 def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
@@ -115,9 +117,7 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
 def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device: torch.device = CPU) -> Any:
     """The engine of a run, with the run's own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
-    own = run.config.model.attn_implementation == "sdpa" and not run.plain
-    attention = ATTENTION_NAME if own else run.config.model.attn_implementation
-    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation=attention)
+    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation=attention_of(run))
     objective = objective or CrossEntropy(z_loss=run.config.loss.z_loss)
     values = RecordedValues(InitByName(model, seed=3))
     engine: Any = build_engine(run, model, values, objective, device=device)
@@ -199,7 +199,9 @@ def train(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | 
     names = ("load_balance_loss", "expert_max_violation")
     balance = [r.parts[name] for r in results for name in names if name in r.parts]
     rows = max(r.parts.get("largest_expert_rows", 0.0) for r in results)
-    return Curve(losses, norms, [r.skipped for r in results], nats, gradients, balance, rows)
+    logits = tuple(r.parts["largest_attention_logit"] for r in results if "largest_attention_logit" in r.parts)
+    clipped = sum(r.parts.get("clipped_heads", 0.0) for r in results)
+    return Curve(losses, norms, [r.skipped for r in results], nats, gradients, balance, rows, logits, clipped)
 
 
 def first_states(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -235,6 +237,7 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         "loss": largest_difference_over_ranks(found.losses, expected.losses),
         "norm": largest_difference_over_ranks(found.norms, expected.norms),
         "balance": largest_difference_over_ranks(found.balance, expected.balance),
+        "logits": largest_difference_over_ranks([*found.logits], [*expected.logits]),
         "evaluation": largest_difference_over_ranks([found.nats], [expected.nats]),
         "resumed": largest_difference_over_ranks(resumed_curve.losses, expected.losses[SAVED:LAST]),
         "skipped": sum(found.skipped),
@@ -242,6 +245,7 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         "losses": found.losses,
         "graphs": graphs,
         "rows": found.rows,
+        "clipped": found.clipped,
     }
 
 

@@ -12,6 +12,7 @@ from pipeline.engines.parallel.compilation import check_compile
 from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
 
 AOT = {"compile": {"enabled": True, "backend": "aot_eager"}}
+CLIPPED = {"type": "Muon", "params": {"lr": 3e-3, "qk_clip": 0.05}}
 INDUCTOR = {"compile": {"enabled": True}}
 GRAPHS = {
     "tp 2, selective": 3,  # the stride of a batch of one after the embedding
@@ -41,6 +42,7 @@ NATIVE = {
     "cp 2, ring, full": compiled(3, memory="full", parallel={"cp": 2, "cp_method": "ring"}),
     "chunked loss, inductor": compiled(3, how=INDUCTOR, loss={"chunk": 8, "z_loss": 1e-3}),
     "tp 2, chunked loss": compiled(2, parallel={"tp": 2}, loss={"chunk": 8}),
+    "QK-Clip, selective": compiled(3, memory="selective", optimizer=CLIPPED),
     "pp 2, full, zero bubble": compiled(2, memory="full", parallel={"pp": 2, "schedule": "zero_bubble"}),
     "experts": compiled(3, model=EXPERTS),
     "balanced experts, full": compiled(

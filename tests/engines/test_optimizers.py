@@ -7,17 +7,34 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import EXPERTS, assert_within_tolerance, compare_layouts, layout
+from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, compare_layouts, layout
 
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
 SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}}
 PLAIN_SGD = {"type": "SGD", "params": {"lr": 0.3, "weight_decay": 0.1}}
 LION = {"type": "Lion", "params": {"lr": 3e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}
 MUON = {"type": "Muon", "params": {"lr": 3e-3, "adam_lr": 2e-3, "weight_decay": 0.1}}
+CLIPPED, CLIPPED_LOW = ({**MUON, "params": {**MUON["params"], "qk_clip": each}} for each in (0.05, 0.002))
 # the worker's rate grows with the step: at those above, the curve of 20 steps is chaotic, and rounding becomes 1.4e-4
 CALM_SGD, CALM_LION = ({**each, "params": {**each["params"], "lr": lr}} for each, lr in ((SGD, 0.03), (LION, 1e-3)))
 # in 4 steps a decay rate of Lion's momentum that is wrong by 0.01 changes the loss by 6e-6 only: some run for 20
-BF16 = {"bf16": {"enabled": True}}
+BF16, COMPILED = {"bf16": {"enabled": True}}, {"compile": {"enabled": True, "backend": "aot_eager"}}
+BIASES = {"attention_bias": True}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "deepspeed": {
@@ -41,6 +58,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "muon, stage 1, bf16": layout(1, optimizer=MUON, **BF16),
         "muon, tp 2": layout(3, zero=SMALL, optimizer=MUON, parallel={"tp": 2}),
         "muon, pp 2": layout(1, optimizer=MUON, parallel={"pp": 2}),
+        "qk_clip, stage 0": layout(0, optimizer=CLIPPED, model=BIASES),
+        "qk_clip, stage 1, bf16": layout(1, optimizer=CLIPPED, **BF16),
+        "qk_clip, stage 2": layout(2, optimizer=CLIPPED, model=BIASES),
+        "qk_clip, stage 3": layout(3, zero=SMALL, optimizer=CLIPPED, model=BIASES),
+        "qk_clip, tp 2": layout(3, zero=SMALL, optimizer=CLIPPED, parallel={"tp": 2}),
+        "qk_clip, pp 2": layout(1, optimizer=CLIPPED, parallel={"pp": 2}),
+        "qk_clip, ulysses": layout(1, optimizer=CLIPPED, parallel={"cp": 2, "cp_method": "ulysses"}),
     },
     "torch": {
         "sgd, unsharded": layout(0, optimizer=SGD),
@@ -58,6 +82,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "muon, fsdp2, experts": layout(3, optimizer=MUON, model=EXPERTS),
         "muon, tp 2": layout(2, optimizer=MUON, parallel={"tp": 2}),
         "muon, pp 2": layout(2, optimizer=MUON, parallel={"pp": 2}),
+        "qk_clip, unsharded": layout(0, optimizer=CLIPPED, model=BIASES),
+        "qk_clip, fsdp2": layout(3, optimizer=CLIPPED, model=BIASES),
+        "qk_clip, fsdp2, bf16": layout(3, optimizer=CLIPPED, **BF16),
+        "qk_clip, fsdp2, latent": layout(3, optimizer=CLIPPED_LOW, model=LATENT),
+        "qk_clip, tp 2": layout(2, optimizer=CLIPPED, model=BIASES, parallel={"tp": 2}),
+        "qk_clip, pp 2": layout(2, optimizer=CLIPPED, parallel={"pp": 2}),
+        "qk_clip, ring, compiled": layout(3, optimizer=CLIPPED, parallel={"cp": 2, "cp_method": "ring"}, **COMPILED),
+        "qk_clip, ulysses, one key head, recomputed": layout(
+            3,
+            optimizer=CLIPPED,
+            model={"num_key_value_heads": 1},
+            parallel={"cp": 2, "cp_method": "ulysses"},
+            memory={"activation_checkpointing": "selective"},
+        ),
     },
 }
 
@@ -69,3 +107,6 @@ def test_sgd_and_lion_follow_one_process_and_exchange_their_state_with_it(engine
     assert found.keys() == LAYOUTS[engine].keys()
     for name, differences in found.items():
         assert_within_tolerance(differences, name)
+        if "qk_clip" in name:
+            assert differences["clipped"] > 0, name
+            assert differences["logits"] < (2**-7 if "bf16" in name else FP32), name

@@ -18,15 +18,15 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 3e-3, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
 SMALL = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "moments_dtype": "bf16"}}}
 EIGHT = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "moments_dtype": "8bit"}}}
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 3e-3, "weight_decay": 0.1}}}
+CLIPPED = {"optimizer": {"type": "Muon", "params": {"lr": 3e-3, "weight_decay": 0.1, "qk_clip": 0.05}}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": layout(0, micro=8, gradient_clipping=0.1),
     "fp32, accumulation, Lion": layout(0, micro=2, **LION),
     "bf16": layout(0, micro=8, bf16={"enabled": True}, gradient_clipping=0.1),
     "bf16, accumulation": layout(0, micro=2, bf16={"enabled": True}),
-    "bf16, Muon": layout(0, micro=8, bf16={"enabled": True}, **MUON),
-    "fp16, Muon, overflows": layout(0, micro=2, **FP16, **MUON),
+    "bf16, QK-Clip": layout(0, micro=8, bf16={"enabled": True}, **CLIPPED),
+    "fp16, QK-Clip, overflows": layout(0, micro=2, **FP16, **CLIPPED),
     "bf16, SGD": layout(0, micro=8, bf16={"enabled": True}, **SGD),
     "bf16, small moments": layout(0, micro=8, bf16={"enabled": True}, **SMALL),
     "bf16, 8-bit moments": layout(0, micro=8, bf16={"enabled": True}, **EIGHT),
@@ -56,7 +56,7 @@ def test_it_follows_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["fp32", "bf16, accumulation", "bf16, Muon", "bf16, small moments", "bf16, 8-bit moments", "fp16, overflows"],
+    ["fp32", "bf16, accumulation", "bf16, QK-Clip", "bf16, small moments", "bf16, 8-bit moments", "fp16, overflows"],
 )
 def test_a_resumed_engine_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     run = of(CASES[name])

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from pipeline.engines.parallel import kernels
 from pipeline.engines.parallel.kernels import attention_forward
 from pipeline.models.attention import AttentionContext, attention_windows, make_context
-from pipeline.models.masks import BLOCK, CAUSAL, FULL, AttentionMask, _allowed, make_mask, make_part_mask
+from pipeline.models.masks import BLOCK, CAUSAL, FULL, AttentionMask, allowed_pairs, make_mask, make_part_mask
 from tests.models.architectures import config_of
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_the_mask_of_a_part_is_that_part_of_the_whole_mask(
     total, documents = 8 * size, None if lengths is None else documents_of(lengths, 8 * size)
     chunks = [range(number * size, (number + 1) * size) for number in range(8)]
     queries, keys = (chunks[rank], chunks[7 - rank]), (chunks[2],)
-    whole = _allowed(documents, window, torch.arange(total), torch.arange(total))
+    whole = allowed_pairs(documents, window, torch.arange(total), torch.arange(total))
     rows, columns = (torch.tensor([at for chunk in each for at in chunk]) for each in (queries, keys))
     expected = whole[:, :, rows][..., columns]
     parts: dict[str, Any] = {"queries": queries, "keys": keys, "dtype": torch.float32, "device": CPU}

@@ -77,6 +77,9 @@ ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 
 MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 3e-3, "adam_lr": 2e-3, "weight_decay": 0.1}}
 """Of a cell with `muon`, which is no factor of the matrix either: see `test_muon.py`."""
 
+CLIPPED_LOGIT = 0.03
+"""Of a cell with `qk_clip`, beside `muon`: the model's logits are 0.06 before its first step."""
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 CURVE = ("tied", "mask", "z_loss", "clip", "precision")
 """Factors that change the training curve; a reference is run for each combination that occurs."""
@@ -112,13 +115,18 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
         "parallel": parallel,
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": values["accumulation"],
-        "optimizer": MUON if values.get("muon") else ADAMW,
+        "optimizer": _optimizer(values),
         "gradient_clipping": values["clip"],
         "zero_optimization": _zero(engine, int(stage), values["extra"]),
         "fp16": {"initial_scale_power": 12},
         "run": {"dir": "replaced", "steps": steps, "seed": 7},
     }
     return with_precision(config, values["precision"]), processes
+
+
+def _optimizer(values: Values) -> dict[str, Any]:
+    clipped = {"qk_clip": CLIPPED_LOGIT} if values.get("qk_clip") else {}
+    return {**MUON, "params": {**MUON["params"], **clipped}} if values.get("muon") else ADAMW
 
 
 def model_of(values: Values) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def name_of(values: Values) -> str:
 def _apart(values: Values) -> list[str]:
     """What a cell has beside the factors of the matrix, and shares with its reference."""
     experts = ["experts"] if _has_experts(values) else []
-    return [name for name in ("completep", "muon") if values.get(name)] + experts
+    return [name for name in ("completep", "muon", "qk_clip") if values.get(name)] + experts
 
 
 def _has_experts(values: Values) -> bool:

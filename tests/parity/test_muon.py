@@ -19,10 +19,20 @@ def cell(sharding: str, **values: Any) -> Values:
     return {**PLAIN, "completep": False, "muon": True, "sharding": sharding, **values}
 
 
-QUICK = [cell("torch-3", tp=2, dp=2), cell("deepspeed-2", dp=2)]
+QUICK = [cell("torch-3", tp=2, dp=2, qk_clip=True), cell("deepspeed-2", dp=2, qk_clip=True)]
 """They differ in kind: boxes of rows and columns, and flat ranges that cut through matrices."""
 ALL = [
     *QUICK,
+    cell("torch-3", dp=2, cp="ring-2", qk_clip=True, activation_checkpointing="selective", compile=True),
+    cell("torch-3", dp=2, cp="ring-2", qk_clip=True, mask=True),
+    cell("deepspeed-1", dp=2, cp="ulysses-2", qk_clip=True, mask=True),
+    cell("deepspeed-1", pipeline="1f1b-2", dp=2, accumulation=2, qk_clip=True),
+    cell("torch-2", pipeline="interleaved_1f1b-2", accumulation=2, tp=2, qk_clip=True, mask=True),
+    cell("torch-3", dp=4, extra="shard", qk_clip=True),
+    cell("torch-2", dp=2, precision="fp16", qk_clip=True),
+    cell("deepspeed-3", dp=2, tp=2, qk_clip=True),
+    cell("torch-3", tp=2, dp=2),
+    cell("deepspeed-2", dp=2),
     cell("deepspeed-3", dp=2, tp=2),
     cell("torch-3", tp=2, dp=2, completep=True),
     cell("deepspeed-0", dp=2),

@@ -48,6 +48,14 @@ def test_the_laws_of_adamw_hold_where_updates_are_as_large_as_its_own(params: di
     assert section.has_adamw_rates == hold
 
 
+def test_check_lists_what_qk_clip_watches(tokens: Path, tmp_path: Path) -> None:
+    clipped = {**MUON, "params": {**MUON["params"], "qk_clip": 100}}
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch", optimizer=clipped))
+    said = json.loads(output_of(warm.run("-m", "pipeline", "check", "--config", config, "--json")))
+    assert said["qk_clip"] == {"threshold": 100.0, "layers": 2, "key_heads": 4, "parameters": 4}
+    assert said["optimizer"]["params"]["qk_clip"] == 100.0
+
+
 def planned(*overrides: str, processes: int = 8) -> Work:
     optimizer = f"optimizer={json.dumps(MUON)}"
     file = str(ROOT / "ds_configs/llama_8b_8gpu.json")
@@ -77,6 +85,15 @@ def test_shards_travel_once_to_their_owners_and_once_back_in_bf16() -> None:
     # hybrid sharding: one replica's shards there, the results to every replica
     assert exchanged(planned("parallel.hybrid_shard_size=4")) == [(2 * (MATRICES / 8 + MATRICES / 4), 2, 8)]
     assert exchanged(planned("zero_optimization.stage=0")) == [(2 * MATRICES, 1, 8)]
+
+
+def test_the_largest_logits_are_the_scores_once_more_in_the_forward_pass() -> None:
+    plain, clipped = planned(), planned("optimizer.params.qk_clip=100")
+    tokens, scores = 8192, 32 * 32 * 8192 / 2  # of one sequence; of all layers and heads, the causal half
+    assert clipped.forward.attention - plain.forward.attention == pytest.approx(tokens * scores * 2 * 128)
+    assert clipped.forward.attention == pytest.approx(1.5 * plain.forward.attention)
+    assert clipped.forward.kernel_bytes - plain.forward.kernel_bytes == pytest.approx(tokens * scores * 4)
+    assert clipped.backward == plain.backward
 
 
 def test_a_momentum_takes_four_bytes_less_than_two_moments() -> None:

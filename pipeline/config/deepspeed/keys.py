@@ -143,7 +143,6 @@ REFUSED_OPTIMIZER_PARAMS: dict[str, str] = {
     "maximize": _LATER,
     "max_grad_norm": "use gradient_clipping",
     "per_head_muon": "remove it: q, k and v are one matrix each",
-    "qk_clip": "remove it: attention logits are not clipped here; model.config may have norms of queries and keys",
 }
 
 REFUSED_SCHEDULER_PARAMS: dict[str, str] = {

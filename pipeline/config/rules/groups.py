@@ -110,6 +110,10 @@ def check_replicas_section(config: Config) -> None:
     if config.moe.balance != "none":
         why = "the load of experts is counted over the ranks of one replica"
         raise ConfigError("moe.balance", config.moe.balance, why=why, remedy='use "none", or remove replicas')
+    if config.optimizer.params.qk_clip is not None:
+        why = "the largest attention logits are those of the ranks of one replica, and each would scale other weights"
+        given = config.optimizer.params.qk_clip
+        raise ConfigError("optimizer.params.qk_clip", given, why=why, remedy="remove it, or remove replicas")
     batch = config.train_batch_size
     if batch is not None and batch < section.count:
         why = f"the batch of all replicas together, train_batch_size, has {batch} samples"

@@ -174,6 +174,7 @@ def _check_attention(config: Config, topology: Topology) -> None:
         (topology.cp > 1, "parallel.cp"),
         (topology.tp > 1, "parallel.tp"),
         (config.data.mask_documents, "data.mask_documents"),
+        (config.optimizer.params.qk_clip is not None, "optimizer.params.qk_clip"),
     ):
         if needs:
             why = f"{what} needs headrace's own attention, which attn_implementation sdpa selects"

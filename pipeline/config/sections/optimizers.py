@@ -134,6 +134,7 @@ KINDS = (
             "adjust_lr": "match_rms_adamw",
             "betas": (0.9, 0.95),
             "eps": 1e-10,
+            "qk_clip": None,
         },
         counts_steps=True,
         scope=UpdateScope.MATRIX,
@@ -208,6 +209,12 @@ class OptimizerParams(Section):
         None,
         description="Muon: factor on the update of a matrix with m outputs and n inputs. match_rms_adamw, the default:"
         " 0.2 sqrt(max(m, n)), updates as large as AdamW's, whose rates and decays hold. original: sqrt(max(1, m/n))",
+    )
+    qk_clip: PositiveFloat | None = Field(
+        None,
+        description="Muon: largest attention logit of a head (a scaled product of a query and a key), e.g. 100. After a"
+        " step in which one was larger, the weights of the head's queries and keys are scaled by what is too much"
+        " (QK-Clip of Kimi K2). Default: not clipped",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0,

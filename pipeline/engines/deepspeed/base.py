@@ -17,7 +17,7 @@ from pipeline.checkpoint.format.shard_table import State
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import NO_LIMITS, FinishedStep, HostValues, Replica, StepOutcome, UpdateLimits
-from pipeline.engines.common import with_expert_load
+from pipeline.engines.common import with_measures
 from pipeline.engines.deepspeed.experts import ExpertMarker
 from pipeline.engines.deepspeed.groups import ModelParallelUnit
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
@@ -25,7 +25,7 @@ from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import (
     collect_local_state,
-    held_matrices,
+    held_shards,
     replicas,
     reset_optimizer_state,
     restore_local_state,
@@ -80,8 +80,11 @@ class DeepSpeedBase(EngineBase):
         reset_optimizer_state(self._engine.optimizer)
         if self._matrices:
             bound: Any = wrapped(self._engine.optimizer)
-            held = held_matrices(self._engine.optimizer, self._local_model, self._matrices)
+            held = held_shards(self._engine.optimizer, self._local_model, self._matrices)
             bound.bind_matrices(held, self._mesh.stage_group() if self._mesh else None)
+            if self._qk_clip is not None:
+                clipped = held_shards(self._engine.optimizer, self._local_model, self._qk_clip.rows)
+                bound.bind_clip(self._qk_clip, clipped)
         self.decoders = [self._local_model.decoder]
 
     def state(self) -> State:
@@ -119,6 +122,8 @@ class DeepSpeedBase(EngineBase):
         optimizer, ranks = self._engine.optimizer, self._mesh.size("data") if self._mesh else 1
         self._loss, self._limits, self._outcome = math.nan, limits, None
         set_learning_rate(optimizer, lr)
+        if self._qk_clip is not None:
+            self._qk_clip.begin_step()
         if self._balancer is not None:  # the factor on a summed loss, and the scale that DeepSpeed applies on top of it
             self._balancer.begin_step((self._scaler.value if self._scaler.enabled else ranks) / step.targets)
         if not self._scaler.enabled:
@@ -138,7 +143,7 @@ class DeepSpeedBase(EngineBase):
         assert self._outcome is not None
         names, host = self._objective.parts, self._host_sums
         result = self._scaler.result(step.step, means, names, self._norm(), self._outcome, host_sums=host)
-        return FinishedStep(with_expert_load(self._balancer, result, targets=step.targets))
+        return FinishedStep(with_measures(self._measures, result, targets=step.targets))
 
     def _update_allowed(self) -> bool:
         """Whether weights and optimizer states may be updated; called by the wrapped optimizer.
@@ -157,6 +162,8 @@ class DeepSpeedBase(EngineBase):
 
     def _means(self, sums: Tensor, step: StepBatch, host_values: HostValues) -> list[float]:
         """Sums over this rank's micro-batches -> means over the targets of the step, before its update."""
+        if self._qk_clip is not None:
+            self._qk_clip.reduce()
         own = sums.double() if self._reports_loss else torch.zeros_like(sums, dtype=torch.float64)
         reduced = torch.cat([own, to_device(host_values(), own.device)])
         dist.all_reduce(reduced)

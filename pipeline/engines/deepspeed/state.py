@@ -24,11 +24,10 @@ from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.engines.base import Replica
 from pipeline.engines.deepspeed.offload import is_swapped, swapped_in
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
-from pipeline.engines.optim.matrix_exchange import HeldShard
+from pipeline.engines.optim.matrix_exchange import Form, HeldShard
 from pipeline.engines.optim.state import ensure_state, kind_of_group, set_step_counter, step_counter
 from pipeline.engines.parallel.assemble import LocalModel
 from pipeline.engines.parallel.mesh import Mesh
-from pipeline.models.hidden_matrices import MatrixForm
 
 _WEIGHT = "weight"
 
@@ -144,21 +143,21 @@ def _kind_of(optimizer: Any, index: int, kind: OptimizerKind) -> OptimizerKind:
     return kind_of_group(kind, group)
 
 
-def held_matrices(
-    optimizer: Any, local_model: LocalModel, matrices: Mapping[str, MatrixForm]
-) -> list[tuple[Tensor, list[HeldShard]]]:
-    """What this rank has of hidden matrices, by flat tensor: the same tensors in the same order on all data ranks.
+def held_shards(
+    optimizer: Any, local_model: LocalModel, forms: Mapping[str, Form]
+) -> list[tuple[Tensor, list[HeldShard[Form]]]]:
+    """What this rank has of some parameters, by flat tensor: the same tensors in the same order on all data ranks.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
-        matrices: see `models.hidden_matrices`; of more parameters, perhaps.
+        forms: name of each of them -> what is known of it; of more parameters, perhaps.
     """
     flats = flat_tensors(optimizer)
-    held: list[tuple[Tensor, list[HeldShard]]] = [(flat, []) for flat in flats]
+    held: list[tuple[Tensor, list[HeldShard[Form]]]] = [(flat, []) for flat in flats]
     for s in flat_slices(optimizer, local_model.decoder.parameters_by_name()):
-        if s.length and s.name in matrices:
-            shard = HeldShard(s.name, matrices[s.name], local_model.box(s.name), s.start, s.offset, s.length)
+        if s.length and s.name in forms:
+            shard = HeldShard(s.name, forms[s.name], local_model.box(s.name), s.start, s.offset, s.length)
             held[s.flat][1].append(shard)
     return held
 

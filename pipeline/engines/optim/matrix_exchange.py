@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,16 @@ _OVER_SHARE = 1.1
 """A rank computes the matrices that it holds whole up to so many times its share of the work."""
 
 
+Form = TypeVar("Form")
+
+
 @dataclass(frozen=True)
-class HeldShard:
+class HeldShard(Generic[Form]):
     """A rank's part of a parameter within one of its tensors.
 
     Attributes:
         name: of the parameter.
-        form: of its matrices.
+        form: what is known of the whole parameter, e.g. its matrices.
         box: of the parameter in which the flat range is; all of it when None.
         start: first flat index within the box.
         offset: first index in the flattened tensor.
@@ -44,7 +48,7 @@ class HeldShard:
     """
 
     name: str
-    form: MatrixForm
+    form: Form
     box: Rectangle | None
     start: int
     offset: int
@@ -94,13 +98,13 @@ class MatrixExchange:
 
     def __init__(
         self,
-        tensors: Sequence[Sequence[HeldShard]],
+        tensors: Sequence[Sequence[HeldShard[MatrixForm]]],
         group: dist.ProcessGroup | None,
         *,
         work: Callable[[MatrixForm], float],
     ) -> None:
         self._group, self._work = group, work
-        self._held: list[list[list[HeldShard]]] = [[list(each) for each in tensors]]
+        self._held: list[list[list[HeldShard[MatrixForm]]]] = [[list(each) for each in tensors]]
         self._rank = 0
         if group is not None:
             self._rank = dist.get_rank(group)
@@ -148,7 +152,7 @@ class MatrixExchange:
             total = [size + more for size, more in zip(total, added, strict=True)]
         yield chosen
 
-    def _shards(self, indices: Sequence[int]) -> Iterator[tuple[int, int, HeldShard]]:
+    def _shards(self, indices: Sequence[int]) -> Iterator[tuple[int, int, HeldShard[MatrixForm]]]:
         """(rank, index of its tensor, shard), tensor by tensor."""
         for index in indices:
             yield from ((rank, index, shard) for rank, held in enumerate(self._held) for shard in held[index])
@@ -165,7 +169,7 @@ class MatrixExchange:
         return _Round(holders, forms, work, rank=self._rank, load=load)
 
 
-def _parts_of(shard: HeldShard, index: int) -> Iterator[tuple[Stored, _Part]]:
+def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored, _Part]]:
     """The parts of matrices that a shard is, which lies in tensor `index`."""
     inner, offset = shard.box.sizes if shard.box else shard.form.shape, shard.offset
     for rectangle in split_flat_range(inner, shard.start, shard.length):

@@ -5,12 +5,15 @@ O is u orthogonalized (`newton_schulz`), and s the factor of `adjust_lr`. Defaul
 
 A rank updates what it has of a parameter; the whole matrix exists on its owner for as long as it is orthogonalized
 (`matrix_exchange`). The iteration and what is sent for it are in bf16 on GPUs, as published, and in fp32 on a CPU.
+
+With QK-Clip (`qk_clip`) the queries and keys of some heads are scaled after the update, in both parts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +24,9 @@ from pipeline.config.sections.optimizers import OptimizerParams
 from pipeline.engines.optim.groups import MATRICES
 from pipeline.engines.optim.matrix_exchange import HeldShard, MatrixExchange
 from pipeline.engines.optim.newton_schulz import flops, orthogonalize, update_scale
+from pipeline.engines.optim.qk_clip import QkClip
 from pipeline.models.hidden_matrices import MatrixForm
+from pipeline.models.query_key_rows import HeadRows
 
 MOMENTUM, STEP = "momentum_buffer", "step"
 
@@ -60,9 +65,11 @@ class Muon(torch.optim.AdamW):
         self._steps, self._rule = params.ns_steps, params.adjust_lr
         self._index: dict[int, int] = {}
         self._exchange: MatrixExchange | None = None
+        self._clip: QkClip | None = None
+        self._clipped: dict[int, Sequence[HeldShard[HeadRows]]] = {}
 
     def bind_matrices(
-        self, held: Sequence[tuple[Tensor, Sequence[HeldShard]]], group: dist.ProcessGroup | None
+        self, held: Sequence[tuple[Tensor, Sequence[HeldShard[MatrixForm]]]], group: dist.ProcessGroup | None
     ) -> None:
         """Says what of which matrices the tensors of the groups hold. Collective.
 
@@ -88,6 +95,15 @@ class Muon(torch.optim.AdamW):
         ]
         self.bind_matrices(held, None)
 
+    def bind_clip(self, clip: QkClip, held: Sequence[tuple[Tensor, Sequence[HeldShard[HeadRows]]]]) -> None:
+        """Says what of queries and keys the tensors of the groups hold, which QK-Clip scales after each step.
+
+        Args:
+            clip: has the largest logits before a step.
+            held: tensors of the groups, and what this rank has in each.
+        """
+        self._clip, self._clipped = clip, {id(tensor): shards for tensor, shards in held}
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates every parameter. A matrix without a gradient has one of zeros: all ranks have to take part."""
@@ -103,11 +119,17 @@ class Muon(torch.optim.AdamW):
         updated = [
             (p, group) for group in groups if group.get(MATRICES) for p in group["params"] if id(p) in self._index
         ]
-        if updated:
-            self._update(updated, self._exchange)
-
-    def _update(self, updated: list[tuple[Tensor, dict[str, Any]]], exchange: MatrixExchange) -> None:
         vetoed = None if self.found_inf is None else self.found_inf.reshape(()) > 0
+        if updated:
+            self._update(updated, self._exchange, vetoed)
+        if self._clip is not None:
+            for each in chain.from_iterable(group["params"] for group in groups):
+                if shards := self._clipped.get(id(each)):
+                    self._clip.scale(each, shards, vetoed=vetoed)
+
+    def _update(
+        self, updated: list[tuple[Tensor, dict[str, Any]]], exchange: MatrixExchange, vetoed: Tensor | None
+    ) -> None:
         directions = {self._index[id(p)]: self._direction(p, vetoed) for p, _ in updated}
         exchange.apply(directions, self._orthogonalize)
         for parameter, group in updated:

@@ -21,6 +21,7 @@ from pipeline.engines.parallel.fp8 import check_fp8
 from pipeline.engines.parallel.fused_kernels import check_exchange
 from pipeline.engines.parallel.kept_layers import check_kept_layers
 from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.qk_clip_check import check_qk_clip
 from pipeline.engines.parallel.quantization_aware import check_quantization_aware
 from pipeline.engines.parallel.random_numbers import check_random_numbers
 from pipeline.engines.parallel.stages import StageLayers, layer_list
@@ -69,6 +70,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     check_quantization_aware(run.config.quantization_aware, model)
     check_experts(run.config.moe, model)
     matrices_of(model, run.config.optimizer)
+    check_qk_clip(run, model)
     check_architecture(run, config)
 
 

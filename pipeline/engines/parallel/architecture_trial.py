@@ -78,6 +78,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
                 ("parallel.cp 1", topology.cp > 1),
                 ("parallel.tp 1", topology.tp > 1),
                 ("data.mask_documents false", masks),
+                ("no optimizer.params.qk_clip", run.config.optimizer.params.qk_clip is not None),
             )
             if on
         ]

@@ -15,6 +15,7 @@ from pipeline.engines.parallel.collectives import functional
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.ring import RingAttention
 from pipeline.models.attention import ContextParallelAttention, attend, repeat_heads
+from pipeline.models.attention_logits import LogitWatch
 from pipeline.models.masks import AttentionMask, make_mask
 
 
@@ -44,12 +45,24 @@ class UlyssesAttention:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        mask: AttentionMask,
+        watch: LogitWatch | None = None,
+    ) -> Tensor:
         """See `ContextParallelAttention.attend`."""
         times = _kv_repeats(query.shape[1], key.shape[1], ranks=dist.get_world_size(self._group))
         if times > 1:
             key, value = repeat_heads(key, times), repeat_heads(value, times)
         query, key, value = (all_to_all(each, self._group, scatter_dim=1, gather_dim=2) for each in (query, key, value))
+        if watch is not None:
+            whole, first = (range(query.shape[2]),), dist.get_rank(self._group) * key.shape[1]
+            watch.see(query, key, queries=whole, keys=whole, first_head=first, copies=times)
         attended = attend(query, key, value, scale=scale, mask=mask)
         return all_to_all(attended, self._group, scatter_dim=2, gather_dim=1)
 

@@ -18,6 +18,7 @@ Shapes: B samples, H heads, K key/value heads, T positions of this rank, d head 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from pipeline.config.topology import sequence_chunks
 from pipeline.engines.parallel.kernels import attention_backward, attention_forward
+from pipeline.models.attention_logits import LogitWatch
 from pipeline.models.masks import CAUSAL, FULL, AttentionMask, make_part_mask
 
 
@@ -91,9 +93,18 @@ class RingAttention:
         return RingMask(tuple(masks))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between two ranks cannot be part of a graph
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: RingMask) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        mask: RingMask,
+        watch: LogitWatch | None = None,
+    ) -> Tensor:
         """See `ContextParallelAttention.attend`."""
-        attended: Tensor = _RingFunction.apply(query, key, value, scale, mask, self._group)
+        attended: Tensor = _RingFunction.apply(query, key, value, scale, mask, self._group, watch)
         return attended
 
 
@@ -106,7 +117,14 @@ def _chosen(chunks: tuple[range, ...], part: slice) -> tuple[range, ...]:
 class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: RingMask, group: dist.ProcessGroup
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: RingMask,
+        group: dist.ProcessGroup,
+        watch: LogitWatch | None,
     ) -> Tensor:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         key_value = torch.stack([key, value])
@@ -116,6 +134,8 @@ class _RingFunction(torch.autograd.Function):
             block, allowed = _block(hop, rank=rank, ranks=ranks, length=query.shape[2]), mask.hops[hop]
             if allowed is not None:
                 k, v = key_value[..., block.keys, :]
+                if watch is not None:
+                    _watch_block(watch, query, k, block, rank=rank, ranks=ranks)
                 part = attention_forward(query[:, :, block.queries], k, v, scale=scale, mask=allowed)
                 if hop == 0:  # every query attends to itself: its log-sum-exp is finite from here on
                     # copies: selective activation checkpointing keeps the kernel's outputs, which must not change
@@ -129,7 +149,7 @@ class _RingFunction(torch.autograd.Function):
         return attended
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         query, key, value, out, log_sum = ctx.saved_tensors
         group, ranks, rank = ctx.group, dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         d_query = torch.zeros_like(query, dtype=torch.float32)
@@ -155,7 +175,14 @@ class _RingFunction(torch.autograd.Function):
             key_value = transfer.wait() if transfer else key_value
         assert returning is not None
         d_key, d_value = returning.wait().to(key.dtype)
-        return d_query.to(query.dtype), d_key, d_value, None, None, None
+        return d_query.to(query.dtype), d_key, d_value, None, None, None, None
+
+
+def _watch_block(watch: LogitWatch, query: Tensor, key: Tensor, block: _Block, *, rank: int, ranks: int) -> None:
+    """Watches the logits of a hop; the queries are all of this rank's, the keys those of the block."""
+    of_rank = partial(sequence_chunks, query.shape[2] * ranks, cp=ranks, zigzag=True)
+    queries, keys = _chosen(of_rank(cp_rank=rank), block.queries), _chosen(of_rank(cp_rank=block.source), block.keys)
+    watch.see(query[:, :, block.queries], key, queries=queries, keys=keys)
 
 
 class _RingTransfer:

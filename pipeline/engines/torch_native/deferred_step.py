@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from pipeline.data.loader import StepBatch
-from pipeline.engines.base import PendingStep, StepOutcome, StepResult, UpdateLimits
+from pipeline.engines.base import PendingStep, StepMeasure, StepOutcome, StepResult, UpdateLimits
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.optim.groups import set_learning_rate
-from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.runtime.launch.host_copy import HostCopy
 
 
@@ -73,7 +72,7 @@ class DeferredStep:
         names: of the loss's parts.
         limits: of the step.
         scaler: is told the outcome.
-        balancer: of a mixture of experts; its step ends.
+        measures: their step ends.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class DeferredStep:
         names: Sequence[str],
         limits: UpdateLimits,
         scaler: LossScaler,
-        balancer: ExpertBalancer | None,
+        measures: Sequence[StepMeasure],
     ) -> None:
         self.vetoed = decision.vetoed
         self._step, self._names, self._limits = step.step, names, limits
-        self._scaler, self._balancer = scaler, balancer
-        if balancer is not None:
-            numbers = [*numbers, balancer.end_step(targets=step.targets, vetoed=decision.vetoed)]
+        self._scaler, self._measures = scaler, measures
+        measured = [each.end_step(targets=step.targets, vetoed=decision.vetoed) for each in measures]
+        numbers = [*numbers, *measured]
         self._sizes = [each.numel() for each in numbers]
         self._copy = HostCopy(torch.cat([each.reshape(-1) for each in numbers]))
         self._result: StepResult | None = None
@@ -100,10 +99,11 @@ class DeferredStep:
         """See `PendingStep.result`."""
         if self._result is None:
             values = iter(self._copy.read())
-            means, (norm,), host, *load = [[next(values) for _ in range(size)] for size in self._sizes]
+            means, (norm,), host, *measured = [[next(values) for _ in range(size)] for size in self._sizes]
             outcome: StepOutcome = self._scaler.outcome(means[0], norm, self._limits)
             result = self._scaler.result(self._step, means, self._names, norm, outcome, host_sums=host)
-            if self._balancer is not None:
-                result = replace(result, parts={**result.parts, **self._balancer.parts(load[0])})
-            self._result = result
+            parts = dict(result.parts)
+            for each, numbers in zip(self._measures, measured, strict=True):
+                parts |= each.parts(numbers)
+            self._result = replace(result, parts=parts)
         return self._result

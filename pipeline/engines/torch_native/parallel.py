@@ -72,6 +72,10 @@ class TorchParallel(EngineBase, ExchangedGradients):
         held = [(s.master, [s.held(self._matrices[s.name])] if s.master.numel() else []) for s in trained]
         bound: Any = self._optimizer
         bound.bind_matrices(held, self._mesh.stage_group())
+        if self._qk_clip is not None:
+            rows = self._qk_clip.rows
+            scaled = [(s.master, [s.held(rows[s.name])]) for s in self._shards if s.name in rows and s.master.numel()]
+            bound.bind_clip(self._qk_clip, scaled)
 
     def _build_stage(
         self, run: ResolvedRun, model: nn.Module, values: ParameterValues, stage: StageLayers
@@ -114,6 +118,8 @@ class TorchParallel(EngineBase, ExchangedGradients):
         scale = self._scaler.value
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
+        if self._qk_clip is not None:
+            self._qk_clip.begin_step()
         train = partial(self._train, scale=scale / step.targets)
         local_gradients = partial(gradients.attached, self._shards)
         sums = self._exchanged(step, train(step.micro_batches), gradients=local_gradients, train=train)
@@ -126,6 +132,8 @@ class TorchParallel(EngineBase, ExchangedGradients):
         sums, square, host = reduced[: len(sums)], reduced[len(sums)], reduced[len(sums) + 1 :]
         means, norm = sums / step.targets, square.sqrt() / scale
         decision = decide(means[0], norm, limits=limits, clip=self._clip, scale=scale, after=after)
+        if self._qk_clip is not None:
+            self._qk_clip.reduce()
         with torch.no_grad():
             decision.step(self._optimizer, lr=lr)
         refresh_scales(shard.sharded for shard in self._shards)
@@ -138,7 +146,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
             names=self._objective.parts,
             limits=limits,
             scaler=self._scaler,
-            balancer=self._balancer,
+            measures=self._measures,
         )
 
     def _train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Tensor:

@@ -26,6 +26,7 @@ from pipeline.engines.base import (
     Objective,
     PendingStep,
     Replica,
+    StepMeasure,
     StepOutcome,
     TrainsStepByStep,
     UpdateLimits,
@@ -35,12 +36,13 @@ from pipeline.engines.common import (
     master_weight,
     matrices_of,
     update_scales,
-    with_expert_load,
+    with_measures,
 )
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import parameter_groups, set_learning_rate
+from pipeline.engines.optim.qk_clip import make_qk_clip, whole_rows
 from pipeline.engines.optim.state import ensure_all_states, ensure_state, set_step_counter, step_counter
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
@@ -74,6 +76,9 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self._objective, self._device, self._seed = objective, device, run.config.run.seed
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
         self._balancer = make_balancer(run.config.moe, model, device=device)
+        self._qk_clip = make_qk_clip(section, model, device=device, mesh=None)
+        measures: tuple[StepMeasure | None, ...] = (self._balancer, self._qk_clip)
+        self._measures = [each for each in measures if each is not None]
         self._matrices = matrices_of(model, section)
         scales = update_scales(model, run.config.model, section)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
@@ -86,6 +91,9 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         if self._matrices:
             bound: Any = self._optimizer
             bound.bind_whole(self._masters, self._matrices)
+            if self._qk_clip is not None:
+                self._qk_clip.attach(self._decoder.causal)
+                bound.bind_clip(self._qk_clip, whole_rows(self._masters, self._qk_clip))
         ensure_all_states(self._optimizer, self._kind)
 
     def begin_step(
@@ -101,17 +109,21 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         torch.manual_seed(self._seed + step.step)  # of dropout and jitter, which a resumed run draws again
         if self._balancer is not None:
             self._balancer.begin_step(self._scaler.value / step.targets)
+        if self._qk_clip is not None:
+            self._qk_clip.begin_step()
         train = partial(self._train, targets=step.targets)
         sums = self._exchanged(step, train(step.micro_batches), gradients=self._gradients, train=train)
         means: list[float] = (sums.double() / step.targets).tolist()
         norm = self._gradient_norm() / self._scaler.value
         outcome = self._scaler.outcome(means[0], norm, limits)
+        if self._qk_clip is not None:
+            self._qk_clip.reduce()
         if outcome is StepOutcome.APPLIED:
             self._update(norm, lr)
         self._optimizer.zero_grad(set_to_none=True)
         names, host = self._objective.parts, host_values()
         result = self._scaler.result(step.step, means, names, norm, outcome, host_sums=host)
-        return FinishedStep(with_expert_load(self._balancer, result, targets=step.targets))
+        return FinishedStep(with_measures(self._measures, result, targets=step.targets))
 
     def _train(self, micro_batches: Sequence[MicroBatch], *, targets: int) -> Tensor:
         """Accumulates gradients over micro-batches. Returns the sums of the loss and its parts, fp32 [1 + parts]."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.run import Fp8Section
-from pipeline.engines.optim.matrix_exchange import HeldShard
+from pipeline.engines.optim.matrix_exchange import Form, HeldShard
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.experts import expert_modules
@@ -35,7 +35,6 @@ from pipeline.engines.torch_native.fsdp_units import Units, prefetch_explicitly,
 from pipeline.models.build.buffers import fill_buffers
 from pipeline.models.build.initial_values import ParameterValues
 from pipeline.models.build.rectangle import Rectangle
-from pipeline.models.hidden_matrices import MatrixForm
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class ParameterShard:
         """Frees the gradient."""
         self.master.grad = self.sharded.grad = None
 
-    def held(self, form: MatrixForm) -> HeldShard:
-        """What it has of a hidden matrix."""
+    def held(self, form: Form) -> HeldShard[Form]:
+        """What it has of the parameter, of which something is known."""
         return HeldShard(self.name, form, self.box, self.start, offset=0, length=self.master.numel())
 
     def named_shard(self, values: Tensor) -> NamedShard:

@@ -24,6 +24,7 @@ from pipeline.engines.base import NO_LIMITS, HostValues, Objective, PendingStep,
 from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import parameter_groups
+from pipeline.engines.optim.qk_clip import whole_rows
 from pipeline.engines.optim.small_moments import AdamWSmallMoments
 from pipeline.engines.optim.split_master import joined, split
 from pipeline.engines.optim.state import ensure_all_states, set_step_counter, step_counter
@@ -121,6 +122,8 @@ class TorchSingle(EngineBase, ExchangedGradients):
             optimizer: Any = build_optimizer(groups, section)
             if self._matrices:
                 optimizer.bind_whole(updated, self._matrices)
+            if self._qk_clip is not None:
+                optimizer.bind_clip(self._qk_clip, whole_rows(updated, self._qk_clip))
             self._updates.append(_Update(masters, optimizer))
         for update in self._updates:
             with update.master_values():
@@ -139,10 +142,14 @@ class TorchSingle(EngineBase, ExchangedGradients):
         scale = self._scaler.value
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
+        if self._qk_clip is not None:
+            self._qk_clip.begin_step()
         train = partial(self._train, scale=scale / step.targets)
         sums = self._exchanged(step, train(step.micro_batches), gradients=self._fp32_gradients, train=train)
         means, norm = sums.double() / step.targets, self._gradient_norm() / scale
         decision = decide(means[0], norm, limits=limits, clip=self._clip, scale=scale, after=after)
+        if self._qk_clip is not None:
+            self._qk_clip.reduce()
         for update in self._updates:
             update.run(decision, lr=lr)
         return DeferredStep(
@@ -152,7 +159,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
             names=self._objective.parts,
             limits=limits,
             scaler=self._scaler,
-            balancer=self._balancer,
+            measures=self._measures,
         )
 
     def _train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Tensor:

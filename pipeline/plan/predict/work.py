@@ -170,8 +170,15 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in
     if mode == "selective":  # grouped products are not among those that it keeps
         again_linear = again_experts = repeated * experts
     in_bf16 = (0.0, experts) if in_fp8 else (experts, 2 * experts + again_experts)
+    watched = _watched(layout, flops)
+    scores = watched / (2 * layout.widths.head_size)  # written and read in blocks
     kernels = FORWARD_PASSES * activations
-    forward = Pass(tokens * linear, tokens * flops.attention, kernels, tokens * in_bf16[0])
+    forward = Pass(
+        tokens * linear,
+        tokens * (flops.attention + watched),
+        kernels + tokens * scores * 2 * layout.size,
+        tokens * in_bf16[0],
+    )
     backward = Pass(
         tokens * (2 * linear + again_linear),
         tokens * flops.attention * (ATTENTION_BACKWARD + again),
@@ -179,6 +186,14 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in
         tokens * in_bf16[1],
     )
     return Passes(forward, backward, tokens * experts)
+
+
+def _watched(layout: TrafficLayout, flops: StageFlops) -> float:
+    """FLOPs per token of QK-Clip's largest logits: the scores of attention's forward pass once more."""
+    if layout.run.config.optimizer.params.qk_clip is None:
+        return 0.0
+    widths = layout.widths
+    return flops.attention * widths.query / (widths.query + (widths.output or widths.query))
 
 
 def _head(layout: TrafficLayout, flops: StageFlops) -> Passes:

@@ -34,7 +34,7 @@ VOCABULARY = 256
 _LAYOUT_KEYS = frozenset({"parallel", "memory", "aio", "compile", "communication_data_type"})
 """Sections and keys that a plain process does without."""
 
-_MOMENTUM, _SGD_DECAY = 0.9, 1e-3
+_MOMENTUM, _SGD_DECAY, _LOGIT = 0.9, 1e-3, 5e-3
 TRACED = "aot_eager"
 """Backend that traces layers as for inductor, forward and backward, and compiles no kernels: those of a CPU are not
 those of a GPU, and take minutes."""
@@ -154,7 +154,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     lowest, highest = config.optimizer.kind.proof_lr
     given = config.optimizer.params
     params = {**raw["optimizer"]["params"], **given.rates_at(min(max(given.lr, lowest), highest))}
-    params |= _visible_gradient(config.optimizer, notes)
+    params |= _visible_gradient(config.optimizer, notes) | _crossed_threshold(config.optimizer, notes)
     if params.pop("moments_dtype", None) is not None:
         notes.append("small moments are no layout, and round: proven with fp32 moments")
     shrunk = {
@@ -245,6 +245,15 @@ def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str
         replaced["weight_decay"] = _SGD_DECAY
         notes.append(f"in {given}'s momentum a larger weight decay hides the first gradient: proven with {_SGD_DECAY}")
     return replaced
+
+
+def _crossed_threshold(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
+    """A threshold of QK-Clip that the logits of a tiny model cross."""
+    given = optimizer.params.qk_clip
+    if given is None or given <= _LOGIT:
+        return {}
+    notes.append(f"optimizer.params.qk_clip {given:g}: a tiny model's logits are small, proven with {_LOGIT}")
+    return {"qk_clip": _LOGIT}
 
 
 def _cpu_supports_fp16() -> bool:

@@ -100,6 +100,7 @@ def _state_entries(prepared: PreparedRun) -> Iterator[Entry]:
     elements = sum(math.prod(form.shape) for form in forms.values())
     if forms:
         yield _matrices_entry(forms, elements, of=size.parameters)
+    yield from _qk_clip_entries(prepared)
     state_bytes = run.config.optimizer.kind.state_bytes(parameters=size.parameters, matrices=elements)
     state = f"{state_bytes / 2**30:,.3f} GiB of fp32 weights and optimizer states over all ranks, and on disk"
     each = state_bytes / size.parameters
@@ -119,11 +120,26 @@ def _matrices_entry(forms: Mapping[str, MatrixForm], elements: int, *, of: int) 
     return Entry("matrices", text, {"matrices": count, "parameters": len(forms), "elements": elements, "fused": fused})
 
 
+def _qk_clip_entries(prepared: PreparedRun) -> Iterator[Entry]:
+    """What QK-Clip watches."""
+    from pipeline.models.query_key_rows import attention_heads  # noqa: PLC0415  imports torch
+
+    threshold = prepared.run.config.optimizer.params.qk_clip
+    if threshold is not None:
+        modules = attention_heads(prepared.model)
+        heads, parameters = sum(each.key_heads for each in modules), sum(len(each.rows) for each in modules)
+        text = (
+            f"{heads:,} key heads of {len(modules):,} attention layers are scaled where a logit was over {threshold:g}"
+        )
+        values = {"threshold": threshold, "layers": len(modules), "key_heads": heads, "parameters": parameters}
+        yield Entry("qk_clip", text, values)
+
+
 def _parameter(kind: OptimizerKind) -> str:
     return "parameter" if kind.rest is None else f"parameter in hidden matrices ({len(kind.rest.states)} of others)"
 
 
-_SHOWN_PARAMS = ("betas", "momentum", "nesterov", "muon_lr", "adam_lr", "adjust_lr", "weight_decay")
+_SHOWN_PARAMS = ("betas", "momentum", "nesterov", "muon_lr", "adam_lr", "adjust_lr", "weight_decay", "qk_clip")
 
 
 def _data_entries(data: DataSection) -> Iterator[Entry]:

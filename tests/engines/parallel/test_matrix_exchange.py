@@ -23,7 +23,7 @@ from tests.engines.parallel.ranks import WORLD, Ranks
 LAYOUTS = ("rows", "flat", "replicated", "columns and rows", "experts")
 
 
-def held(layout: str, rank: int) -> list[list[HeldShard]]:
+def held(layout: str, rank: int) -> list[list[HeldShard[MatrixForm]]]:
     """What a rank has of every tensor: boxes and flat ranges as the layouts have them, some of them empty."""
     if layout == "flat":  # ZeRO 1 and 2: all parameters one after the other, in equal parts
         return [list(flat_partition(rank))]
@@ -41,7 +41,7 @@ def flat_partition(rank: int) -> Any:
         at += count
 
 
-def shard(name: str, layout: str, rank: int) -> HeldShard:
+def shard(name: str, layout: str, rank: int) -> HeldShard[MatrixForm]:
     form = FORMS[name]
     first, rows, *others = form.shape if layout == "experts" and len(form.shape) == 3 else (0, *form.shape)
     if layout == "replicated":
@@ -84,12 +84,12 @@ def exchanged(rank: int, layout: str, elements: int) -> dict[str, Any]:
     return {"parts": parts, "shares": exchange.shares(range(len(own)))}
 
 
-def parts_of(each: HeldShard, tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
+def parts_of(each: HeldShard[MatrixForm], tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
     flat = tensor.narrow(0, each.offset, each.length)
     return NamedShard(each.form.shape, start=each.start, values=flat, box=each.box).parts
 
 
-def fill(each: HeldShard, tensor: Tensor, full: Tensor) -> None:
+def fill(each: HeldShard[MatrixForm], tensor: Tensor, full: Tensor) -> None:
     for at, part in parts_of(each, tensor).items():
         part.copy_(full[tuple(slice(o, o + s) for o, s in zip(at, part.shape, strict=True))])
 

@@ -1,0 +1,167 @@
+"""The largest attention logit of every key head, computed beside attention: nothing of size T x T is made.
+
+A logit is a scaled product of a query and a key that it attends to, before the softmax. An attention module that has a
+tensor under `LARGEST` raises it to the largest logits of each forward pass in training. Under torch.compile that is one
+operator, which breaks no graph. Recomputation (activation checkpointing) repeats nothing of it in eager layers.
+
+Source of what it is for: Kimi Team 2025, Kimi K2 (arXiv:2507.20534), section 2.1, QK-Clip.
+
+Shapes: B samples, H heads, K key heads, T queries and S keys that are compared, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from pipeline.models.masks import allowed_pairs
+
+LARGEST = "largest_logits"
+"""Attribute of an attention module: fp32 [K], the largest logits so far of the key heads that this rank computes."""
+
+REFERENCE_NAME = "headrace_reference"
+"""The value of `attn_implementation` that selects Hugging Face's sdpa with the largest logits, of the reference."""
+
+_ROWS, _SCORES = 256, 1 << 25
+"""Positions of a block of queries, and scores of a block: 64 MiB in bf16."""
+
+
+@dataclass(frozen=True)
+class LogitWatch:
+    """Where the largest logits of a layer's forward pass go.
+
+    Attributes:
+        largest: see `LARGEST`.
+        documents: [B, positions of the sequence], document of every position; None for one.
+        window: positions that a query attends to; None for all.
+        scale: factor on the products.
+    """
+
+    largest: Tensor
+    documents: Tensor | None
+    window: int | None
+    scale: float
+
+    def see(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        queries: Sequence[range],
+        keys: Sequence[range],
+        first_head: int = 0,
+        copies: int = 1,
+    ) -> None:
+        """Raises the largest logits to those of queries and keys.
+
+        Args:
+            query: [B, H, T, d].
+            key: [B, K, S, d].
+            queries: positions of the queries in the sequence, as chunks in ascending order.
+            keys: of the keys.
+            first_head: number of the first key head among all copies of key heads, where ranks divide them.
+            copies: of every key head.
+        """
+        ends = [[end for each in chunks for end in (each.start, each.stop)] for chunks in (queries, keys)]
+        with torch.no_grad():
+            raise_to_largest(
+                self.largest,
+                query.detach(),
+                key.detach(),
+                self.documents,
+                self.scale,
+                self.window,
+                *ends,
+                first_head,
+                copies,
+            )
+
+
+def watch_of(module: nn.Module, documents: Tensor | None, window: int | None, *, scale: float) -> LogitWatch | None:
+    """The watch of a module's forward pass; None where its logits are not wanted: they are of training alone."""
+    largest: Tensor | None = getattr(module, LARGEST, None)
+    if largest is None or not (module.training and torch.is_grad_enabled()):
+        return None
+    return LogitWatch(largest, documents, window, scale)
+
+
+@torch.library.custom_op("headrace::raise_to_largest", mutates_args=("largest",))
+def raise_to_largest(  # noqa: PLR0913, PLR0917  an operator of torch takes no objects
+    largest: Tensor,
+    query: Tensor,
+    key: Tensor,
+    documents: Tensor | None,
+    scale: float,
+    window: int | None,
+    queries: list[int],
+    keys: list[int],
+    first_head: int,
+    copies: int,
+) -> None:
+    """See `LogitWatch.see`; `queries` and `keys` are the starts and ends of the chunks."""
+    if torch._C._current_graph_task_id() != -1:  # a recomputation in a backward pass
+        return
+    batch, heads, _, size = query.shape
+    shared = key.shape[1]
+    grouped = query.reshape(batch, shared, heads // shared, query.shape[2], size)
+    found = torch.full((shared,), -torch.inf, device=key.device)
+    columns = max(1, _SCORES // (batch * heads * _ROWS))
+    for row, of_query in _blocks(queries, _ROWS):
+        scaled = grouped[..., row : row + len(of_query), :] * scale
+        for column, of_key in _blocks(keys, columns):
+            if of_key.start >= of_query.stop or (window is not None and of_query.start - of_key.stop + 1 >= window):
+                continue
+            block = scaled.flatten(2, 3) @ key[:, :, column : column + len(of_key)].mT
+            scores = block.unflatten(2, (-1, len(of_query)))  # [B, K, H / K, T, S] of the block
+            outside = window is not None and of_query.stop - 1 - of_key.start >= window
+            if documents is not None or outside or of_key.stop - 1 > of_query.start:
+                positions = (torch.arange(r.start, r.stop, device=key.device) for r in (of_query, of_key))
+                scores.masked_fill_(~allowed_pairs(documents, window, *positions)[:, :, None], -torch.inf)
+            found = torch.maximum(found, scores.amax((0, 2, 3, 4)).float())
+    found.clamp_(max=torch.finfo(query.dtype).max)  # attention's own sums do not overflow fp16
+    numbers = (first_head + torch.arange(shared, device=key.device)) // copies
+    largest.scatter_reduce_(0, numbers, found, "amax")
+
+
+@raise_to_largest.register_fake
+def _(*_args: Any, **_options: Any) -> None:
+    return None
+
+
+def _blocks(chunks: list[int], size: int) -> Iterator[tuple[int, range]]:
+    """(index of the first, positions) of every block; chunks are given by starts and ends."""
+    index = 0
+    for start, stop in zip(chunks[::2], chunks[1::2], strict=True):
+        for first in range(start, stop, size):
+            positions = range(first, min(first + size, stop))
+            yield index, positions
+            index += len(positions)
+
+
+def _reference_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Hugging Face's sdpa, and the largest of all T x T logits at once, for sequences that are short."""
+    scaling = options.get("scaling")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    watch = watch_of(module, None, None, scale=scale)
+    if watch is not None and torch._C._current_graph_task_id() == -1:
+        with torch.no_grad():
+            scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scale
+            seen = torch.ones_like(scores, dtype=torch.bool).tril() if attention_mask is None else attention_mask
+            seen = seen if seen.dtype == torch.bool else seen == 0
+            of_heads = scores.float().masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+            torch.maximum(watch.largest, of_heads.unflatten(0, (key.shape[1], -1)).amax(1), out=watch.largest)
+    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return attended
+
+
+AttentionInterface.register(REFERENCE_NAME, _reference_forward)
+AttentionMaskInterface.register(REFERENCE_NAME, sdpa_mask)

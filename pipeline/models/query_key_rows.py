@@ -1,0 +1,167 @@
+"""Which outputs of which projections become the queries and keys of each head of a Hugging Face model.
+
+To multiply the attention logits of a head by a factor, the weights that make its queries and its keys are multiplied by
+powers of it that sum to 1 (QK-Clip: Kimi Team 2025, Kimi K2, arXiv:2507.20534, section 2.1):
+
+- separate or fused projections (q_proj and k_proj, qkv_proj, c_attn, ...): the square root for both;
+- latent attention (DeepSeek-V3): the square root for what has no rotary position, in queries (q_proj or q_b_proj) and
+  keys (kv_b_proj); the factor itself for the rotated part of the queries, whose keys all heads share.
+
+Query heads that share a key head have one factor, so that the key can have its root: as Megatron-LM does
+(`Attention.clip_qk`, which takes the largest logit of the group). So heads are numbered by key heads here.
+
+Shapes: H heads, K key heads, d head size, R outputs of a projection.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.models.hidden_matrices import MatrixForm, attention_sizes, hidden_matrices
+
+_FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "att_proj")
+_HALF = 0.5
+
+NORM = re.compile(r"(q|k|qk|query|key)_?(layer)?_?(norm|ln|layernorm)")
+"""Name of a norm of queries or keys, in an attention module."""
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The outputs of a projection that become queries or keys: of its weight, or of its bias.
+
+    Attributes:
+        shape: of the parameter.
+        dim: that has the outputs.
+        heads: int64 [R], the key head of every output; 0 where it is none.
+        powers: fp32 [R], of the key head's factor, by which the output is multiplied; 0 where it stays.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    heads: Tensor
+    powers: Tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """An attention module.
+
+    Attributes:
+        name: of the module.
+        key_heads: K.
+        rows: name of each parameter -> its outputs.
+    """
+
+    name: str
+    key_heads: int
+    rows: dict[str, HeadRows]
+
+
+def attention_heads(model: nn.Module) -> list[AttentionHeads]:
+    """The attention modules of a model whose projections are known, in its order.
+
+    Args:
+        model: whole, on any device: a sharded parameter no longer has its full shape.
+    """
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    names, forms = {id(parameter): name for name, parameter in model.named_parameters()}, hidden_matrices(model)
+    found: list[AttentionHeads] = []
+    for name, module in model.named_modules():
+        outputs = list(_outputs_of(name, module, config, forms))
+        rows = {
+            names[id(parameter)]: HeadRows(tuple(parameter.shape), _dim(projection, parameter), heads, powers)
+            for projection, heads, powers in outputs
+            for parameter in projection.parameters(recurse=False)
+        }
+        if rows:
+            found.append(AttentionHeads(name, 1 + max(int(heads.max()) for _, heads, _ in outputs), rows))
+    return found
+
+
+def norms_of_heads(module: nn.Module) -> list[str]:
+    """Names of the norms of queries and keys in an attention module."""
+    return [name for name, _ in module.named_children() if NORM.fullmatch(name.lower())]
+
+
+Outputs = tuple[nn.Module, Tensor, Tensor]
+"""A projection, and the key head and the power of each of its outputs."""
+
+
+def _outputs_of(name: str, module: nn.Module, config: Any, forms: Mapping[str, MatrixForm]) -> Iterator[Outputs]:
+    if _is_linear(module, "kv_b_proj"):
+        yield from _latent(module, config)
+    elif _is_linear(module, "q_proj") and _is_linear(module, "k_proj"):
+        yield from _separate(module, config)
+    else:
+        for fused in _FUSED:
+            form = forms.get(f"{name}.{fused}.weight") if _is_linear(module, fused) else None
+            if form is not None:
+                yield from _fused(module, getattr(module, fused), form, config)
+
+
+def _dim(projection: nn.Module, parameter: Tensor) -> int:
+    return parameter.ndim - 1 if isinstance(projection, Conv1D) else 0
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(module, name, None), nn.Linear | Conv1D)
+
+
+def _outputs(projection: Any) -> int:
+    return int(projection.weight.shape[1 if isinstance(projection, Conv1D) else 0])
+
+
+def _separate(module: Any, config: Any) -> Iterator[Outputs]:
+    size = getattr(module, "head_dim", None) or attention_sizes(config)[2]
+    if _outputs(module.q_proj) % size or _outputs(module.k_proj) % size:
+        return
+    heads, shared = (_outputs(each) // size for each in (module.q_proj, module.k_proj))
+    if heads % shared == 0:
+        for projection, each in ((module.q_proj, heads), (module.k_proj, shared)):
+            of_head = torch.arange(each).repeat_interleave(size) // (each // shared)
+            yield projection, of_head, torch.full((each * size,), _HALF)
+
+
+def _latent(module: Any, config: Any) -> Iterator[Outputs]:
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes: list[Any] = [getattr(module, each, None) or getattr(config, each, 0) for each in names]
+    nope, rope, value = sizes
+    query = next((getattr(module, each) for each in ("q_b_proj", "q_proj") if _is_linear(module, each)), None)
+    if query is None or not nope or _outputs(query) % (nope + rope):
+        return
+    heads = _outputs(query) // (nope + rope)
+    if _outputs(module.kv_b_proj) == heads * (nope + value):
+        for projection, second, power in ((query, rope, 1.0), (module.kv_b_proj, value, 0.0)):
+            powers = torch.tensor([_HALF] * nope + [power] * second).repeat(heads)
+            yield projection, torch.arange(heads).repeat_interleave(nope + second), powers
+
+
+def _fused(module: Any, projection: Any, form: MatrixForm, config: Any) -> Iterator[Outputs]:
+    """Queries, keys and values in one tensor."""
+    size = next((n for n in (getattr(module, each, None) for each in ("head_dim", "head_size")) if n), None)
+    size = size or attention_sizes(config)[2]
+    if len(form.parts) != 3:
+        return
+    numbers = torch.arange(_outputs(projection)).unflatten(0, (form.groups, -1))
+    query, key, _ = (part.flatten() for part in numbers.split(list(form.parts), dim=1))
+    if len(query) % size or len(key) % size or len(query) % len(key):
+        return
+    heads, powers = torch.zeros(numbers.numel(), dtype=torch.int64), torch.zeros(numbers.numel())
+    for outputs in (query, key):
+        heads[outputs] = torch.arange(len(outputs)) // (size * len(outputs) // len(key))
+        powers[outputs] = _HALF
+    yield projection, heads, powers
