@@ -16,20 +16,25 @@ from pipeline.models.card.lineage import corpus_of
 
 NAME = "croissant.json"
 VERSION = "http://mlcommons.org/croissant/1.1"
-_CONTEXT: dict[str, Any] = (
-    {
-        "@language": "en",
-        "@vocab": "https://schema.org/",
-        "cr": "http://mlcommons.org/croissant/",
-        "dct": "http://purl.org/dc/terms/",
-        "sc": "https://schema.org/",
-        "conformsTo": "dct:conformsTo",
-        "data": {"@id": "cr:data", "@type": "@json"},
-        "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
-    }
-    | {name: f"cr:{name}" for name in ("citeAs", "column", "extract", "field", "fileObject", "jsonPath")}
-    | {name: f"cr:{name}" for name in ("key", "recordSet", "references", "source", "transform", "isLiveDataset")}
+_TERMS = (
+    "citeAs column equivalentProperty extract field fileProperty fileObject fileSet format includes isLiveDataset "
+    "jsonPath key md5 parentField path recordSet references regex repeated replace samplingRate separator source "
+    "subField transform"
 )
+_CONTEXT: dict[str, Any] = {
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
+    "dct": "http://purl.org/dc/terms/",
+    "sc": "https://schema.org/",
+    "conformsTo": "dct:conformsTo",
+    "data": {"@id": "cr:data", "@type": "@json"},
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+    **{term: f"cr:{term}" for term in _TERMS.split()},
+}
+"""The context that the specification gives."""
 _FORMATS = {".json": "application/json", ".jsonl": "application/jsonlines", ".jinja": "text/plain"}
 _SIZES = {"documents": "documents", "tokens": "tokens", "bytes": "bytes of UTF-8"}
 _INPUTS = "sources.jsonl"
@@ -60,7 +65,7 @@ def croissant(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> dict[str, Any
         "url": _said("url", facts.url, gaps),
         "datePublished": _said("published", facts.published, gaps),
         "creator": _creator(facts, gaps),
-        "citeAs": facts.citation,
+        "citeAs": _said("citation", facts.citation, gaps),
         "inLanguage": facts.language or corpus_of(manifest)["languages"] or None,
         "identifier": f"sha256:{manifest.fingerprint}",
         "distribution": [_file(name, entry) for name, entry in manifest.files.items()],

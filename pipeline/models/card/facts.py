@@ -37,7 +37,7 @@ class ProviderFacts(Section):
     representative: str | None = Field(
         None,
         min_length=1,
-        description='authorised representative in the Union, with contact details, of a provider from elsewhere; or "none"',
+        description='authorised representative in the Union, with contact details, or "none", e.g. "none"',
     )
 
 
