@@ -18,13 +18,14 @@ from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError
 from headrace.base.json_schema import node_at, schema_of
 from headrace.base.paths import LocalPath
-from headrace.base.section import Section, parse
+from headrace.base.section import Index, Section, parse
 
 KEY = "facts"
 SourceKind = Literal[
     "public", "licensed", "private", "crawled", "user_interactions", "user_services", "synthetic", "other"
 ]
 _SME_DOMAINS = 1000
+_OF_ONE_MODEL = ("name", "description", "url", "published", "placed_on_market", "summary_version", "last_update")
 
 
 class ProviderFacts(Section):
@@ -60,6 +61,14 @@ class SourceFacts(Section):
     )
 
 
+class ListedDomains(Section):
+    """The domains that section 2.3 of the summary lists; made of the file `crawl.domains`."""
+
+    names: list[str] = Field(description='the domains, the largest first, e.g. ["example.org"]')
+    all_domains: Index = Field(description="number of all domains, e.g. 5000")
+    share: float = Field(ge=0, le=1, description="share of the bytes of text that the listed ones have, e.g. 0.7")
+
+
 class CrawlFacts(Section):
     """Data that was crawled by the provider, or on behalf of it."""
 
@@ -74,6 +83,9 @@ class CrawlFacts(Section):
     )
     domains: LocalPath | None = Field(
         None, description='path of a file with a domain and its bytes of text on each line, e.g. "domains.tsv"'
+    )
+    listed: ListedDomains | None = Field(
+        None, description="The domains that section 2.3 of the summary lists; made of the file `crawl.domains`."
     )
 
 
@@ -180,9 +192,11 @@ def load_facts(path: str | Path) -> CardFacts:
         ConfigError: no such file, an unknown key, a wrong value, or a list of domains that cannot be read.
     """
     facts = parse(CardFacts, configfile.load(path))
-    if facts.crawl.domains is not None:
-        read_domains(facts.crawl.domains)
-    return facts
+    if facts.crawl.domains is None:
+        return facts
+    sizes = read_domains(facts.crawl.domains)
+    crawl = facts.crawl.model_copy(update={"domains": None, "listed": top_domains(sizes, sme=facts.sme)})
+    return facts.model_copy(update={"crawl": crawl})
 
 
 def facts_of(details: Mapping[str, Any]) -> CardFacts:
@@ -191,11 +205,17 @@ def facts_of(details: Mapping[str, Any]) -> CardFacts:
 
 
 def recorded_facts(model: Path) -> dict[str, Any]:
-    """What a step that reads a model hands on in its own details: {"facts": ...}, or {}."""
+    """What a step that reads a model hands on in its own details: {"facts": ...}, or {}.
+
+    The new model is not the one that was named and published: that is its base model.
+    """
     if not (model / MANIFEST).is_file():
         return {}
     found = read_manifest(model, kind="model").details.get(KEY)
-    return {} if found is None else {KEY: found}
+    if found is None:
+        return {}
+    base = {"base_model": [found["name"]]} if found.get("name") else {}
+    return {KEY: {key: value for key, value in found.items() if key not in _OF_ONE_MODEL} | base}
 
 
 def read_domains(path: str | Path) -> dict[str, int]:
@@ -223,8 +243,8 @@ def read_domains(path: str | Path) -> dict[str, int]:
     return sizes
 
 
-def top_domains(sizes: Mapping[str, int], *, sme: bool) -> list[str]:
-    """The domains that section 2.3 of the summary lists, the largest first.
+def top_domains(sizes: Mapping[str, int], *, sme: bool) -> ListedDomains:
+    """The domains that section 2.3 of the summary lists.
 
     The template asks for the top 10 % of all domains by the size of their content; of small and medium-sized
     enterprises for the top 5 %, or 1,000 domains, whichever is fewer.
@@ -235,7 +255,9 @@ def top_domains(sizes: Mapping[str, int], *, sme: bool) -> list[str]:
     """
     ordered = sorted(sizes, key=lambda domain: (-sizes[domain], domain))
     count = min(math.ceil(len(ordered) * 0.05), _SME_DOMAINS) if sme else math.ceil(len(ordered) * 0.1)
-    return ordered[:count]
+    listed = ordered[:count]
+    share = sum(sizes[domain] for domain in listed) / (sum(sizes.values()) or 1)
+    return ListedDomains(names=listed, all_domains=len(ordered), share=share)
 
 
 def known_sources(facts: CardFacts, names: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.models.card.facts import CardFacts, Gaps, SourceFacts, read_domains, top_domains
+from pipeline.models.card.facts import CardFacts, Gaps, SourceFacts
 
 NAME = "training-content-summary.md"
 TEMPLATE = (
@@ -224,20 +224,21 @@ class _Sources:
         yield f"- Summary of the most relevant domain names crawled: {self._domains()}\n"
 
     def _domains(self) -> str:
-        if self._facts.crawl.domains is None:
+        listed = self._facts.crawl.listed
+        if listed is None:
             return self._gaps.mark("crawl.domains")
-        sizes = read_domains(self._facts.crawl.domains)
-        listed = top_domains(sizes, sme=self._facts.sme)
-        share = sum(sizes[domain] for domain in listed) / (sum(sizes.values()) or 1)
-        rule = "the top 5 %, at most 1,000" if self._facts.sme else "the top 10 %"
-        return f"{rule} of {len(sizes):,} domains by bytes of text, {share:.1%} of them: {', '.join(listed)}"
+        rule = "the top 5 %, at most 1,000," if self._facts.sme else "the top 10 %"
+        which = f"{rule} of {listed.all_domains:,} domains by bytes of text, with {listed.share:.1%} of the bytes"
+        return f"{which}: {', '.join(listed.names)}"
 
     def _user_data(self) -> Iterator[str]:
         yield "### 2.4. User data\n"
         interactions, services = self._answer("user_interactions"), self._answer("user_services")
         yield f"Was data from user interactions with the AI model used to train the model? {interactions}\n"
-        yield "Was data collected from user interactions with the provider's other services or products used to train "
-        yield f"the model? {services}\n"
+        others = (
+            "Was data collected from user interactions with the provider's other services or products used to train"
+        )
+        yield f"{others} the model? {services}\n"
         if self._of("user_interactions", "user_services"):
             yield f"- Services or products: {self._gaps.fill('user_data', self._facts.user_data)}"
             yield "- Type of modality covered: [x] Text [ ] Image [ ] Video [ ] Audio [ ] Other\n"
