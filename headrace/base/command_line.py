@@ -26,6 +26,7 @@ PATHS = frozenset(
     [
         "CONFIG",
         "DIR",
+        "DIRECTORY",
         "FILE",
         "FOLDER",
         "MODEL",

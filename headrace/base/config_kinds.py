@@ -74,6 +74,12 @@ KINDS = {
             "pipeline.compress.recipe.config:RecipeConfig",
         ),
         Kind(
+            "card",
+            "the facts for the papers of a model or a dataset",
+            "headrace card, export (--facts FILE)",
+            "pipeline.models.card.facts:CardFacts",
+        ),
+        Kind(
             "site",
             "the settings of a Slurm site, in TOML",
             "headrace submit (slurm/site.toml)",

@@ -140,6 +140,13 @@ VERBS = (
         "pipeline.checkpoint.export.command_export",
     ),
     Verb(
+        "card",
+        "write the papers of a directory: card, Croissant, the EU's summary of training content, SBOM",
+        MODELS,
+        "pipeline.checkpoint.export.command_card",
+        config="card",
+    ),
+    Verb(
         "eval",
         "held-out loss of a model, or of several; tasks of lm_eval",
         MODELS,

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from headrace.base.errors import DataError
+from pipeline.models.card.facts import load_facts
 from pipeline.models.split_names import Conversion
 
 
@@ -15,6 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of the written weights (default: as trained)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer folder (default: that of the run's dataset)")
+    text = "JSON or YAML file of facts (license, provider, ...): headrace schema card"
+    parser.add_argument("--facts", metavar="FILE", help=text)
     parser.add_argument("--replace", action="store_true", help="replace OUT when it exists")
 
 
@@ -23,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.exists() and not arguments.replace:
         raise DataError(f"{out} exists already\n  try: another folder, or --replace")
+    facts = load_facts(arguments.facts) if arguments.facts else None
     import torch  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415  with torch below: seconds of import
 
@@ -38,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             out,
             dtype=dtypes[arguments.dtype],
             tokenizer=tokenizer,
+            facts=facts,
             replace=arguments.replace,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )

@@ -22,6 +22,7 @@ from headrace.base.directory import Manifest, parent_entry, read_manifest, stage
 from headrace.base.errors import CheckpointError, DataError
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.damage import find_damage
+from pipeline.checkpoint.export.heldout import heldout_figures
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.export.trained_model import (
     attention_implementation,
@@ -36,8 +37,11 @@ from pipeline.models.build.buffers import computed_buffers
 from pipeline.models.build.materialize import materialize
 from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.card.card import commit_with_card
+from pipeline.models.card.facts import KEY as FACTS
+from pipeline.models.card.facts import CardFacts, known_sources
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import training_lineage
+from pipeline.models.card.training_summary import distinct_sources
 from pipeline.models.folder.beside_weights import GENERATION, read_generation, with_end
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.padding import longest_sequence
@@ -57,6 +61,7 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
+    facts: CardFacts | None = None,
     replace: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Manifest:
@@ -67,6 +72,7 @@ def export(
         out: the folder, which is created atomically.
         dtype: of the written weights; as trained when None.
         tokenizer: tokenizer folder; that of the run's first dataset when None.
+        facts: of a person, for the card and the summary of the training content; None for none.
         replace: replace an existing folder.
         progress: called with (tensors written, total tensors).
 
@@ -85,6 +91,9 @@ def export(
         raise DataError(f"{out} exists already\n  try: another folder, or --replace")
     tokenizer = tokenizer or _tokenizer_of(manifest)
     _check_tokenizer(tokenizer, manifest)
+    lineage = training_lineage(manifest)
+    if facts is not None:
+        known_sources(facts, [source["name"] for source in distinct_sources(lineage)])
     config = trained_config(manifest)
     trained = torch.bfloat16 if manifest.config["bf16"]["enabled"] else torch.float32
     dtype = dtype or trained
@@ -101,7 +110,9 @@ def export(
             "step": checkpoint.step,
             "dtype": str(dtype).removeprefix("torch."),
             "parameters": sum(shape.numel() for shape in weights.shapes.values()),
-            LINEAGE: training_lineage(manifest),
+            LINEAGE: lineage,
+            **heldout_figures(checkpoint),
+            **({} if facts is None else {FACTS: facts.model_dump(exclude_defaults=True)}),
             "tokenizer": _converted(tokenizer),
             "largest_logit_difference": _check_logits(
                 model, weights, staging, dtype, attention_implementation(manifest)

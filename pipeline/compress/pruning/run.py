@@ -21,6 +21,7 @@ from pipeline.evaluation.consumers.original import scored_original
 from pipeline.evaluation.consumers.table import consumer_table
 from pipeline.evaluation.heldout.measure import measure
 from pipeline.models.card.card import commit_with_card
+from pipeline.models.card.facts import recorded_facts
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import lineage_of, with_step
 from pipeline.models.tokenizer_files import copy_tokenizer
@@ -77,6 +78,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
         parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
         recorded |= {"model_type": plan.source.config.get("model_type"), "dtype": plan.dtype}
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "pruning", step_numbers(recorded))
+        recorded |= recorded_facts(plan.source.path)
         config = plan.config.model_dump()
         manifest = commit_with_card(staging, plan.output, config=config, parents=parents, details=recorded)
     remove_sums(plan)

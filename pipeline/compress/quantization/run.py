@@ -26,6 +26,7 @@ from pipeline.evaluation.consumers.original import Original, scored_original
 from pipeline.evaluation.consumers.table import consumer_table
 from pipeline.evaluation.heldout.measure import measure
 from pipeline.models.card.card import commit_with_card
+from pipeline.models.card.facts import recorded_facts
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import lineage_of, with_step
 from pipeline.models.folder.beside_weights import copy_generation
@@ -82,6 +83,7 @@ def _quantize_beside(plan: QuantizationPlan, sample: GateSample, original: Origi
         parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
         recorded["model_type"] = plan.source.config.get("model_type")
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
+        recorded |= recorded_facts(plan.source.path)
         config = plan.config.model_dump()
         return commit_with_card(staging, plan.output, config=config, parents=parents, details=recorded)
 

@@ -1,6 +1,7 @@
-"""README.md of a model folder, as the Hugging Face Hub shows it: YAML front matter, lineage, figures, how to load it.
+"""README.md of a model or a run, as the Hugging Face Hub shows it: front matter, lineage, figures, how to load it.
 
-It is written into the staging directory before `commit`, so that the manifest lists its checksum. No torch.
+That of a model is written into the staging directory before `commit`, so that the manifest lists its checksum; so is
+the summary of the training content, where facts are given. No torch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headrace.base.directory import Manifest, commit, sha256_of_file
+from pipeline.models.card import training_summary
+from pipeline.models.card.facts import KEY as FACTS
+from pipeline.models.card.facts import CardFacts, Gaps, facts_of
+from pipeline.models.card.front_matter import as_text, of_model
 from pipeline.models.card.lineage import KEY
 from pipeline.models.card.loading_text import how_to_load
 from pipeline.models.card.steps_text import corpus_lines, step_lines
@@ -33,11 +36,63 @@ def write_card(folder: Path, details: Mapping[str, Any]) -> dict[str, str]:
     Returns:
         SHA-256 of each weight file, for `commit`, so that they need not be read again.
     """
-    files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
-    checksums = {file.name: sha256_of_file(file) for file in files}
-    parts = [_front_matter(folder, details), *_body(folder, details, checksums)]
-    (folder / NAME).write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
+    checksums = {file.name: sha256_of_file(file) for file in weight_files(folder)}
+    facts, gaps = facts_of(details), Gaps()
+    (folder / NAME).write_text(model_card(folder, details, facts, gaps, checksums), encoding="utf-8")
+    if details.get(FACTS) is not None:
+        summary = training_summary.training_summary(details[KEY], facts, gaps)
+        (folder / training_summary.NAME).write_text(summary, encoding="utf-8")
     return checksums
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model folder that hold weights, by name."""
+    return sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
+
+
+def model_card(
+    folder: Path, details: Mapping[str, Any], facts: CardFacts, gaps: Gaps, checksums: Mapping[str, str]
+) -> str:
+    """The card of a model as Markdown.
+
+    Args:
+        folder: as for `write_card`.
+        details: as for `write_card`.
+        facts: of a person.
+        gaps: takes what is missing.
+        checksums: SHA-256 of each weight file.
+    """
+    gguf, quantized = _is_gguf(folder), "quantization" in details
+    tags = ["headrace", scheme_of(details)]
+    if quantized and not gguf:
+        tags.append("compressed-tensors")
+    tags += [step for step in ("distillation", "pruning") if step in _step_names(details)]
+    title = _title(_model_type(folder, details), details)
+    library = "gguf" if gguf else "transformers"
+    about = of_model(details, facts, gaps, library=library, tags=tags, title=title)
+    parts = [as_text(about), f"# {facts.name or title}\n", f"{_summary(folder, details, facts)}\n"]
+    parts += how_to_load(
+        folder, scheme=scheme_of(details), consumers=details.get("consumers"), tokenizer=details.get("tokenizer")
+    )
+    parts += [*_origin(details), *_measured(details), *_consumers(details), *_files(folder, checksums)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def run_card(details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
+    """The card of a run as Markdown: its lineage and its newest held-out figures.
+
+    Args:
+        details: `lineage`, `model_type`, `step`, and `heldout`, if it was evaluated.
+        facts: of a person.
+        gaps: takes what is missing.
+    """
+    title = f"Run of {details['model_type']}, {details['step']:,} optimizer steps"
+    about = of_model(details, facts, gaps, library=None, tags=["headrace"], title=title)
+    parts = [as_text(about), f"# {facts.name or title}\n"]
+    parts += [f"{facts.description}\n"] if facts.description else []
+    what = "A training run of Headrace: checkpoint shards and metrics. `headrace export` writes its model."
+    parts.append(f"{what}{_license_note(facts)}\n")
+    return "\n".join([*parts, *_origin(details), *_heldout(details)]).rstrip() + "\n"
 
 
 def commit_with_card(
@@ -65,62 +120,14 @@ def scheme_of(details: Mapping[str, Any]) -> str:
     return str(quantization.get("scheme") or quantization.get("weights") or details.get("dtype") or "unknown")
 
 
-def _front_matter(folder: Path, details: Mapping[str, Any]) -> str:
-    """What the Hub reads: library, task, tags, and held-out figures as a `model-index`."""
-    gguf, quantized = _is_gguf(folder), "quantization" in details
-    tags = ["headrace", scheme_of(details)]
-    if quantized and not gguf:
-        tags.append("compressed-tensors")
-    tags += [step for step in ("distillation", "pruning") if step in _step_names(details)]
-    about: dict[str, Any] = {
-        "library_name": "gguf" if gguf else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": tags,
-    }
-    metrics = [
-        {"type": name, "name": label, "value": value}
-        for name, label, value in _headline(details)
-        if isinstance(value, int | float)
-    ]
-    if metrics:
-        task = {"type": "text-generation", "name": "Text generation"}
-        data = {
-            "type": "held-out",
-            "name": f"{(details.get('data') or {}).get('split', 'heldout')} split of the corpus",
-        }
-        about["model-index"] = [{"name": _title(folder, details), "results": [_result(task, data, metrics)]}]
-    return f"---\n{yaml.safe_dump(about, sort_keys=False, allow_unicode=True)}---\n"
-
-
-def _result(task: Any, dataset: Any, metrics: Any) -> dict[str, Any]:
-    return {"task": task, "dataset": dataset, "metrics": metrics}
-
-
-def _headline(details: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    after = details.get("after") or {}
-    yield "loss", "held-out loss, nats per token", after.get("loss_nats")
-    yield "perplexity", "held-out perplexity", after.get("perplexity")
-    yield "bits_per_byte", "held-out bits per byte", after.get("bits_per_byte")
-
-
-def _body(folder: Path, details: Mapping[str, Any], checksums: Mapping[str, str]) -> Iterator[str]:
-    lineage = details[KEY]
-    yield f"# {_title(folder, details)}\n"
-    yield f"{_summary(folder, details)}\n"
-    yield from how_to_load(
-        folder, scheme=scheme_of(details), consumers=details.get("consumers"), tokenizer=details.get("tokenizer")
-    )
+def _origin(details: Mapping[str, Any]) -> Iterator[str]:
     yield "## Where it comes from\n"
-    yield from corpus_lines(lineage["corpora"])
-    for number, step in enumerate(lineage["steps"], start=1):
+    yield from corpus_lines(details[KEY]["corpora"])
+    for number, step in enumerate(details[KEY]["steps"], start=1):
         yield from step_lines(number, step)
-    yield from _measured(details)
-    yield from _consumers(details)
-    yield from _files(folder, checksums)
 
 
-def _title(folder: Path, details: Mapping[str, Any]) -> str:
-    kind = _model_type(folder, details)
+def _title(kind: str, details: Mapping[str, Any]) -> str:
     count = details.get("parameters")
     size = "" if not count else f", {count / 1e9:.2f}B" if count >= 1e9 else f", {count / 1e6:.2f}M"
     return f"{kind}{size}{' parameters' if size else ''}, {scheme_of(details)}"
@@ -132,11 +139,16 @@ def _model_type(folder: Path, details: Mapping[str, Any]) -> str:
     return str(found or details.get("model_type") or "Language model")
 
 
-def _summary(folder: Path, details: Mapping[str, Any]) -> str:
+def _summary(folder: Path, details: Mapping[str, Any], facts: CardFacts) -> str:
     names = _step_names(details)
     what = "A causal language model" + (", as a GGUF file" if _is_gguf(folder) else "")
     done = ", then ".join(dict.fromkeys(names)) if names else "no recorded steps"
-    return f"{what}, made with Headrace: {done}. Its license is not recorded here: state it before you publish it."
+    text = f"{what}, made with Headrace: {done}.{_license_note(facts)}"
+    return f"{facts.description}\n\n{text}" if facts.description else text
+
+
+def _license_note(facts: CardFacts) -> str:
+    return "" if facts.license else " Its license is not recorded here: state it before you publish it."
 
 
 def _step_names(details: Mapping[str, Any]) -> list[str]:
@@ -154,6 +166,7 @@ def _measured(details: Mapping[str, Any]) -> Iterator[str]:
         ("bits per byte", "bits_per_byte", lambda value: f"{value:.4f}"),
     ]
     if not before:
+        yield from _heldout(details)
         return
     yield "## Held-out figures\n"
     yield "| | original | this model |\n|---|---:|---:|"
@@ -164,6 +177,14 @@ def _measured(details: Mapping[str, Any]) -> Iterator[str]:
     data = details.get("data") or {}
     where = f"{before.get('tokens', 0):,} tokens of the {data.get('split', 'held-out')} split"
     yield f"\nOf {where}, in windows of {data.get('sequence_length', '?')} tokens.\n"
+
+
+def _heldout(details: Mapping[str, Any]) -> Iterator[str]:
+    """Held-out loss during the training, where it was measured at this step."""
+    found = details.get("heldout")
+    if found:
+        yield "## Held-out figures\n"
+        yield f"Held-out loss {found['loss_nats']:.4f} nats per token, at step {found['step']:,} of the training.\n"
 
 
 def _consumers(details: Mapping[str, Any]) -> Iterator[str]:
@@ -198,9 +219,3 @@ def _files(folder: Path, checksums: Mapping[str, str]) -> Iterator[str]:
 
 def _is_gguf(folder: Path) -> bool:
     return any(folder.glob("*.gguf"))
-
-
-def front_matter_of(text: str) -> dict[str, Any]:
-    """The YAML in front of a card, parsed."""
-    parsed: dict[str, Any] = yaml.safe_load(text.split("---\n", 2)[1])
-    return parsed

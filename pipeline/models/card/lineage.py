@@ -3,7 +3,8 @@
 It is a JSON object in the manifest of each model, `details["lineage"]`, so that it does not depend on the folders that
 it tells of: a step appends itself to the lineage of the model that it read.
 
-    {"corpora": [{"fingerprint", "weight", "tokens", "sources": [{"name", "documents", "bytes", "tokens"}], ...}],
+    {"corpora": [{"fingerprint", "weight", "tokens", "cleaning", "deduplication", "languages",
+                  "sources": [{"name", "documents", "bytes", "tokens", "hub"}], ...}],
      "steps": [{"step": "training", ...}, {"step": "quantization", ...}]}
 
 Paths and times are left out: a card is published, and equal bytes have an equal fingerprint wherever they were made.
@@ -163,12 +164,50 @@ def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]
         return {}
     if manifest.fingerprint != parent["fingerprint"]:
         return {}
-    split = manifest.details["splits"].get("train") or {}
+    return {**corpus_of(manifest, chosen=chosen), "tokenizer": tokenizer_of(manifest)}
+
+
+def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = None) -> dict[str, Any]:
+    """What the manifest of a tokens directory says of a split: sizes, sources, cleaning and deduplication.
+
+    Args:
+        tokens: its manifest.
+        split: train or heldout.
+        chosen: the one source that was trained on; None for all.
+    """
+    about = tokens.details["splits"].get(split) or {}
     sources = [
-        {"name": name, **{key: about[key] for key in ("documents", "bytes", "tokens")}}
-        for name, about in (split.get("sources") or {}).items()
+        {"name": name, **{key: counts[key] for key in ("documents", "bytes", "tokens")}, **_published(tokens, name)}
+        for name, counts in (about.get("sources") or {}).items()
         if chosen is None or name == chosen
     ]
-    tokenizer = manifest.details.get("tokenizer") or {}
-    kept = {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint") if key in tokenizer}
-    return {"tokens": split.get("tokens"), "documents": split.get("documents"), "sources": sources, "tokenizer": kept}
+    steps = tokens.config.get("clean") or []
+    dedup = tokens.config.get("dedup") or {}
+    return {
+        "tokens": about.get("tokens"),
+        "documents": about.get("documents"),
+        "sources": sources,
+        "cleaning": [step["step"] for step in steps],
+        "languages": next((step["keep"] for step in steps if step["step"] == "language"), []),
+        "deduplication": [kind for kind in ("exact", "near", "lines") if dedup.get(kind)],
+    }
+
+
+def tokenizer_of(tokens: Manifest) -> dict[str, Any]:
+    """What a card tells of a corpus's tokenizer."""
+    tokenizer = tokens.details.get("tokenizer") or {}
+    return {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint") if key in tokenizer}
+
+
+def _published(tokens: Manifest, name: str) -> dict[str, Any]:
+    """Where a source is on the Hugging Face Hub, if data prep took it from there; other paths are not published."""
+    for source in tokens.config.get("sources") or []:
+        paths = [source["path"]] if isinstance(source.get("path"), str) else source.get("path") or []
+        builder = source.get("builder")
+        if name != (source.get("name") or (paths[0] if paths else builder)):
+            continue
+        hub = (
+            builder if builder and "/" in builder else next((p for p in paths if p.startswith("hf://datasets/")), None)
+        )
+        return {"hub": hub} if hub and not hub.startswith(("/", ".")) else {}
+    return {}

@@ -39,14 +39,27 @@ def corpus_lines(corpora: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "### Corpus\n"
     for corpus in corpora:
         yield f"{_corpus_sentence(corpus)}\n"
-        sources = corpus.get("sources") or []
-        if sources:
-            yield "| source | documents | bytes | tokens | share of tokens |\n|---|---:|---:|---:|---:|"
-            total = sum(source["tokens"] for source in sources) or 1
-            for each in sources:
-                counts = " | ".join(f"{each[key]:,}" for key in ("documents", "bytes", "tokens"))
-                yield f"| {each['name']} | {counts} | {each['tokens'] / total:.1%} |"
-            yield ""
+        yield from source_table(corpus.get("sources") or [])
+        if "cleaning" in corpus:
+            yield f"{processing_sentence(corpus)}\n"
+
+
+def source_table(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Sources with documents, bytes, tokens and shares; nothing where there are none."""
+    if not sources:
+        return
+    yield "| source | documents | bytes | tokens | share of tokens |\n|---|---:|---:|---:|---:|"
+    total = sum(source["tokens"] for source in sources) or 1
+    for each in sources:
+        counts = " | ".join(f"{each[key]:,}" for key in ("documents", "bytes", "tokens"))
+        yield f"| {each['name']} | {counts} | {each['tokens'] / total:.1%} |"
+    yield ""
+
+
+def processing_sentence(corpus: Mapping[str, Any]) -> str:
+    """Cleaning and deduplication of a corpus, by the names that its config has for them."""
+    steps, kinds = corpus.get("cleaning") or [], corpus.get("deduplication") or []
+    return f"Cleaning: {', '.join(steps) or 'none'}. Deduplication: {', '.join(kinds) or 'none'}."
 
 
 def step_lines(number: int, step: Mapping[str, Any]) -> Iterator[str]:
@@ -68,7 +81,8 @@ def _corpus_sentence(corpus: Mapping[str, Any]) -> str:
     tokenizer = corpus.get("tokenizer") or {}
     size = tokenizer.get("vocab_size")
     made = "" if size is None else f", {tokenizer.get('kind', '')} tokenizer with {size:,} ids".replace("  ", " ")
-    return f"{name}fingerprint `{corpus['fingerprint'][:SHORT]}`{share}{tokens}{made}."
+    gone = "" if corpus.get("sources") else "; its sources are not recorded: its directory was gone, or had changed"
+    return f"{name}fingerprint `{corpus['fingerprint'][:SHORT]}`{share}{tokens}{made}{gone}."
 
 
 def _rows(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "prune": {"model": "m", "output": "o", "data": {"path": "t"}},
     "quantize": {"model": "m", "output": "o", "scheme": "W8A8", "data": {"path": "t"}},
     "compress": {"model": "m", "output": "o", "data": {"path": "t"}, "distill": {"config": "c"}},
+    "card": {},
     "site": {"container": {"runtime": "pyxis", "image": "i"}},
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.base.directory import read_manifest, sha256_of_file, verify, write_manifest
-from pipeline.models.card.card import front_matter_of
+from pipeline.models.card.front_matter import front_matter_of
 from pipeline.models.card.lineage import lineage_of, training_lineage
 from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, write_config
@@ -27,7 +27,10 @@ def exported(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["run"]["steps"] = 6
     config.pop("scheduler")
     launch("train.py", write_run_config(work / "c.json", config), processes=1)
-    assert "llama.cpp" in output_of(warm.run("-m", "pipeline", "export", work / "run", work / "model"))
+    facts = work / "facts.json"
+    facts.write_text(json.dumps({"name": "example/river", "license": "mit"}))
+    command = ["-m", "pipeline", "export", work / "run", work / "model", "--facts", facts]
+    assert "llama.cpp" in output_of(warm.run(*command))
     return work / "model"
 
 
@@ -68,6 +71,8 @@ def test_a_quantized_model_keeps_the_lineage_of_a_lost_source(exported: Path, to
     text = (tmp_path / "small" / "README.md").read_text()
     about = front_matter_of(text)
     assert {"W8A16", "compressed-tensors"} <= set(about["tags"])
+    assert (about["license"], about["base_model"]) == ("mit", "example/river")
+    assert "Model dependencies: example/river" in (tmp_path / "small" / "training-content-summary.md").read_text()
     (result,) = about["model-index"][0]["results"]
     values = {metric["type"]: metric["value"] for metric in result["metrics"]}
     assert values["loss"] == manifest.details["after"]["loss_nats"]

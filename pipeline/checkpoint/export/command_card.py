@@ -1,0 +1,156 @@
+"""`headrace card DIRECTORY [OUT]`: the papers of a tokens directory, a run or a model, from manifests and facts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_json, write_text
+from headrace.base.errors import DataError
+from pipeline.models.card import croissant, sbom, training_summary
+from pipeline.models.card.card import NAME, model_card, run_card, weight_files
+from pipeline.models.card.dataset_card import dataset_card, title_of
+from pipeline.models.card.facts import CardFacts, Gaps, facts_of, known_sources, load_facts
+from pipeline.models.card.lineage import KEY as LINEAGE
+from pipeline.models.card.lineage import corpus_of, lineage_of, training_lineage
+
+_TEXT = """\
+Writes the papers of a directory, from its manifest and those of its parents.
+
+Of a tokens directory: README.md (dataset card), croissant.json (Croissant 1.1), sbom.cdx.json (CycloneDX 1.6). Of a run
+or a model: README.md (model card), training-content-summary.md (the EU's template for Article 53(1)(d) of the AI Act),
+sbom.cdx.json. What only a person knows comes from --facts; what is missing is marked in the papers and listed."""
+Papers = dict[str, str | dict[str, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.description = _TEXT
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    text = "a tokens directory, a run, one of its checkpoints, or a model that headrace wrote"
+    parser.add_argument("directory", metavar="DIRECTORY", help=text)
+    parser.add_argument("out", metavar="OUT", nargs="?", help="folder to write them into (default: DIRECTORY)")
+    parser.add_argument("--facts", metavar="FILE", help="JSON or YAML file of facts: headrace schema card")
+    parser.add_argument("--replace", action="store_true", help="replace papers that exist")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the papers, and lists the gaps.
+
+    Raises:
+        ConfigError: the facts are wrong.
+        DataError: no such directory, or a paper exists and may not be replaced.
+    """
+    directory = Path(arguments.directory)
+    out = Path(arguments.out) if arguments.out else directory
+    facts = load_facts(arguments.facts) if arguments.facts else None
+    gaps = Gaps()
+    papers = _papers(directory, facts, gaps)
+    _check_target(out, papers, replace=arguments.replace)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, paper in papers.items():
+        if isinstance(paper, str):
+            write_text(out / name, paper)
+        else:
+            write_json(out / name, paper)
+        print(out / name)
+    _print_gaps(gaps)
+    return 0
+
+
+def _print_gaps(gaps: Gaps) -> None:
+    if not gaps.missing:
+        print("no gaps")
+        return
+    print(f"{len(gaps.missing)} gaps, which only a person can fill, by --facts FILE:")
+    for key, meaning in gaps.missing.items():
+        print(f"  {key}: {meaning}")
+
+
+def _papers(directory: Path, facts: CardFacts | None, gaps: Gaps) -> Papers:
+    kind = _kind_of(directory)
+    if kind == "tokens":
+        return _of_tokens(read_manifest(directory, kind="tokens"), facts or CardFacts(), gaps)
+    if kind in ("run", "checkpoint"):
+        return _of_run(directory, facts or CardFacts(), gaps)
+    return _of_model(directory, facts, gaps)
+
+
+def _kind_of(directory: Path) -> str:
+    """What a manifest says; "model" where there is none that can be read, whose reader says what is wrong."""
+    try:
+        return str(json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "model"
+
+
+def _of_tokens(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> Papers:
+    known_sources(facts, [source["name"] for source in corpus_of(manifest)["sources"]])
+    return {
+        NAME: dataset_card(manifest, facts, gaps),
+        croissant.NAME: croissant.croissant(manifest, facts, gaps),
+        sbom.NAME: sbom.sbom(manifest, name=title_of(manifest, facts)),
+    }
+
+
+def _of_run(directory: Path, facts: CardFacts, gaps: Gaps) -> Papers:
+    # imports torch, which takes seconds: `--help` should not wait for it
+    from pipeline.checkpoint.export.find import find_checkpoint  # noqa: PLC0415
+    from pipeline.checkpoint.export.heldout import heldout_figures  # noqa: PLC0415
+
+    checkpoint = find_checkpoint(directory)
+    manifest = checkpoint.manifest
+    model_type = (manifest.details.get("hf_config") or {}).get("model_type") or "a model of another loop"
+    details = {LINEAGE: training_lineage(manifest), "model_type": model_type, "step": checkpoint.step}
+    card = run_card(details | heldout_figures(checkpoint), facts, gaps)
+    return {NAME: card, **_of_training(manifest, details, facts, gaps)}
+
+
+def _of_model(directory: Path, facts: CardFacts | None, gaps: Gaps) -> Papers:
+    manifest = read_manifest(directory, kind="model")
+    facts = facts or facts_of(manifest.details)
+    details = manifest.details | {LINEAGE: lineage_of(directory)}
+    checksums = {file.name: manifest.files[file.name]["sha256"] for file in weight_files(directory)}
+    card = model_card(directory, details, facts, gaps, checksums)
+    return {NAME: card, **_of_training(manifest, details, facts, gaps)}
+
+
+def _of_training(manifest: Manifest, details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Papers:
+    """What a run and a model have besides a card."""
+    lineage = details[LINEAGE]
+    known_sources(facts, [source["name"] for source in training_summary.distinct_sources(lineage)])
+    return {
+        training_summary.NAME: training_summary.training_summary(lineage, facts, gaps),
+        sbom.NAME: sbom.sbom(manifest, name=facts.name or str(details.get("model_type") or "model")),
+    }
+
+
+def _check_target(out: Path, papers: Papers, *, replace: bool) -> None:
+    """Refuses to overwrite what a manifest has a checksum of, and without --replace what is there at all.
+
+    Raises:
+        DataError: names the file.
+    """
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is a file\n  try: a folder")
+    listed = _listed_files(out)
+    for name in papers:
+        if name in listed:
+            why = f"{out / name} has a checksum in {MANIFEST}, which would no longer be right"
+            raise DataError(
+                f"{why}\n  try: another folder: headrace card DIRECTORY OUT; or headrace export --facts FILE"
+            )
+        if (out / name).exists() and not replace:
+            raise DataError(f"{out / name} exists already\n  try: another folder, or --replace")
+
+
+def _listed_files(out: Path) -> set[str]:
+    if not (out / MANIFEST).is_file():
+        return set()
+    try:
+        return set(json.loads((out / MANIFEST).read_text(encoding="utf-8")).get("files") or ())
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{out / MANIFEST} is damaged: {error}\n  try: another folder") from None

@@ -1,0 +1,136 @@
+"""The YAML in front of a card, as the Hugging Face Hub reads it, for models, runs and datasets. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from pipeline.models.card.facts import CardFacts, Gaps
+from pipeline.models.card.lineage import KEY
+
+_HUB_DATASET = re.compile(r"(?:hf://datasets/)?([\w.-]+/[\w.-]+)(?:@[\w.-]+)?(?:/.*)?")
+_SIZES = ((1e3, "n<1K"), (1e4, "1K<n<10K"), (1e5, "10K<n<100K"), (1e6, "100K<n<1M"), (1e7, "1M<n<10M"))
+_LARGE_SIZES = ((1e8, "10M<n<100M"), (1e9, "100M<n<1B"), (1e10, "1B<n<10B"), (1e11, "10B<n<100B"), (1e12, "100B<n<1T"))
+
+
+def as_text(about: Mapping[str, Any]) -> str:
+    """Front matter with its fences."""
+    return f"---\n{yaml.safe_dump(dict(about), sort_keys=False, allow_unicode=True)}---\n"
+
+
+def front_matter_of(text: str) -> dict[str, Any]:
+    """The YAML in front of a card, parsed."""
+    parsed: dict[str, Any] = yaml.safe_load(text.split("---\n", 2)[1])
+    return parsed
+
+
+def of_model(
+    details: Mapping[str, Any], facts: CardFacts, gaps: Gaps, *, library: str | None, tags: Sequence[str], title: str
+) -> dict[str, Any]:
+    """What the Hub reads of a model: license, language, library, task, tags, data, and figures as a `model-index`.
+
+    Args:
+        details: of its manifest; held-out figures in `after`, or `heldout`.
+        facts: of a person.
+        gaps: takes what the Hub asks for and nobody has said.
+        library: that loads it, as the Hub names it; None where none does.
+        tags: besides those of the facts.
+        title: of the card, which names the model where the facts do not.
+    """
+    lineage = details[KEY]
+    about = _stated(facts, gaps, languages(facts, lineage["corpora"]))
+    about |= {"library_name": library} if library else {}
+    about |= {"pipeline_tag": "text-generation", "tags": list(dict.fromkeys([*tags, *facts.tags]))}
+    if datasets := facts.datasets or list(hub_datasets(lineage["corpora"])):
+        about["datasets"] = datasets
+    if facts.base_model:
+        about["base_model"] = facts.base_model[0] if len(facts.base_model) == 1 else facts.base_model
+    elif any(step["step"] == "given" for step in lineage["steps"]):
+        gaps.mark("base_model")
+    if metrics := list(_metrics(details)):
+        about["model-index"] = [{"name": facts.name or title, "results": [_result(details, metrics)]}]
+    return about
+
+
+def of_dataset(
+    facts: CardFacts,
+    gaps: Gaps,
+    *,
+    documents: int,
+    known_languages: Sequence[str],
+    sources: Iterable[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What the Hub reads of a tokens directory.
+
+    Args:
+        facts: of a person.
+        gaps: takes what is missing.
+        documents: in all splits.
+        known_languages: that the cleaning kept.
+        sources: of the corpus, as a lineage has them.
+    """
+    about = _stated(facts, gaps, facts.language or list(known_languages))
+    about |= {"pretty_name": facts.name} if facts.name else {}
+    about |= {"task_categories": ["text-generation"], "size_categories": [_size_category(documents)]}
+    if found := facts.datasets or list(hub_datasets([{"sources": list(sources)}])):
+        about["source_datasets"] = found
+    # binary token files, which the Hub's viewer cannot show
+    return about | {"tags": ["headrace", "megatron", *facts.tags], "viewer": False}
+
+
+def languages(facts: CardFacts, corpora: Iterable[Mapping[str, Any]]) -> list[str]:
+    """ISO 639 codes: as a person says, else those that the cleaning of every corpus kept; [] where one is not known."""
+    kept = [corpus.get("languages") or [] for corpus in corpora]
+    return facts.language or (sorted({code for codes in kept for code in codes}) if all(kept) else [])
+
+
+def hub_datasets(corpora: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The datasets of the Hugging Face Hub that data prep downloaded, each once."""
+    seen: set[str] = set()
+    for source in (source for corpus in corpora for source in corpus.get("sources") or ()):
+        found = _HUB_DATASET.fullmatch(source.get("hub") or "")
+        if found and found[1] not in seen:
+            seen.add(found[1])
+            yield found[1]
+
+
+def _stated(facts: CardFacts, gaps: Gaps, known: list[str]) -> dict[str, Any]:
+    """License and languages, which the Hub asks of everything."""
+    about: dict[str, Any] = {}
+    if known:
+        about["language"] = known
+    else:
+        gaps.mark("language")
+    if facts.license:
+        about["license"] = facts.license
+    else:
+        gaps.mark("license")
+    return about
+
+
+def _metrics(details: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    measured = details.get("after") or details.get("heldout") or {}
+    names = {
+        "loss": ("held-out loss, nats per token", "loss_nats"),
+        "perplexity": ("held-out perplexity", "perplexity"),
+        "bits_per_byte": ("held-out bits per byte", "bits_per_byte"),
+    }
+    for kind, (name, key) in names.items():
+        if isinstance(measured.get(key), int | float):
+            yield {"type": kind, "name": name, "value": measured[key]}
+
+
+def _result(details: Mapping[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    split = (details.get("data") or {}).get("split", "heldout")
+    return {
+        "task": {"type": "text-generation", "name": "Text generation"},
+        "dataset": {"type": "held-out", "name": f"{split} split of the corpus"},
+        "metrics": metrics,
+    }
+
+
+def _size_category(documents: int) -> str:
+    return next((name for bound, name in (*_SIZES, *_LARGE_SIZES) if documents < bound), "n>1T")

@@ -1,0 +1,126 @@
+"""Software bill of materials of the Python environment: CycloneDX 1.6 as JSON, from `importlib.metadata`. No torch.
+
+Format: https://cyclonedx.org/docs/1.6/json/. Manifests record the version of Headrace and not those of its
+dependencies, so this is the environment of the process that writes it, and says so.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import Distribution, distributions
+from typing import Any
+from urllib.parse import quote
+from uuid import NAMESPACE_URL, uuid5
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from headrace.base.directory import Manifest, fingerprint_of
+from headrace.base.version import __version__
+
+NAME = "sbom.cdx.json"
+_TYPES = {"tokens": "data"}
+_LONGEST_LICENSE = 64
+"""Longer texts in the field License are whole licenses, not names of one."""
+
+
+def sbom(manifest: Manifest, *, name: str) -> dict[str, Any]:
+    """Every installed distribution with version, license and dependencies.
+
+    Args:
+        manifest: of the directory that the bill is for.
+        name: of the model or dataset.
+    """
+    found = _installed()
+    parts = [_component(found[key]) for key in sorted(found)]
+    python = {"type": "platform", "bom-ref": "python", "name": platform.python_implementation()}
+    subject = {
+        "type": _TYPES.get(manifest.kind, "machine-learning-model"),
+        "bom-ref": "subject",
+        "name": name,
+        "properties": _properties(manifest),
+    }
+    links = [{"ref": _reference(found[key]), "dependsOn": sorted(_needed(found[key], found))} for key in sorted(found)]
+    root = {"ref": "subject", "dependsOn": [_reference(found["headrace"])] if "headrace" in found else []}
+    tool = {"type": "application", "name": "headrace", "version": __version__}
+    body: dict[str, Any] = {
+        "components": [python | {"version": platform.python_version()}, *parts],
+        "dependencies": [root, *links],
+    }
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{uuid5(NAMESPACE_URL, fingerprint_of([subject, body]))}",
+        "version": 1,
+        "metadata": {
+            "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+            "tools": {"components": [tool]},
+            "component": subject,
+        },
+        **body,
+    }
+
+
+def normalized(name: str) -> str:
+    """A distribution's name as package indices compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _properties(manifest: Manifest) -> list[dict[str, str]]:
+    of = {
+        "headrace:fingerprint": manifest.fingerprint,
+        "headrace:made-by-version": manifest.code.get("headrace"),
+        "headrace:made-by-commit": manifest.code.get("commit"),
+        "headrace:environment": "of the process that wrote this file; manifests record the version of headrace alone",
+    }
+    return [{"name": name, "value": value} for name, value in of.items() if value]
+
+
+def _installed() -> dict[str, Distribution]:
+    """Normalized name -> distribution; of two of a name the one that an import finds."""
+    found: dict[str, Distribution] = {}
+    for each in distributions():
+        if each.metadata["Name"]:
+            found.setdefault(normalized(each.metadata["Name"]), each)
+    return found
+
+
+def _reference(of: Distribution) -> str:
+    return f"pkg:pypi/{normalized(of.metadata['Name'])}@{quote(of.version, safe='')}"
+
+
+def _component(of: Distribution) -> dict[str, Any]:
+    purl = _reference(of)
+    about: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": of.metadata["Name"], "version": of.version}
+    licenses = _licenses(of.metadata)
+    return about | ({"licenses": licenses} if licenses else {}) | {"purl": purl}
+
+
+def _licenses(metadata: Any) -> list[dict[str, Any]]:
+    """As the package says: an SPDX expression (PEP 639), else the names in its classifiers or its field License."""
+    if expression := metadata.get("License-Expression"):
+        return [{"expression": expression}]
+    classified = [
+        text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier") or () if text.startswith("License :: ")
+    ]
+    plain = (metadata.get("License") or "").strip()
+    named = [plain] if 0 < len(plain) <= _LONGEST_LICENSE and "\n" not in plain and plain != "UNKNOWN" else []
+    return [{"license": {"name": name}} for name in dict.fromkeys(classified or named)]
+
+
+def _needed(of: Distribution, found: Mapping[str, Distribution]) -> set[str]:
+    """References of the installed distributions that it requires here, without extras."""
+    return {_reference(found[name]) for name in _required(of) if name in found}
+
+
+def _required(of: Distribution) -> Iterator[str]:
+    for text in of.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:  # of a package from before PEP 508
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield normalized(requirement.name)

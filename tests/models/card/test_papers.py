@@ -1,0 +1,230 @@
+"""`headrace card`: the papers of real directories are what their manifests say, and what is missing is listed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import DatasetCard, ModelCard
+
+from headrace.base.directory import read_manifest, verify
+from headrace.base.errors import ConfigError
+from pipeline.models.card.facts import CardFacts, Gaps, load_facts, recorded_facts, top_domains
+from pipeline.models.card.lineage import lineage_of
+from pipeline.models.card.training_summary import RANGES, size_range, training_summary
+from tests import warm
+from tests.conftest import launch, tiny_config, write_config
+from tests.support import output_of, refusal_of
+
+FACTS: dict[str, Any] = {
+    "name": "example/river-100k-v1",
+    "license": "apache-2.0",
+    "language": ["en"],
+    "base_model": ["example/spring"],
+    "provider": {"name": "Example e.V.", "contact": "models@example.org", "representative": "none"},
+    "code_of_practice": False,
+}
+SUMMARY = "training-content-summary.md"
+
+
+def needs(module: str, package: str) -> pytest.MarkDecorator:
+    """Skips where a package is missing that .ci/run installs."""
+    return pytest.mark.skipif(
+        importlib.util.find_spec(module) is None, reason=f"needs {package}: pip install {package}"
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps, evaluated at the last."""
+    work = tmp_path_factory.mktemp("run")
+    config = tiny_config(tokens, work / "run")
+    config["run"]["steps"] = 6
+    config.pop("scheduler")
+    launch("train.py", write_config(work / "c.json", config), processes=1)
+    return work / "run"
+
+
+@pytest.fixture(scope="module")
+def facts(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Facts of two sources, one of which was crawled."""
+    work = tmp_path_factory.mktemp("facts")
+    (work / "domains.tsv").write_text("".join(f"d{i}.org\t{i * 100}\n" for i in range(1, 31)))
+    names = list(read_manifest(tokens, kind="tokens").details["splits"]["train"]["sources"])
+    sources = [
+        {"name": names[0], "kind": "public", "url": "https://example.org"},
+        {"name": names[1], "kind": "crawled"},
+    ]
+    text = yaml.safe_dump(FACTS | {"sources": sources, "crawl": {"domains": str(work / "domains.tsv")}})
+    (work / "facts.yaml").write_text(text)
+    return work / "facts.yaml"
+
+
+@pytest.fixture(scope="module")
+def exported(run_dir: Path, facts: Path) -> Path:
+    """The run's model, with facts."""
+    output_of(warm.run("-m", "pipeline", "export", run_dir, run_dir.parent / "model", "--facts", facts))
+    return run_dir.parent / "model"
+
+
+def card(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return warm.run("-m", "pipeline", "card", *arguments)
+
+
+@pytest.fixture(scope="module")
+def dataset(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokens directory with its papers."""
+    copied = Path(shutil.copytree(tokens, tmp_path_factory.mktemp("dataset") / "tokens"))
+    said = output_of(card(copied))
+    assert "provider.name: name of the provider" in said
+    return copied
+
+
+def test_the_hub_reads_the_card_of_a_dataset(dataset: Path) -> None:
+    manifest = read_manifest(dataset, kind="tokens")
+    assert all(right for _, right in verify(dataset, manifest))
+    found = DatasetCard.load(dataset / "README.md")
+    assert found.data.size_categories == ["n<1K"]
+    for split in manifest.details["splits"].values():
+        assert f"{split['documents']:,} documents, {split['tokens']:,} tokens" in found.text
+    code = found.text.split("```python\n")[1].split("```")[0]
+    assert output_of(warm.run("-c", code.replace("FOLDER", str(dataset)))).strip()
+
+
+@needs("mlcroissant", "mlcroissant")
+def test_croissant_has_the_files_of_the_manifest(dataset: Path) -> None:
+    import mlcroissant  # noqa: PLC0415
+
+    loaded = mlcroissant.Dataset(jsonld=dataset / "croissant.json")  # raises where there is an error
+    manifest = read_manifest(dataset, kind="tokens")
+    assert {file.id: file.sha256 for file in loaded.metadata.file_objects} == {
+        name: entry["sha256"] for name, entry in manifest.files.items()
+    }
+    splits = {row["splits/split"]: row["splits/tokens"] for row in loaded.records("splits")}
+    assert splits == {name: split["tokens"] for name, split in manifest.details["splits"].items()}
+    inputs = [json.loads(line) for line in (dataset / "sources.jsonl").read_text().splitlines()]
+    assert [row["inputs/xxh128"].decode() for row in loaded.records("inputs")] == [row["xxh128"] for row in inputs]
+
+
+@needs("cyclonedx", "cyclonedx-python-lib")
+def test_the_sbom_is_valid_and_names_what_is_installed(dataset: Path) -> None:
+    from cyclonedx.schema import SchemaVersion  # noqa: PLC0415
+    from cyclonedx.validation.json import JsonStrictValidator  # noqa: PLC0415
+
+    text = (dataset / "sbom.cdx.json").read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    parsed = json.loads(text)
+    versions = {part["name"]: part["version"] for part in parsed["components"]}
+    assert versions["torch"] == importlib.metadata.version("torch")
+    needed = {link["ref"]: link["dependsOn"] for link in parsed["dependencies"]}
+    ours = next(ref for ref in needed if ref.startswith("pkg:pypi/headrace@"))
+    assert any(ref.startswith("pkg:pypi/deepspeed@") for ref in needed[ours])
+
+
+def test_papers_of_a_run_are_what_its_manifests_say(run_dir: Path, tokens: Path, tmp_path: Path) -> None:
+    said = output_of(card(run_dir, tmp_path / "papers"))
+    found = ModelCard.load(tmp_path / "papers" / "README.md")
+    (result, *_) = found.data.eval_results
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert result.metric_value == next(row["loss"] for row in rows if row["kind"] == "eval" and row["step"] == 6)
+    train = read_manifest(tokens, kind="tokens").details["splits"]["train"]
+    summary = (tmp_path / "papers" / SUMMARY).read_text()
+    assert f"{train['tokens']:,} tokens, {train['bytes']:,} bytes of UTF-8" in summary
+    assert f"[x] {RANGES[0]}" in summary
+    assert str(run_dir) not in summary
+    listed = {line.split(":")[0].strip() for line in said.splitlines() if line.startswith("  ")}
+    assert {"license", "provider.contact", "sources[].kind", "illegal_content", "placed_on_market"} <= listed
+    assert {key for key in listed if f"[GAP: {key}]" in summary} == listed - {"license", "language"}
+
+
+def test_an_export_with_facts_has_them_in_both_papers(exported: Path) -> None:
+    manifest = read_manifest(exported, kind="model")
+    assert {"README.md", SUMMARY} <= manifest.files.keys()
+    found = ModelCard.load(exported / "README.md")
+    assert (found.data.license, found.data.language, found.data.base_model) == ("apache-2.0", ["en"], "example/spring")
+    assert found.data.model_name == FACTS["name"]
+    summary = (exported / SUMMARY).read_text()
+    assert "the top 10 % of 30 domains by bytes of text, with 18.7% of the bytes: d30.org, d29.org, d28.org" in summary
+    assert "Were crawlers used by the provider or on its behalf? [x] Yes [ ] No" in summary
+    assert "licensed" not in summary.split("### 2.3")[1]
+    assert "[GAP: provider.name]" not in summary
+    handed = recorded_facts(exported)["facts"]
+    assert (handed["base_model"], handed["license"]) == ([FACTS["name"]], "apache-2.0")
+    assert "name" not in handed
+
+
+def test_a_card_in_a_manifest_is_not_overwritten(exported: Path) -> None:
+    assert "README.md has a checksum in manifest.json" in refusal_of(card(exported, "--replace"))
+
+
+def test_the_papers_of_a_model_do_not_need_its_parents(exported: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copytree(exported, tmp_path / "model"))
+    output_of(card(alone, tmp_path / "papers"))
+    assert (tmp_path / "papers" / SUMMARY).read_text() == (exported / SUMMARY).read_text()
+    cards = [folder / "README.md" for folder in (tmp_path / "papers", exported)]
+    # a manifest's keys are sorted, and so are the rows of a table that is made of one
+    assert sorted(cards[0].read_text().splitlines()) == sorted(cards[1].read_text().splitlines())
+
+
+def test_a_corpus_that_is_gone_is_a_gap_and_no_guess(exported: Path) -> None:
+    lineage = lineage_of(exported)
+    (corpus,) = lineage["corpora"]
+    lineage = lineage | {"corpora": [{"fingerprint": corpus["fingerprint"], "name": None, "weight": 1.0}]}
+    gaps = Gaps()
+    text = training_summary(lineage, CardFacts(), gaps)
+    assert "no manifest of a corpus was found" in gaps.missing["lineage.tokens"]
+    assert "the sources are not known" in text
+    assert "[x] No" not in text.split("## 2.")[1].split("## 3.")[0]
+
+
+def test_distillation_is_training_on_the_outputs_of_a_model(exported: Path) -> None:
+    lineage = lineage_of(exported)
+    step = {**lineage["steps"][0], "step": "distillation", "teacher_fingerprint": "0123456789abcdef"}
+    text = training_summary(lineage | {"steps": [step]}, CardFacts(), Gaps())
+    synthetic = text.split("### 2.5.")[1].split("### 2.6.")[0]
+    assert "[x] Yes [ ] No" in synthetic
+    assert "`0123456789ab`" in synthetic
+    assert "[GAP: synthetic.models]" in synthetic
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (10**9 - 1, 0), (10**9, 1), (10**13, 1), (10**13 + 1, 2)])
+def test_sizes_are_given_in_the_ranges_of_the_template(tokens: int, expected: int) -> None:
+    assert size_range(tokens) == RANGES[expected]
+
+
+def test_a_small_enterprise_lists_five_percent_and_at_most_a_thousand_domains() -> None:
+    sizes = {f"{i}.org": i for i in range(1, 30_001)}
+    assert len(top_domains(sizes, sme=False).names) == 3000
+    assert len(top_domains(sizes, sme=True).names) == 1000  # 5 % are 1,500
+    few = top_domains({"a.org": 1, "b.org": 3}, sme=True)
+    assert (few.names, few.share) == (["b.org"], 0.75)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"licence": "mit"}, "did you mean 'license'?"),
+        ({"sources": [{"name": "a", "kind": "publik"}]}, "did you mean 'public'?"),
+        ({"sources": [{"name": "a", "kind": "public"}] * 2}, "two entries of sources"),
+        ({"published": "yesterday"}, "published"),
+        ({"crawl": {"domains": "nowhere.tsv"}}, "crawl.domains"),
+    ],
+)
+def test_wrong_facts_are_refused_by_name(raw: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+        load_facts(tmp_path / "facts.json")
+
+
+def test_facts_of_a_source_that_the_lineage_lacks_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text(json.dumps({"sources": [{"name": "wiki", "kind": "public"}]}))
+    said = refusal_of(card(run_dir, tmp_path / "papers", "--facts", tmp_path / "facts.json"))
+    assert "sources.0.name = 'wiki'" in said
+    assert not (tmp_path / "papers").exists()
