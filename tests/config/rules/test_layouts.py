@@ -275,7 +275,7 @@ NOT_OVERLAPPED = {
     "no expert parallelism": (2, OVERLAP[1:], "remove it"),
     "kernels": (2, (*EXCHANGE, *OVERLAP), "remove it, or use parallel.ep_exchange all_to_all"),
     "uneven shares": (
-        2,
+        0,
         (*OVERLAP, "parallel.cp=2", "parallel.shares=[2,1,1,1]"),
         "remove it, or parallel.shares",
     ),
