@@ -328,7 +328,8 @@ class _RowExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grads[0], *ctx.sizes, ctx.group, ctx.passes), None, None, None, None
+        sent, received = ctx.sizes
+        return _all_to_all(grads[0], sent, received, ctx.group, ctx.passes), None, None, None, None
 
 
 class _Spread(torch.autograd.Function):

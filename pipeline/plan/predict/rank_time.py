@@ -167,7 +167,8 @@ def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, ex
     memory, count = run.config.memory, run.batch.accumulation
     again = 1 / memory.every_n_layers if memory.activation_checkpointing == "full" else 0.0
     of_forward = exchange_s / count / (2 + again)
-    forward, backward = (sum(getattr(stage.decoder, name) for stage in stages) for name in ("forward", "backward"))
+    forward = sum(stage.decoder.forward for stage in stages)
+    backward = sum(stage.decoder.backward for stage in stages)
     hidden = min((1 - again / 4) * of_forward, backward) + min(of_forward, forward)
     return (count - 1) * rates.overlap * hidden
 
