@@ -1,10 +1,12 @@
 """Expert parallelism on CPUs with gloo: against FSDP2's gathering, grouped products against a loop, cost of imbalance.
 
-    python -m benchmarks.experts [--ranks 4] [--rounds 7] [--only layouts,products,imbalance]
+    python -m benchmarks.experts [--ranks 4] [--rounds 7] [--only layouts,overlap,products,imbalance]
 
 Everything is measured in turns in one run, and printed as ratios of times (median and quartiles of the rounds).
 
 - layouts: training steps of a mixture (`MODEL`) by FSDP2 at stage 3, with ep 1, 2 and all ranks, on the same ranks.
+- overlap: training steps of four micro-batches at stage 2 with ep over all ranks, whose layers wait for the exchange,
+  and with `parallel.ep_overlap`.
 - products: the experts of one layer on one process, forward and backward, by one grouped product and by transformers'
   loop over the experts.
 - imbalance: one layer over all ranks, with rows that are even over the experts, that follow Zipf's law, and that all go
@@ -46,6 +48,8 @@ MODEL: dict[str, Any] = {
     "vocab_size": 512,
 }  # fmt: skip
 """The experts are 97 % of its parameters."""
+MICRO_BATCHES = 4
+"""Of a step that overlaps their exchange."""
 EXPERTS = (8, 64, 128)
 ROUTINGS = ("even", "Zipf", "all to one")
 
@@ -57,14 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="layouts,products,imbalance")
+    parser.add_argument("--only", default="layouts,overlap,products,imbalance")
     arguments = parser.parse_args()
     print(f"load average at the start: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
     only = arguments.only.split(",")
     if "products" in only:
         for experts in EXPERTS:
             show(f"{experts} experts", products(experts, arguments.rounds))
-    for name, measure in (("layouts", layouts), ("imbalance", imbalance)):
+    for name, measure in (("layouts", layouts), ("overlap", overlap), ("imbalance", imbalance)):
         if name in only:
             show(f"{name}, {arguments.ranks} ranks", on_ranks(measure, arguments.ranks, arguments.rounds))
 
@@ -111,20 +115,30 @@ def _rank(rank: int, measure: Callable[[int, int, int], Times], ranks: int, roun
 
 def layouts(rank: int, ranks: int, rounds: int) -> Times:
     """Steps with experts gathered by FSDP2, and with expert parallelism."""
-    ids = torch.randint(MODEL["vocab_size"], (SAMPLES, SEQUENCE), generator=torch.Generator().manual_seed(rank))
     sizes = sorted({1, 2, ranks})
-    return in_turns({f"ep {ep}": _stepper(ep, ranks, ids) for ep in sizes}, rounds)
+    return in_turns({f"ep {ep}": _stepper(rank, ranks, stage=3, ep=ep) for ep in sizes}, rounds)
 
 
-def _stepper(ep: int, ranks: int, ids: Tensor) -> Callable[[], None]:
+def overlap(rank: int, ranks: int, rounds: int) -> Times:
+    """Steps whose layers wait for the exchange, and with the exchange beside another micro-batch."""
+    ways = {"layers wait for the exchange": False, "beside another micro-batch": True}
+    steps = {
+        name: _stepper(rank, ranks, stage=2, micro_batches=MICRO_BATCHES, ep=ranks, ep_overlap=beside)
+        for name, beside in ways.items()
+    }
+    return in_turns(steps, rounds)
+
+
+def _stepper(rank: int, ranks: int, *, stage: int, micro_batches: int = 1, **parallel: Any) -> Callable[[], None]:
+    ids = torch.randint(MODEL["vocab_size"], (SAMPLES, SEQUENCE), generator=torch.Generator().manual_seed(rank))
     config = {
         "engine": "torch",
         "model": {"config": MODEL},
         "data": {"sources": [{"path": "none"}], "sequence_length": SEQUENCE},
         "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 3},
-        "parallel": {"ep": ep},
+        "gradient_accumulation_steps": micro_batches,
+        "zero_optimization": {"stage": stage},
+        "parallel": parallel,
         "run": {"dir": "none", "steps": 100},
     }
     run = resolve(parse(Config, config), world_size=ranks)
@@ -133,7 +147,8 @@ def _stepper(ep: int, ranks: int, ids: Tensor) -> Callable[[], None]:
     engine: Any = build_engine(run, model, values, CrossEntropy(), device=torch.device("cpu"))
 
     def step() -> None:
-        engine.train_step(StepBatch(1, [MicroBatch(ids, ids)], ranks * ids.numel()), lr=1e-4)
+        batches = [MicroBatch(ids, ids)] * micro_batches
+        engine.train_step(StepBatch(1, batches, micro_batches * ranks * ids.numel()), lr=1e-4)
 
     return step
 

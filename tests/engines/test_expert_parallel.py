@@ -56,15 +56,27 @@ GPT_OSS = {
 TWO_EXPERTS = {**EXPERTS, "num_experts": 2, "num_experts_per_tok": 1}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 3e-3, "weight_decay": 0.1}}}
 
+BESIDE = {"ep_overlap": True}
+FULL, SELECTIVE = ({"memory": {"activation_checkpointing": mode}} for mode in ("full", "selective"))
+COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
+
 TORCH_TWO = {
     "ep 2, 20 steps": {**ep(2), "steps": 20},
     "ep 2, unsharded": ep(2, 0),
     "ep 2, gathered per step": ep(2, 2),
     "ep 2, tp 2": ep(2, tp=2),
     "ep 2, cp 2": ep(2, cp=2),
-    "ep 2, full activation checkpointing": ep(2, more={"memory": {"activation_checkpointing": "full"}}),
-    "ep 2, selective activation checkpointing": ep(2, more={"memory": {"activation_checkpointing": "selective"}}),
-    "ep 2, compiled": ep(2, more={"compile": {"enabled": True, "backend": "aot_eager"}}),
+    "ep 2, full activation checkpointing": ep(2, more=FULL),
+    "ep 2, selective activation checkpointing": ep(2, more=SELECTIVE),
+    "ep 2, compiled": ep(2, more=COMPILED),
+    "ep 2, overlapped, unsharded": ep(2, 0, **BESIDE),
+    "ep 2, overlapped, cp 2": ep(2, 2, cp=2, **BESIDE),
+    "ep 2, overlapped, tp 2": ep(2, 2, tp=2, **BESIDE),
+    "ep 2, overlapped, compiled": ep(2, 2, more={**COMPILED, **FULL}, **BESIDE),
+    "ep 2, overlapped, balanced, full": ep(2, 2, more={**FULL, "moe": {"balance": "aux_loss"}}, **BESIDE),
+    "ep 2, deepseek v3, selective": ep(2, 2, model=DEEPSEEK, more=SELECTIVE),
+    "ep 2, overlapped, deepseek v3, selective": ep(2, 2, model=DEEPSEEK, more=SELECTIVE, **BESIDE),
+    "ep 2, overlapped, selective": ep(2, 2, more=SELECTIVE, **BESIDE),
     "ep 2, balanced": ep(2, more={"moe": {"balance": "aux_loss", "aux_loss_coef": 0.1}}),
     "ep 2, clipped": ep(2, more={"gradient_clipping": 0.1}),
     "ep 2, bf16": ep(2, more={"bf16": {"enabled": True}}),
@@ -79,6 +91,8 @@ TORCH_FOUR = {
     "ep 4, tp 2 x cp 2": ep(4, tp=2, cp=2),
     "ep 2, hybrid sharding 2 x 2": ep(2, hybrid_shard_size=2),
     "ep 2, tp 2, hybrid sharding": ep(2, tp=2, hybrid_shard_size=1),
+    "ep 2 x edp 2, overlapped": ep(2, 2, **BESIDE),
+    "ep 2, overlapped, hybrid sharding 2 x 2": ep(2, 2, hybrid_shard_size=2, **BESIDE),
     "ep 2, pp 2, 1f1b": ep(2, pp=2),
     "ep 2, pp 2, gathered per step": ep(2, 2, pp=2),
     "ep 2, pp 2, interleaved": ep(2, pp=2, schedule="interleaved_1f1b"),

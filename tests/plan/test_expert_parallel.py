@@ -14,6 +14,8 @@ from pipeline.plan.predict.communication import Transfer, transfers
 from pipeline.plan.predict.memory_plan import typical_peak
 from pipeline.plan.predict.plan import typical_time
 from pipeline.plan.predict.planned_run import PlannedRun, open_run
+from pipeline.plan.predict.rank_time import HOST_READ_S
+from pipeline.plan.predict.rates import TYPICAL
 from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.plan.predict.step_time import StepTime
 from pipeline.plan.predict.work import work_of
@@ -22,7 +24,12 @@ from pipeline.plan.show import as_json, lines, report_of
 from pipeline.runtime.machines.known import load_machine
 from tests.conftest import ROOT
 
-SMALL = ("model.config.num_hidden_layers=4", "zero_optimization.stage=3", "train_micro_batch_size_per_gpu=2")
+SMALL = (
+    "model.config.num_hidden_layers=4",
+    "zero_optimization.stage=3",
+    "train_micro_batch_size_per_gpu=2",
+    "parallel.ep_overlap=false",
+)
 EXPERT = 3 * 2048 * 768
 """Elements of an expert of Qwen3-30B-A3B."""
 
@@ -110,12 +117,30 @@ def test_an_impossible_imbalance_is_refused(ep: int, value: float, why: str) -> 
         with_imbalance(planned(f"parallel.ep={ep}", imbalance=None).run, value)
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_an_exchange_beside_another_micro_batch_is_hidden_in_all_pairs_of_passes(mode: str) -> None:
+    sets = ("zero_optimization.stage=2", f"memory.activation_checkpointing={mode}")
+    of = planned(*sets, "parallel.ep_overlap=true")
+    apart, beside = time_of(planned(*sets, "parallel.ep_overlap=false")), time_of(of)
+    reads = HOST_READ_S * work_of(of.run, of.costs, 0).host_reads
+    shares = {"none": 1.0, "selective": 1.0, "full": (3 / 4 + 1) / 3}  # of a pair's exchanges, with work between
+    share = shares[mode] * of.machine.efficiency.overlap[TYPICAL] * (1 - 1 / of.run.batch.accumulation)
+    assert beside.expert_parallel - reads == pytest.approx((1 - share) * (apart.expert_parallel - reads))
+    assert (beside.products, beside.kernels) == (apart.products, apart.kernels)
+
+
 def test_a_search_looks_at_legal_sizes_of_ep_of_a_mixture_alone() -> None:
     of = planned("parallel.ep=8")
     found = list(layouts(of.run, of.machine, experts=128))
     assert {each["parallel.ep"] for each in found if each["engine"] == "torch"} == {1, 4, 8, 16, 32, 64}
     assert {each["parallel.ep"] for each in found if each["parallel.pp"] == 4} <= {1, 4, 8, 16}
     assert all("parallel.ep" not in each for each in layouts(of.run, of.machine))
+    overlapped = [each for each in found if each["parallel.ep_overlap"]]
+    assert {(each["engine"], each["zero_optimization.stage"], each["parallel.pp"]) for each in overlapped} == {
+        ("torch", 0, 1),
+        ("torch", 2, 1),
+    }
+    assert 1 not in {each["parallel.ep"] for each in overlapped}
 
 
 def test_experts_of_an_fp8_run_have_its_rate_but_for_their_weight_gradients() -> None:

@@ -1,11 +1,14 @@
-"""How expert-parallel ranks exchange tokens: the key that says it, and what a package's kernels combine with."""
+"""How expert-parallel ranks exchange tokens: the key that says it, what a package's kernels combine with, and when."""
 
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
+from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.run import Config
+from pipeline.config.topology import Topology
 
 _KEY = "parallel.ep_exchange"
+_OVERLAP = "parallel.ep_overlap"
 
 
 def expert_exchange(config: Config) -> str:
@@ -42,3 +45,32 @@ def check_expert_exchange(config: Config) -> None:
     if config.distill is not None and config.distill.on_policy is not None:
         why = "its buffers are for the tokens of a micro-batch, and a student that samples has other numbers of them"
         raise ConfigError(_KEY, name, why=why, remedy="use all_to_all, or remove distill.on_policy")
+
+
+def check_overlap(config: Config, topology: Topology, batch: BatchSizes, *, elastic: bool) -> None:
+    """Refuses an exchange beside another micro-batch where there is no exchange, or no other micro-batch.
+
+    Args:
+        config: the config.
+        topology: the mesh.
+        batch: the batch sizes on it.
+        elastic: the run may have any number of processes; with one micro-batch each the key has no effect then.
+
+    Raises:
+        ConfigError: names what works.
+    """
+    if not config.parallel.ep_overlap:
+        return
+    if topology.ep == 1:
+        raise ConfigError(_OVERLAP, True, why="there is no expert parallelism: parallel.ep is 1", remedy="remove it")
+    if config.parallel.shares is not None:
+        why = "ranks with uneven shares run different numbers of micro-batches, and these run in pairs"
+        raise ConfigError(_OVERLAP, True, why=why, remedy="remove it, or parallel.shares")
+    if (name := expert_exchange(config)) != "all_to_all":
+        why = f"parallel.ep_exchange is {name}, for whose kernels the layers wait"
+        raise ConfigError(_OVERLAP, True, why=why, remedy="remove it, or use parallel.ep_exchange all_to_all")
+    if batch.accumulation == 1 and not elastic:
+        why = f"a step has one micro-batch, of {batch.micro} samples, and none to run beside it"
+        smaller = f"use a train_micro_batch_size_per_gpu of {batch.micro // 2} or less, or "
+        remedy = (smaller if batch.micro > 1 else "") + f"a train_batch_size of {2 * batch.samples}, or remove it"
+        raise ConfigError(_OVERLAP, True, why=why, remedy=remedy if batch.micro > 1 else f"use {remedy}")

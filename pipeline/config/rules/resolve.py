@@ -15,6 +15,7 @@ from pipeline.config.batch import BatchSizes, resolve_batch
 from pipeline.config.deepspeed.keys import refuse_on_torch
 from pipeline.config.rules.communication import check_gradient_dtype, check_secondary_shards
 from pipeline.config.rules.data import check_data
+from pipeline.config.rules.expert_exchange import check_overlap
 from pipeline.config.rules.fallback_layouts import choose_layout
 from pipeline.config.rules.groups import check_islands, check_replicas_section
 from pipeline.config.rules.layout import check_layout, check_schedule, micro_batch_constraints, topology_of
@@ -74,6 +75,12 @@ FEATURES: dict[str, Feature] = {
     "tp": Feature("tensor parallelism", "parallel.tp", "parallel.tp 1", lambda _c, t: t.tp if t.tp > 1 else None),
     "cp": Feature("context parallelism", "parallel.cp", "parallel.cp 1", lambda _c, t: t.cp if t.cp > 1 else None),
     "ep": Feature("expert parallelism", "parallel.ep", "parallel.ep 1", lambda _c, t: t.ep if t.ep > 1 else None),
+    "ep_overlap": Feature(
+        "the exchange of experts beside another micro-batch",
+        "parallel.ep_overlap",
+        "parallel.ep_overlap false",
+        lambda c, t: True if t.ep > 1 and c.parallel.ep_overlap else None,
+    ),
     "ring": Feature(
         "ring attention",
         "parallel.cp_method",
@@ -126,7 +133,10 @@ LAYOUTS = (
         _EVERYWHERE | {"offload_optimizer", "offload_param"},
     ),
     Layout("torch", 0, "DDP: nothing is sharded", _NATIVE),
+    # the passes of two micro-batches at once need the same weights, which stage 3 frees after each pass
+    Layout("torch", 0, "DDP: nothing is sharded", _EVERYWHERE | {"ep_overlap"}),
     Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard"}),
+    Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _EVERYWHERE | {"shard", "ep_overlap"}),
     # where weight gradients are computed apart from input gradients, torch 2.13 does not find weights that are
     # resharded after each pass, and silently loses their gradients
     Layout(
@@ -202,6 +212,11 @@ class ResolvedRun:
         return topology.edp // (1 if shard is None else topology.dp * topology.cp // shard)
 
     @property
+    def overlaps_exchange(self) -> bool:
+        """Whether experts exchange the rows of a micro-batch beside another one's passes (`parallel.ep_overlap`)."""
+        return self.config.parallel.ep_overlap and self.topology.ep > 1 and self.batch.accumulation > 1
+
+    @property
     def zigzag(self) -> bool:
         """Whether context-parallel ranks hold two chunks of a sequence each; see `topology.sequence_chunks`."""
         return self.topology.cp > 1 and self.config.parallel.cp_method == "ring"
@@ -249,7 +264,11 @@ class ResolvedRun:
         sharding = next(row.sharding for row in LAYOUTS if (row.engine, row.stage) == (config.engine, stage))
         features = [(FEATURES[name], value) for name, value in selected_features(config, self.topology).items()]
         shown = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.ep", "parallel.schedule")
-        others = [f"{feature.name} {value}" for feature, value in features if feature.field not in shown]
+        others = [
+            feature.name if value is True else f"{feature.name} {value}"
+            for feature, value in features
+            if feature.field not in shown
+        ]
         if self.topology.pp > 1:
             chunks = f", {self.virtual_stages} virtual stages per rank" if self.virtual_stages > 1 else ""
             others.insert(0, config.parallel.schedule + chunks)
@@ -319,6 +338,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
     check_quantization_aware(config.quantization_aware, topology, fp8=config.fp8)
     check_gradient_dtype(config, topology, batch)
     check_secondary_shards(config, topology)
+    check_overlap(config, topology, batch, elastic=elastic)
     steps = steps_of(config.run, batch)
     _check_curriculum(config.data, steps)
     _check_profile(config.profile, steps, topology)

@@ -83,6 +83,12 @@ class LayoutSection(Section):
         " kernels of the packages DeepEP or HybridEP, on GPUs of compute capability 9.0 or later, in bf16 (DeepSpeed's"
         " expert_parallel.comm_backend)",
     )
+    ep_overlap: bool = Field(
+        False,
+        description="true: expert-parallel ranks exchange the tokens of a micro-batch beside the computation of another"
+        " one, the forward pass of each beside the backward pass of the one before. Engine torch, ZeRO stage 0 or 2,"
+        " no pipeline; a step has two micro-batches or more",
+    )
     hybrid_shard_size: Count | None = Field(
         None,
         description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"

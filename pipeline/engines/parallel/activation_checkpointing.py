@@ -6,12 +6,19 @@ Applied to the forward pass of Hugging Face's decoder layers, so that parameter 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.base.errors import ConfigError
@@ -89,6 +96,16 @@ def _checkpointed(layer: nn.Module, forward: Callable[..., Any], options: dict[s
         return checkpoint(within, *args, **options, **kwargs)
 
     return recomputed
+
+
+def restores_results() -> bool:
+    """Whether this is a recomputation of selective checkpointing, in which saved operators are not run again."""
+    return any(isinstance(mode, _CachedTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def not_restored() -> AbstractContextManager[Any]:
+    """Operators in this context are run in a recomputation, too, whether or not the forward pass has run them."""
+    return _pop_mode_temporarily() if restores_results() else nullcontext()
 
 
 def _layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -9,7 +9,9 @@ how many rows they send. Rows are sorted by expert with one gather, and back wit
 the rank it came from, in the order in which the router chose them. Others are in `fused_kernels`.
 
 The number of rows is read by the host, once per layer, since an all-to-all needs the sizes of its parts. Selective
-activation checkpointing keeps sizes and exchanged rows; full exchanges them again in the backward pass.
+activation checkpointing keeps sizes and exchanged rows; full exchanges them again in the backward pass. Beside another
+micro-batch (`passes`) rows are exchanged, not sizes: the exchange cannot begin before they are read, and what another
+pass had launched before would delay it by as much as the device is idle now, from the read to the next launch.
 
 Shapes: N tokens of this rank, K experts of each, R ranks of the group, E experts, L = E / R of this rank, M rows that
 this rank gets, D features, F of an expert.
@@ -30,7 +32,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from headrace.base.errors import ConfigError
 from pipeline.config.topology import largest_divisor
+from pipeline.engines.parallel.activation_checkpointing import restores_results
 from pipeline.engines.parallel.collectives import functional, host_sizes
+from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.routers import has_experts
 
@@ -98,6 +102,7 @@ class ExpertExchange(ABC):
         product: of rows and experts; see `grouped_product`.
         largest: rows of the largest M of a forward pass since it was set to 0.
         imbalance: M / (N K) to assume on tensors without values (fake ones); None: M is read.
+        passes: another micro-batch's pass runs while rows are exchanged; None: the layer waits for them.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, *, experts: int) -> None:
@@ -108,6 +113,7 @@ class ExpertExchange(ABC):
         self._rows = 0
         self.largest = 0
         self.imbalance: float | None = None
+        self.passes: OverlappedPasses | None = None
 
     @abstractmethod
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -166,7 +172,7 @@ class AllToAll(ExpertExchange):
         sent.scatter_add_(0, chosen.reshape(-1), torch.ones_like(order))
         received, sizes = self._sizes(sent, len(order))
         rows = _Spread.apply(hidden, order, inverse, chosen.shape[1])
-        rows = self.received(_exchanged(rows, sizes, self._group))
+        rows = self.received(self._exchanged(rows, sizes))
         experts = torch.arange(self._local, device=rows.device).repeat(len(received))
         here = _sorted(experts.repeat_interleave(received.reshape(-1), output_size=len(rows)))
         return _permuted(rows, *here), received.sum(0), (here, sizes[::-1], (inverse, order), weights)
@@ -174,9 +180,16 @@ class AllToAll(ExpertExchange):
     def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
         """See `ExpertExchange.combine`: a token's experts are added up in the order of their weights."""
         (order, inverse), sizes, back, weights = dispatched
-        rows = _exchanged(_permuted(rows, inverse, order), sizes, self._group)
+        rows = self._exchanged(_permuted(rows, inverse, order), sizes)
         rows = _permuted(rows, *back) * weights.reshape(-1, 1)
         return rows.view(*weights.shape, rows.shape[1]).sum(1)
+
+    def _exchanged(self, rows: Tensor, sizes: list[list[int]]) -> Tensor:
+        """Sends `sizes[0][r]` rows to each rank r; returns the `sizes[1][r]` rows from each, in the ranks' order."""
+        if self._group is None:
+            return rows
+        got: Tensor = _RowExchange.apply(rows, sizes[0], sizes[1], self._group, self.passes)
+        return got
 
     def _sizes(self, sent: Tensor, total: int) -> tuple[Tensor, list[list[int]]]:
         """Rows for every expert [E] -> rows from each rank for each expert here [R, L], and sizes (sent, received)."""
@@ -290,28 +303,33 @@ def _product(module: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor
     return product + getattr(module, f"{name}_bias")[experts] if module.has_bias else product
 
 
-def _exchanged(rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup | None) -> Tensor:
-    """Sends `sizes[0][r]` rows to each rank r, and returns the `sizes[1][r]` rows from each, in the ranks' order."""
-    got: Tensor = rows if group is None else _RowExchange.apply(rows, sizes[0], sizes[1], group)
-    return got
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    name = group.group_name
-    got: Tensor = functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), received, sent, name))
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, passes: OverlappedPasses | None
+) -> Tensor:
+    begun = functional.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
+    if passes is not None and not restores_results():
+        passes.hand_over()
+    got: Tensor = functional.wait_tensor(begun)
     return got
 
 
 class _RowExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
-        return _all_to_all(rows, sent, received, group)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+        passes: OverlappedPasses | None,
+    ) -> Tensor:
+        ctx.sizes, ctx.group, ctx.passes = (received, sent), group, passes
+        return _all_to_all(rows, sent, received, group, passes)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sent, received = ctx.sizes
-        return _all_to_all(grads[0], sent, received, ctx.group), None, None, None
+        return _all_to_all(grads[0], sent, received, ctx.group, ctx.passes), None, None, None, None
 
 
 class _Spread(torch.autograd.Function):

@@ -88,16 +88,29 @@ class StepSizes:
         return min(self.accumulation - 1, self.pp_rank)
 
     @property
+    def backward_share(self) -> float:
+        """Of a backward pass, what is done when the forward pass beside it ends (`parallel.ep_overlap`); else all.
+
+        The two take turns at exchanges. A layer has two in each pass, and two more where full checkpointing repeats
+        them: the forward pass is ahead by as much.
+        """
+        memory = self.run.config.memory
+        if not self.run.overlaps_exchange or memory.activation_checkpointing != "full":
+            return 1.0
+        return memory.every_n_layers / (memory.every_n_layers + 1)
+
+    @property
     def kept(self) -> float:
         """Micro-batches, of all layers of this rank, whose activations live at one time.
 
         1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
         2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
         Narayanan et al. 2021 (arXiv:2104.04473), 2.2. Other schedules say themselves (`config.sections.layout`).
+        Without a pipeline it is one, which a forward pass beside it takes over layer by layer.
         """
         topology, accumulation = self.run.topology, self.accumulation
         if topology.pp == 1:
-            return 1
+            return 2 - self.backward_share
         in_flight = self.run.config.parallel.schedule_kind.in_flight
         if in_flight is not None:
             return in_flight(accumulation, topology.pp)
@@ -113,7 +126,8 @@ def loss(step: StepSizes) -> dict[str, float]:
     """At the loss: all activations; logits in s bytes with fp32 exponentials.
 
     Fused with the head, the gradient of a chunk's logits too, and of all rows the hidden states, their
-    gradient, and what the final norm keeps: an fp32 copy, and the normalized one.
+    gradient, and what the final norm keeps: an fp32 copy, and the normalized one. Where a backward pass beside it is
+    not done, the layer that it computes again.
     """
     rows, each, beside = step.tokens, step.size + MASTER, 0.0
     chunk, run = step.chunk, step.run
@@ -123,6 +137,8 @@ def loss(step: StepSizes) -> dict[str, float]:
         kept = (MASTER + step.size) / run.topology.tp + 2 * step.size
         beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
     columns = step.widths.vocabulary / step.run.topology.tp if step.rank.last else 0
+    if step.backward_share < 1:
+        beside += whole_layer(step)
     return {"activations": stored(step) + beside, "logits": rows * columns * each}
 
 
@@ -133,8 +149,12 @@ def head_backward(step: StepSizes) -> dict[str, float]:
 
 
 def first_backward(step: StepSizes) -> dict[str, float]:
-    """In the backward pass of the last layer: what is stored, what is recomputed, and the gradients of the MLP."""
-    return {"activations": stored(step) + _recomputed(step) + _backward_buffers(step)}
+    """In the backward pass of the last layer: what is stored, what is recomputed, and the gradients of the MLP.
+
+    With a forward pass beside it, a layer of that one too.
+    """
+    beside = whole_layer(step) if step.run.overlaps_exchange else 0.0
+    return {"activations": stored(step) + _recomputed(step) + _backward_buffers(step) + beside}
 
 
 def sum_of_head(step: StepSizes) -> float:

@@ -1,8 +1,14 @@
-"""Gradient accumulation: forward and backward passes of a step's micro-batches, without pipeline parallelism."""
+"""Gradient accumulation: forward and backward passes of a step's micro-batches, without pipeline parallelism.
+
+With `parallel.ep_overlap` the forward pass of a micro-batch runs beside the backward pass of the one before it, in
+turns (`parallel.overlapped_passes`). Gradients are added up in the same order, so that nothing of the result changes.
+The first forward pass of a step is alone, and compiles: on a device, tracing takes torch's thread for backward passes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +16,7 @@ from torch import Tensor
 
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.base import Objective
+from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 
 
 class ForwardBackward(Protocol):
@@ -41,19 +48,29 @@ class GradientAccumulation:
         root: the module that `sharding.shard_decoder` sharded.
         stage: ZeRO stage of the sharding; decides when gradients are reduced.
         device: of this rank.
+        passes: run the two passes that are beside each other; None: one after the other.
     """
 
-    def __init__(self, root: Any, *, stage: int, device: torch.device) -> None:
+    def __init__(self, root: Any, *, stage: int, device: torch.device, passes: OverlappedPasses | None = None) -> None:
         self._root, self._stage, self._device = root, stage, device
+        self._passes = passes
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
         """See `ForwardBackward.train`."""
         sums = zero_sums(objective, self._device)
-        for number, batch in enumerate(batches):
-            self._prepare(last=number == len(batches) - 1)
-            total, *parts = self._root(batch.input_ids, batch, objective)
-            (total * scale).backward()
-            sums += torch.stack([total.detach(), *parts])
+        forwards = [partial(self._root, batch.input_ids, batch, objective) for batch in batches]
+        output = forwards[0]()
+        for following in [*forwards[1:], None]:
+            self._prepare(last=following is None)
+            sums += torch.stack([each.detach() for each in output])
+            backward = (output[0] * scale).backward
+            if following is None:
+                backward()
+            elif self._passes is None:
+                backward()
+                output = following()
+            else:
+                output = self._passes.run(following, backward)
         return sums
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:

@@ -29,7 +29,9 @@ from pipeline.engines.optim.groups import parameter_groups
 from pipeline.engines.optim.state import ensure_all_states
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.experts import exchanges
 from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native import gradients
@@ -40,6 +42,7 @@ from pipeline.engines.torch_native.fp8_gather import refresh_scales
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from pipeline.engines.torch_native.sharding import ParameterShard, Sharding, reshard, shard_decoder
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
+from pipeline.engines.torch_native.unit_states import UnitStates
 from pipeline.models.build.initial_values import ParameterValues
 from pipeline.runtime.launch.host_copy import to_device
 
@@ -101,7 +104,11 @@ class TorchParallel(EngineBase, ExchangedGradients):
     def _build_forward_backward(self, run: ResolvedRun, model: nn.Module) -> ForwardBackward:
         stage_modules = [root for root in self._roots if isinstance(root, StageModule)]
         if not stage_modules:
-            return GradientAccumulation(self._roots[0], stage=run.config.zero_optimization.stage, device=self._device)
+            root, stage = self._roots[0], run.config.zero_optimization.stage
+            passes = OverlappedPasses(switched=UnitStates(root).switch) if run.overlaps_exchange else None
+            for exchange in exchanges(root):
+                exchange.passes = passes
+            return GradientAccumulation(root, stage=stage, device=self._device, passes=passes)
         hidden_size: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
         return PipelineSchedule(run, stage_modules, self._mesh, hidden_size=hidden_size, device=self._device)
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.optim.matrix_exchange import Form, HeldShard
+from pipeline.engines.parallel.activation_checkpointing import not_restored
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.experts import expert_modules
@@ -185,6 +186,19 @@ def _shard_experts(decoder: Decoder, mesh: Mesh, sharding: Sharding) -> None:
             reshard_after_forward=sharding.stage == 3,
             shard_placement_fn=placement,
         )
+        module.register_forward_pre_hook(_begin_backward, prepend=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # what runs is not known when a graph is made
+def _begin_backward(experts: Any, _args: Any) -> None:
+    """Tells the unit of a layer's experts of a recomputation that it is in a backward pass.
+
+    FSDP2 tells it itself when the gradient of the experts' output is there, but what is added to that (shared experts)
+    may be computed again before. Then it would gather what comes next in a forward pass.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        with not_restored():
+            experts._get_fsdp_state()._pre_backward(None)
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ class RankTime:
         products, kernels: of a micro-batch; kernels with the host's time for layers on a CPU.
         stages: its (virtual) stages in order.
         tensor, context, experts, weights, gradients: communication of a step, hidden or not; "experts" is the exchange
-            of rows, with the host's reads of their number.
+            of rows, with the host's reads of their number, but for what runs beside another micro-batch.
         matrices: of an optimizer of whole matrices: their exchange and their orthogonalization in a step.
         message: of hidden states to the next stage, by the collectives of the same model.
         work: what it computes.
@@ -126,7 +126,6 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
         else:
             sums[each.purpose] += collective(each, rates)
     sums["matrices"] += work.matrix_flops / rates.head
-    sums["experts"] += work.host_reads * HOST_READ_S
     passes = work.forward, work.backward
     stages = [
         StageSeconds(
@@ -136,6 +135,8 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
         )
         for of in work.stages
     ]
+    sums["experts"] -= _hidden_exchange(work, stages, rates, exchange_s=sums["experts"])
+    sums["experts"] += work.host_reads * HOST_READ_S
     host_s = sum(stage.layers for stage in stages) * (rates.layer_forward_s + rates.layer_backward_s)
     return RankTime(
         products=sum(
@@ -150,6 +151,26 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
         work=work,
         **sums,
     )
+
+
+def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, exchange_s: float) -> float:
+    """Seconds of the exchange of a step that are beside the passes of another micro-batch (`parallel.ep_overlap`).
+
+    Each forward pass but the first is beside a backward pass; the exchanges of each are hidden by no more than the
+    layers of the other compute, and no more than the share of communication that runs beside kernels. Of each layer a
+    pass has two, and full checkpointing repeats those of the forward pass in the backward pass: what it has more of,
+    and one of four turns without a product between, hide nothing (tests/engines/parallel/test_overlapped_passes.py).
+    """
+    run = work.layout.run
+    if not run.overlaps_exchange:
+        return 0.0
+    memory, count = run.config.memory, run.batch.accumulation
+    again = 1 / memory.every_n_layers if memory.activation_checkpointing == "full" else 0.0
+    of_forward = exchange_s / count / (2 + again)
+    forward = sum(stage.decoder.forward for stage in stages)
+    backward = sum(stage.decoder.backward for stage in stages)
+    hidden = min((1 - again / 4) * of_forward, backward) + min(of_forward, forward)
+    return (count - 1) * rates.overlap * hidden
 
 
 def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 0) -> PassSeconds:

@@ -283,7 +283,7 @@ def _shrink_parallel(run: ResolvedRun, topology: Topology, shard: int | None) ->
     section: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
     section |= {"schedule": given.schedule, "cp_method": given.cp_method}
     if topology.ep > 1:
-        section["ep"] = topology.ep
+        section |= {"ep": topology.ep, "ep_overlap": run.overlaps_exchange}
     if run.virtual_stages > 1:
         section["virtual_stages"] = run.virtual_stages
     return section if shard is None else {**section, "hybrid_shard_size": shard}

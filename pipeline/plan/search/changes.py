@@ -142,6 +142,8 @@ def _axes(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
         size = getattr(run.topology, axis)
         yield from ({f"parallel.{axis}": size * each} for each in (2, 4, 8))
         yield from ({f"parallel.{axis}": size // each} for each in (2, 4) if size >= each)
+    if run.topology.ep > 1 and not run.config.parallel.ep_overlap:
+        yield {"parallel.ep_overlap": True}
     if run.topology.pp > 1:
         others = {name for name, kind in SCHEDULES.items() if kind.searched} - {run.config.parallel.schedule}
         yield from ({"parallel.schedule": each, "parallel.virtual_stages": None} for each in sorted(others))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import FEATURES, LAYOUTS, ResolvedRun
 from pipeline.config.sections.layout import SCHEDULES
 from pipeline.runtime.machines.machine import Machine
@@ -56,6 +58,7 @@ def layouts(run: ResolvedRun, machine: Machine, *, experts: int = 0, fp8: bool =
         features = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
         sizes = _expert_parallel(run, machine, mesh, experts) if "ep" in frozenset().union(*features) else [1]
         options = itertools.product(_options(run, machine, features, mesh), sizes)
+        overlaps = partial(_overlaps, run, known=frozenset().union(*features))
         for (schedule, shard, offload), ep in options:
             for micro, mode in itertools.product(_micro_batches(run, mesh), ("none", "selective", "full")):
                 sets = {
@@ -64,7 +67,7 @@ def layouts(run: ResolvedRun, machine: Machine, *, experts: int = 0, fp8: bool =
                     "parallel.pp": mesh.pp,
                     "parallel.tp": mesh.tp,
                     "parallel.cp": mesh.cp,
-                    **({"parallel.ep": ep} if experts else {}),
+                    **({"parallel.ep": ep, "parallel.ep_overlap": overlaps(mesh, ep, micro)} if experts else {}),
                     "parallel.schedule": schedule,
                     "parallel.virtual_stages": None,
                     "parallel.hybrid_shard_size": shard,
@@ -116,6 +119,16 @@ def _expert_parallel(run: ResolvedRun, machine: Machine, mesh: Axes, experts: in
     return [1, *(each for each in sizes if 1 < each <= MOST_EP and experts % each == 0 == ranks % each and experts)]
 
 
+def _overlaps(run: ResolvedRun, mesh: Axes, ep: int, micro: int, *, known: frozenset[str]) -> bool:
+    """Whether experts exchange beside another micro-batch, which is faster wherever it can be."""
+    several = micro < _samples_of_a_rank(run, mesh)
+    return "ep_overlap" in known and ep > 1 == mesh.pp and several and expert_exchange(run.config) == "all_to_all"
+
+
 def _micro_batches(run: ResolvedRun, mesh: Axes) -> list[int]:
-    each = run.batch.samples * mesh.pp * mesh.tp * mesh.cp // run.topology.world_size
+    each = _samples_of_a_rank(run, mesh)
     return [size for size in MICRO_BATCHES if each % size == 0]
+
+
+def _samples_of_a_rank(run: ResolvedRun, mesh: Axes) -> int:
+    return run.batch.samples * mesh.pp * mesh.tp * mesh.cp // run.topology.world_size

@@ -23,6 +23,7 @@ SELECTED_BY: dict[str, tuple[str, ...]] = {
     "tp": ("parallel.tp=2",),
     "cp": ("parallel.cp=2",),
     "ep": ("parallel.ep=2",),
+    "ep_overlap": ("parallel.ep=2", "parallel.ep_overlap=true"),
     "ring": ("parallel.cp=2", "parallel.cp_method=ring"),
     "shard": ("parallel.hybrid_shard_size=2",),
     "offload_optimizer": ("zero_optimization.offload_optimizer.device=cpu",),
@@ -71,7 +72,7 @@ def test_a_layout_that_is_not_in_the_table_is_refused_and_its_remedies_resolve(
     for names in [*itertools.combinations(sorted(FEATURES), 1), *itertools.combinations(sorted(FEATURES), 2)]:
         overrides = {name: each for name in names for each in SELECTED_BY[name]}
         selected = {*names} | {
-            n for n, sets in SELECTED_BY.items() if n in ("pp", "cp") and set(sets) & set(overrides.values())
+            n for n, sets in SELECTED_BY.items() if n in ("pp", "cp", "ep") and set(sets) & set(overrides.values())
         }
         if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) > 1 or any(f >= selected for f in here):
             continue
@@ -265,6 +266,40 @@ def test_deepspeeds_key_for_the_exchange_of_experts_is_parallel_ep_exchange(tmp_
     for sets, name in ((BACKEND, "deepep"), (EXCHANGE, "hybridep"), (BACKEND[:-1], "all_to_all"), ((), "all_to_all")):
         run = resolve(load_config(path, [*base("torch", 3), *sets]), world_size=4)
         assert expert_exchange(run.config) == name
+
+
+OVERLAP = ("parallel.ep=2", "parallel.ep_overlap=true")
+NOT_OVERLAPPED = {
+    "stage 3": (3, OVERLAP, "use zero_optimization.stage 2, or parallel.ep_overlap false"),
+    "a pipeline": (2, (*OVERLAP, "parallel.pp=2"), "use parallel.ep_overlap false, or parallel.pp 1"),
+    "no expert parallelism": (2, OVERLAP[1:], "remove it"),
+    "kernels": (2, (*EXCHANGE, *OVERLAP), "remove it, or use parallel.ep_exchange all_to_all"),
+    "uneven shares": (
+        0,
+        (*OVERLAP, "parallel.cp=2", "parallel.shares=[2,1,1,1]"),
+        "remove it, or parallel.shares",
+    ),
+    "one micro-batch": (
+        2,
+        (*OVERLAP, "train_micro_batch_size_per_gpu=2", "train_batch_size=16"),
+        "use a train_micro_batch_size_per_gpu of 1 or less, or a train_batch_size of 32, or remove it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OVERLAPPED)
+def test_an_exchange_that_has_nothing_to_run_beside_is_refused(tmp_path: Path, case: str) -> None:
+    stage, sets, remedy = NOT_OVERLAPPED[case]
+    error = refusal(tmp_path, [*base("torch", stage), *sets])
+    assert error is not None
+    assert (error.field, error.remedy) == ("parallel.ep_overlap", remedy)
+
+
+def test_an_elastic_run_with_one_micro_batch_of_each_rank_has_no_overlap(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run", train_batch_size=8))
+    sets = [*base("torch", 2), *OVERLAP, "train_micro_batch_size_per_gpu=1", "parallel.elastic=true"]
+    overlaps = {size: resolve(load_config(path, sets), world_size=size).overlaps_exchange for size in (4, 8)}
+    assert overlaps == {4: True, 8: False}
 
 
 EXPERTS = {

@@ -25,8 +25,14 @@ FEW_SPARSE = (
     "train_batch_size=128",
     "zero_optimization.stage=3",
     "memory.activation_checkpointing=full",
+    "parallel.ep_overlap=false",
 )
-EXPERTS_GATHERED = ("parallel.ep=null", "zero_optimization.stage=3", "memory.activation_checkpointing=full")
+EXPERTS_GATHERED = (
+    "parallel.ep=null",
+    "parallel.ep_overlap=false",
+    "zero_optimization.stage=3",
+    "memory.activation_checkpointing=full",
+)
 GATHERED = "qwen3_moe_30b.json, experts gathered"
 GATING = {
     "one GPU": (
@@ -58,6 +64,11 @@ GATING = {
     ),
     "mixture of experts": ("qwen3_moe_30b.json", 0, (*FEW_SPARSE, "parallel.ep=null")),
     "expert parallelism": ("qwen3_moe_30b.json", 0, (*FEW_SPARSE, "parallel.ep=8")),
+    "expert parallelism beside another micro-batch": (
+        "qwen3_moe_30b.json",
+        0,
+        ("model.config.num_hidden_layers=8", "train_batch_size=256", "memory.activation_checkpointing=full"),
+    ),
     "latent attention and shared experts": (
         "deepseek_v3_671b.json",
         0,
