@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from data_prep.formats.tokenfile import TokenFile, with_suffix
+from data_prep.formats.indexed import IndexedTokens
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from headrace.base.errors import DataError
 
@@ -23,7 +23,7 @@ _CHUNK_TOKENS = 1 << 24
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
-def text_bytes(file: TokenFile, tokenizer: Path) -> int:
+def text_bytes(file: IndexedTokens, tokenizer: Path) -> int:
     """UTF-8 bytes of all text of a token file; every token is read.
 
     Args:
@@ -43,11 +43,11 @@ def text_bytes(file: TokenFile, tokenizer: Path) -> int:
     return int(counted @ sizes) - spaces * file.documents
 
 
-def _check_ids(file: TokenFile, ids: npt.NDArray[Any], *, start: int, known: int, tokenizer: Path) -> None:
+def _check_ids(file: IndexedTokens, ids: npt.NDArray[Any], *, start: int, known: int, tokenizer: Path) -> None:
     if ids.min() >= 0 and ids.max() < known:
         return
     at = int(np.argmax((ids < 0) | (ids >= known)))
-    found = f"{with_suffix(file.prefix, '.bin')} holds the id {ids[at]} as token {start + at:,}"
+    found = f"{file.path} holds the id {ids[at]} as token {start + at:,}"
     remedy = "name the tokenizer that made it; if this one did, the file is damaged: make it again"
     raise DataError(f"{found}, the tokenizer in {tokenizer} has {known} ids\n  try: {remedy}")
 
