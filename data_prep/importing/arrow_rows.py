@@ -88,7 +88,9 @@ class ArrowRows:
         wrong = np.flatnonzero(counts & (labels != ids))
         if wrong.size:
             at = row + int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
-            why = f"row {at} has the label {labels[wrong[0]]} for the id {ids[wrong[0]]}: labels are {IGNORED} or the id"
+            why = (
+                f"row {at} has the label {labels[wrong[0]]} for the id {ids[wrong[0]]}: labels are {IGNORED} or the id"
+            )
             raise DataError(f"{self.path}: {why} of the same position\n  try: labels that are not shifted")
         return counts
 
@@ -146,7 +148,11 @@ def _with_columns(path: Path, schema: Any) -> tuple[ArrowRows, list[str]]:
     lists = {
         field.name
         for field in schema
-        if (pa.types.is_list(field.type) or pa.types.is_large_list(field.type) or pa.types.is_fixed_size_list(field.type))
+        if (
+            pa.types.is_list(field.type)
+            or pa.types.is_large_list(field.type)
+            or pa.types.is_fixed_size_list(field.type)
+        )
         and (pa.types.is_integer(field.type.value_type) or pa.types.is_boolean(field.type.value_type))
     }
     if ids not in lists:

@@ -16,6 +16,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ class MdsShard:
         content = self.file.content()
         offsets = self.file.offsets(content, self.samples).tolist()
         rows, held = [], 0
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in pairwise(offsets):
             rows.append(self._ids(content[start:end].tobytes()))
             held += rows[-1].size
             if held >= BLOCK_TOKENS:
@@ -194,7 +195,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}\n  try: {_AGAIN}") from None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for them
     from data_prep.importing.documents import TokenSource
     from data_prep.importing.find import Found
-    from data_prep.importing.task import ImportTask, Rules
+    from data_prep.importing.task import Borders, ImportTask, Rules
     from headrace.base.directory import Manifest
 
 _SHARD_BYTES = 512 << 20
@@ -25,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tokens", metavar="TOKENS", type=Path, help="folder, file or PREFIX that another tool wrote")
     parser.add_argument("out", metavar="OUT", type=Path, help="tokens directory to write")
     parser.add_argument(
-        "--tokenizer", metavar="FOLDER", type=Path, required=True, help="Hugging Face folder of the tokenizer they are of"
+        "--tokenizer",
+        metavar="FOLDER",
+        type=Path,
+        required=True,
+        help="Hugging Face folder of the tokenizer they are of",
     )
     parser.add_argument(
         "--heldout", metavar="TOKENS", type=Path, help="tokens of the held-out split; default: files named val, ..."
@@ -53,10 +58,7 @@ def run(args: argparse.Namespace) -> None:
         args.out,
         tokenizer=args.tokenizer,
         heldout=args.heldout,
-        borders=args.borders,
-        eos_id=args.eos_id,
-        eos=args.eos,
-        dtype=args.dtype,
+        choices=Choices(borders=args.borders, eos_id=args.eos_id, eos=args.eos, dtype=args.dtype),
         workers=default_workers() if args.workers is None else args.workers,
     )
     made = manifest.details["imported"]
@@ -72,6 +74,16 @@ def run(args: argparse.Namespace) -> None:
     print(f"  output: {args.out}, fingerprint {manifest.fingerprint[:16]}")
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What a format may not record; None: by the format, or by the tokenizer. See the options of the command."""
+
+    borders: Borders | None = None
+    eos_id: int | None = None
+    eos: Literal["first", "last"] | None = None
+    dtype: str | None = None
+
+
 _BORDERS = {"format": "its own record", "eos": "the id {eos_id}", "none": "file"}
 
 
@@ -81,10 +93,7 @@ def import_tokens(
     *,
     tokenizer: Path,
     heldout: Path | None = None,
-    borders: str | None = None,
-    eos_id: int | None = None,
-    eos: str | None = None,
-    dtype: str | None = None,
+    choices: Choices = Choices(),
     workers: int = 1,
 ) -> Manifest:
     """Writes the tokens of another tool as a tokens directory; see the options of the command.
@@ -104,12 +113,12 @@ def import_tokens(
     if out.exists():
         raise DataError(f"{out} exists already\n  try: remove it, or choose another output")
     details = describe(tokenizer, kind="given")
-    found = find(tokens, dtype=dtype, vocab_size=details["vocab_size"])
+    found = find(tokens, dtype=choices.dtype, vocab_size=details["vocab_size"])
     if heldout is not None:
-        _add_heldout(found, find(heldout, dtype=dtype, vocab_size=details["vocab_size"]), heldout)
+        _add_heldout(found, find(heldout, dtype=choices.dtype, vocab_size=details["vocab_size"]), heldout)
     _check_tokenizer(found, details["fingerprint"], tokenizer)
-    rules = _rules(found, tokens, borders=borders, eos_id=eos_id, eos=eos, tokenizer=details)
-    _check_first(found, rules, chosen=borders is not None)
+    rules = _rules(found, tokens, choices, tokenizer=details)
+    _check_first(found, rules, chosen=choices.borders is not None)
     with staged(out) as staging:
         import_tokenizer(str(tokenizer), _made(staging / "tokenizer"))
         tasks = _tasks(found, staging, rules)
@@ -132,7 +141,7 @@ def import_tokens(
             staging,
             out,
             kind="tokens",
-            config={"tokens": str(tokens), "heldout": str(heldout) if heldout else None, "dtype": dtype},
+            config={"tokens": str(tokens), "heldout": str(heldout) if heldout else None, "dtype": choices.dtype},
             parents={label: _parent(found, tokens)},
             details={"tokenizer": details, "imported": imported, "skipped": {}, "splits": _splits(tasks, done, label)},
             known_sha256=known,
@@ -170,20 +179,18 @@ def _check_tokenizer(found: Found, fingerprint: str, tokenizer: Path) -> None:
         raise ConfigError("--tokenizer", str(tokenizer), why=why, remedy=str(folder))
 
 
-def _rules(
-    found: Found, tokens: Path, *, borders: str | None, eos_id: int | None, eos: str | None, tokenizer: dict[str, Any]
-) -> Rules:
+def _rules(found: Found, tokens: Path, choices: Choices, *, tokenizer: dict[str, Any]) -> Rules:
     from data_prep.importing.task import Rules  # noqa: PLC0415
 
-    chosen: Any = borders or ("format" if found.borders else "eos")
+    chosen: Borders = choices.borders or ("format" if found.borders else "eos")
     if chosen == "format" and not found.borders:
         why = f"{found.kind} does not record where documents end"
-        raise ConfigError("--borders", borders, why=why, remedy="--borders eos, or none")
-    number = tokenizer["eos_id"] if eos_id is None else eos_id
+        raise ConfigError("--borders", chosen, why=why, remedy="--borders eos, or none")
+    number = tokenizer["eos_id"] if choices.eos_id is None else choices.eos_id
     if chosen == "eos" and number is None:
         why = f"{tokens} records no document borders, and the tokenizer names no end-of-text token"
         raise ConfigError("--eos-id", why=why, remedy="--eos-id ID, or --borders none (one document per file)")
-    first = found.eos_first if eos is None else eos == "first"
+    first = found.eos_first if choices.eos is None else choices.eos == "first"
     masked = any(source.masked for source in _all(found))
     return Rules(tokenizer["vocab_size"], chosen, number if chosen == "eos" else None, first, masked)
 
@@ -263,7 +270,7 @@ def _parent(found: Found, tokens: Path) -> dict[str, Any]:
     """By names and sizes; the content is in the checksums of what was written."""
     from headrace.base.directory import fingerprint_of  # noqa: PLC0415
 
-    files = [[str(source.path.name), _size(source)] for source in _all(found)]
+    files = [(source.path.name, _size(source)) for source in _all(found)]
     sizes = sum(size for _, size in files)
     return {"path": str(tokens), "fingerprint": fingerprint_of(files), "files": len(files), "bytes": sizes}
 
@@ -277,6 +284,8 @@ def _splits(tasks: list[ImportTask], done: dict[Any, dict[str, Any]], label: str
         sums = sum_shards(shards)
         if not sums["tokens"]:
             raise DataError(f"the split {split} has no tokens\n  try: another folder")
-        entries = [{"source": label} | {key: s[key] for key in ("name", "documents", "tokens", "bytes")} for s in shards]
+        entries = [
+            {"source": label} | {key: s[key] for key in ("name", "documents", "tokens", "bytes")} for s in shards
+        ]
         splits[split] = {**sums, "shards": entries, "sources": {label: sums}}
     return splits

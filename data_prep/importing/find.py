@@ -14,12 +14,13 @@ from data_prep.importing.documents import TokenSource
 from data_prep.importing.flat_arrays import FlatFile, open_flat
 from data_prep.importing.indexed_files import open_file
 from headrace.base.directory import MANIFEST
-from headrace.base.errors import DataError
+from headrace.base.errors import ConfigError, DataError
 from headrace.base.foreign_folders import what_it_is
 
 _TRAIN, _HELDOUT = SPLITS
 _HELDOUT_WORDS = {"val", "valid", "validation", "heldout", "eval", "dev"}
 _TEST = "test"
+_WITH_DTYPE = ("litdata", "datasets", "Parquet", "Megatron-LM", "datatrove")
 _KNOWN = (
     "tokens of datatrove, nanotron, Megatron-LM, OLMo, llm.c, nanoGPT, litdata or MosaicML streaming, Parquet files or"
     " a folder of save_to_disk with input_ids"
@@ -76,7 +77,7 @@ def find(path: Path, *, dtype: str | None, vocab_size: int) -> Found:
     if not path.exists() and not Path(f"{path}.idx").is_file():
         raise DataError(f"{path}: there is no such file or folder\n  try: a folder with {_KNOWN}")
     if path.is_dir() and (path / MANIFEST).is_file():
-        raise DataError(f"{path} has a {MANIFEST}{what_it_is(path, 'name it in data.sources')}")
+        raise DataError(f"{path} has a {MANIFEST}: it is a directory of headrace\n  try: name it in data.sources")
     folders = [("", path)]
     if path.is_dir() and not _has_tokens(path):
         folders = [(each.name, each) for each in sorted(path.iterdir()) if each.is_dir() and _has_tokens(each)]
@@ -85,6 +86,9 @@ def find(path: Path, *, dtype: str | None, vocab_size: int) -> Found:
     if len(kinds) != 1:
         what = f"holds {' and '.join(kinds)}" if kinds else "holds no tokens that are known"
         raise DataError(f"{path} {what}{'' if kinds else what_it_is(path, f'a folder with {_KNOWN}')}")
+    if dtype is not None and kinds[0] in _WITH_DTYPE:
+        why = f"{path} is of {kinds[0]}, which records the dtype"
+        raise ConfigError("--dtype", dtype, why=why, remedy="leave it out")
     return _merged(found)
 
 
@@ -127,13 +131,17 @@ def _found(folder: Path, name: str, dtype: str | None, vocab_size: int) -> Found
         opened = [arrow_rows.open_parquet(path) for path in paths]
         left_out = _columns(sorted({other for _, others in opened for other in others}))
         return _of("Parquet", [rows for rows, _ in opened], names, rows=True, left_out=left_out)
+    return _arrays(suffix, paths, names, dtype, vocab_size)
+
+
+def _arrays(suffix: str, paths: list[Path], names: list[str], dtype: str | None, vocab_size: int) -> Found:
+    made_with = tokenizer_name(paths[0]) if suffix == DS else None
     if suffix == ".idx":
         return _of("Megatron-LM", [open_file(path.with_suffix("")) for path in paths], names)
     if suffix == DS and any(Path(f"{path}{INDEX}").is_file() for path in paths):
-        return _of("datatrove", list(map(open_file, paths)), names, made_with=tokenizer_name(paths[0]))
+        return _of("datatrove", list(map(open_file, paths)), names, made_with=made_with)
     flat = [open_flat(path, dtype=dtype, vocab_size=vocab_size) for path in paths]
     _check_alike(flat)
-    made_with = tokenizer_name(paths[0]) if suffix == DS else None
     first, borders = flat[0].eos_first, flat[0].ends is not None
     return _of(flat[0].kind, flat, names, borders=borders, eos_first=first, made_with=made_with)
 

@@ -24,7 +24,7 @@ _LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 _LLMC_EVALUATION = 20240522
 _HEADER_INTS = 256
 _NUMPY_MAGIC = b"\x93NUMPY"
-_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8"}
 _LOOKED_AT = 1 << 16
 
 
@@ -74,8 +74,8 @@ def open_flat(path: Path, *, dtype: str | None, vocab_size: int) -> FlatFile:
 
     Args:
         path: a .npy, .bin or .ds file.
-        dtype: uint16 or uint32 as given, for files that do not record it; None: the smallest that holds the vocabulary,
-            as OLMo-core's `NumpyDatasetConfig` takes it.
+        dtype: a name of `DTYPES` as given, for files that do not record it; None: the smallest that holds the
+            vocabulary, as OLMo-core's `NumpyDatasetConfig` takes it.
         vocab_size: of the tokenizer.
 
     Raises:
@@ -90,11 +90,11 @@ def open_flat(path: Path, *, dtype: str | None, vocab_size: int) -> FlatFile:
         found = _llmc(path, head)
     else:
         ends = path.with_suffix(".csv.gz")
-        taken = _DTYPES[dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")]
-        kind = "OLMo" if path.suffix == ".npy" else "datatrove" if path.suffix == ".ds" else "nanoGPT"
+        taken = DTYPES[dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")]
+        kind = {".npy": "OLMo", ".ds": "datatrove without an index"}.get(path.suffix, "nanoGPT")
         found = FlatFile(path, taken, ends=ends if ends.is_file() else None, kind=kind)
         _check_width(found)
-    if dtype is not None and np.dtype(found.dtype).itemsize != np.dtype(_DTYPES[dtype]).itemsize:
+    if dtype is not None and np.dtype(found.dtype).itemsize != np.dtype(DTYPES[dtype]).itemsize:
         why = f"{path} says that its ids are {np.dtype(found.dtype).name}"
         raise ConfigError("--dtype", dtype, why=why, remedy="leave it out")
     return found

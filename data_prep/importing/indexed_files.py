@@ -1,4 +1,4 @@
-"""Files with an index of their documents, which a run could read in place: datatrove's .ds, Megatron's .bin and .idx."""
+"""Files with an index of their documents, which runs read in place, too: datatrove's .ds, Megatron's .bin and .idx."""
 
 from __future__ import annotations
 

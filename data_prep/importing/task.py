@@ -115,7 +115,7 @@ class ImportTask:
                 writer.append(part.tokens, whole)
                 if mask is not None:
                     counts = np.ones(part.tokens.size, np.uint8) if part.mask is None else part.mask
-                    mask.append([memoryview(np.ascontiguousarray(counts, dtype=np.uint8))])
+                    mask.append([np.ascontiguousarray(counts, dtype=np.uint8).data])
                 text_bytes += sizes.count(part.tokens, documents=whole.size) if sizes else 0
                 lengths += length_histogram(whole)
                 report(Counts(tokens=int(part.tokens.size), documents=whole.size))

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
 from data_prep.formats.memory_map import fault_in, will_need
-from data_prep.formats.indexed import IndexedTokens
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.documents import I64, DocumentBoundaries, find_boundaries, join

@@ -9,6 +9,7 @@ belongs to another document.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 

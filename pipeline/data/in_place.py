@@ -88,7 +88,8 @@ def manifest_of(dataset: InPlace, *, tokenizer: str, field: str, split: str = "t
     """
     details = describe(Path(tokenizer), kind="given")
     _check_name(dataset, details["fingerprint"], field=field, tokenizer=tokenizer)
-    shards, dtypes = [], {}
+    shards: list[dict[str, Any]] = []
+    dtypes: dict[np.dtype[Any], str] = {}
     looked_at = set(np.linspace(0, len(dataset.names) - 1, _CHECKED_SHARDS).astype(int).tolist())
     for number, name in enumerate(dataset.names):
         file = open_indexed(dataset.folder / name)
@@ -105,7 +106,7 @@ def manifest_of(dataset: InPlace, *, tokenizer: str, field: str, split: str = "t
         raise DataError(
             f"{dataset.path} has ids of {found}: files of two tokenizers\n  try: a folder for each, as two sources"
         )
-    sums = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    sums = {key: sum(int(shard[key]) for shard in shards) for key in ("documents", "tokens", "bytes")}
     found_split = {**sums, "shards": shards, "masked": _masked(dataset, shards)}
     named = {"made_with": dataset.tokenizer_name} if dataset.tokenizer_name else {}
     return Manifest(
@@ -158,11 +159,10 @@ def _fingerprint(dataset: InPlace) -> str:
         sizes = {suffix: with_suffix(dataset.path, suffix).stat().st_size for suffix in (".bin", ".idx")}
         return fingerprint_of({"kind": "megatron", "sizes": sizes, "index": _hash(with_suffix(dataset.path, ".idx"))})
     pieces = max(1, _PIECES // len(dataset.names))
-    files = []
+    files: list[list[Any]] = []
     for name in dataset.names:
         paths = [Path(f"{dataset.folder / name}{suffix}") for suffix in ("", INDEX, LOSS)]
-        sizes = [path.stat().st_size for path in paths if path.exists()]
-        files.append([name, sizes, _hash(paths[1], pieces=pieces)])
+        files.append([name, [path.stat().st_size for path in paths if path.exists()], _hash(paths[1], pieces=pieces)])
     return fingerprint_of({"kind": "datatrove", "files": files})
 
 
