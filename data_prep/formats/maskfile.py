@@ -1,6 +1,7 @@
 """Loss mask files: `PREFIX.mask` beside `PREFIX.bin`, one byte per token, 1 if it counts in the loss, else 0.
 
-Only tokens directories with conversations have them. Other readers of Megatron's format ignore them.
+Only tokens directories with conversations have them. Other readers of Megatron's format ignore them. What datatrove
+writes as `NAME.ds.loss` has the same content.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy.typing as npt
 
+from data_prep.formats.dsfile import DS, LOSS
 from data_prep.formats.memory_map import map_file
 from headrace.base.errors import DataError
 
@@ -77,11 +79,11 @@ def open_mask(prefix: Path, *, tokens: int, random_access: bool = False) -> npt.
     if mask.size != tokens:
         raise DataError(
             f"{path} has {mask.size} bytes for {tokens} tokens: a loss mask has one byte per token\n"
-            "  try: run data prep again"
+            "  try: make the tokens again"
         )
     return mask
 
 
 def mask_path(prefix: Path) -> Path:
-    """Path of the loss mask file of a token file: PREFIX.mask."""
-    return prefix.with_name(prefix.name + MASK)
+    """Path of the loss mask file of a token file: PREFIX.mask, or NAME.ds.loss."""
+    return prefix.with_name(prefix.name + (LOSS if prefix.name.endswith(DS) else MASK))

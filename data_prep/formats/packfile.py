@@ -17,13 +17,11 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.memory_map import map_file
-from data_prep.formats.tokenfile import TokenFile
 from headrace.base.errors import DataError
 
 I64 = npt.NDArray[np.int64]
@@ -94,21 +92,11 @@ def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, length
     return digest.hexdigest()
 
 
-def document_bounds(file: TokenFile, first: int, end: int) -> I64:
-    """Token offsets at which documents first..end-1 begin, and at which the last ends: int64 [end - first + 1]."""
-    sequence = np.asarray(file.document_index[first : end + 1], dtype=np.int64)
-    offsets: npt.NDArray[Any] = file.byte_offsets
-    bounds = np.full(sequence.size, file.tokens.size, dtype=np.int64)
-    inside = sequence < offsets.size
-    bounds[inside] = offsets[sequence[inside]] // file.dtype.itemsize
-    return bounds
-
-
 def cut_documents(bounds: I64, *, length: int) -> tuple[I64, I64]:
     """Cuts documents into pieces of at most T + 1 tokens. Documents of less than two tokens give no piece (no target).
 
     Args:
-        bounds: int64 [documents + 1], from `document_bounds`.
+        bounds: int64 [documents + 1], as `TokenFile.document_starts` gives it.
         length: T, tokens per sample.
 
     Returns:

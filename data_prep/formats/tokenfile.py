@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.memory_map import map_file
+from data_prep.formats.sorted_search import I64, first_not_below
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
 
@@ -126,6 +127,11 @@ class TokenFile:
         return cls(prefix, tokens.view(dtype), lengths, offsets, documents)
 
     @property
+    def path(self) -> Path:
+        """The .bin file."""
+        return with_suffix(self.prefix, ".bin")
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the token ids."""
         return self.tokens.dtype
@@ -134,6 +140,25 @@ class TokenFile:
     def documents(self) -> int:
         """Number of documents."""
         return len(self.document_index) - 1
+
+    def document_starts(self, documents: npt.ArrayLike) -> I64:
+        """See `IndexedTokens.document_starts`."""
+        sequence = np.asarray(self.document_index[np.asarray(documents)], dtype=np.int64)
+        starts = np.full(sequence.shape, self.tokens.size, dtype=np.int64)
+        inside = sequence < len(self.byte_offsets)
+        starts[inside] = self.byte_offsets[sequence[inside]] // self.dtype.itemsize
+        return starts
+
+    def first_document_from(self, positions: I64) -> I64:
+        """See `IndexedTokens.first_document_from`."""
+        sequences = first_not_below(self.byte_offsets, positions * self.dtype.itemsize)
+        index = self.document_index
+        # with one sequence per document, as data_prep writes them, half of the search is saved
+        if sequences.max(initial=0) < index.size:
+            behind = index[np.maximum(sequences - 1, 0)] >= sequences  # the document before it
+            if not np.any((index[sequences] < sequences) | (behind & (sequences > 0))):
+                return sequences
+        return first_not_below(index[:-1], sequences)
 
     def close(self) -> None:
         """Releases the memory maps. Existing slices stay valid; the maps are removed with the last of them."""

@@ -24,6 +24,7 @@ from data_prep.task import MARKER, read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
 from data_prep.tasks.make_tokenizer import tokenizer_folder
 from data_prep.tasks.map import NAMED_DOCUMENTS, sum_counts
+from data_prep.tasks.reduce import sum_shards
 from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
 from headrace.base.directory import Manifest, commit, read_manifest
@@ -237,17 +238,8 @@ def _split_entry(shards: list[dict[str, Any]], config: CorpusConfig) -> dict[str
     entries = [{**shard, "source": labels[shard["source"]]} for shard in shards]
     for entry in entries:
         del entry["sha256"], entry["lengths"]
-    sources = {label: _sums([s for s in shards if labels[s["source"]] == label]) for label in labels}
-    return {**_sums(shards), "shards": entries, "sources": {k: v for k, v in sources.items() if v["documents"]}}
-
-
-def _sums(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums of documents, tokens and bytes; `lengths[k]`: number of documents of 2^k up to 2^(k + 1) - 1 tokens."""
-    sums: dict[str, Any] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
-    lengths = [sum(column) for column in zip(*(shard["lengths"] for shard in shards), strict=True)]
-    while lengths and not lengths[-1]:
-        lengths.pop()
-    return sums | {"lengths": lengths}
+    sources = {label: sum_shards([s for s in shards if labels[s["source"]] == label]) for label in labels}
+    return {**sum_shards(shards), "shards": entries, "sources": {k: v for k, v in sources.items() if v["documents"]}}
 
 
 def _copy_tokenizer(folder: Path, target: Path) -> None:

@@ -24,7 +24,6 @@ from data_prep.formats.packfile import (
     PACK_SUFFIX,
     PACKING_KIND,
     cut_documents,
-    document_bounds,
     packing_name,
     write_pack,
 )
@@ -142,7 +141,7 @@ class PackTask:
         """Targets under a loss mask, uint8 [tokens]: every token of a document but its first is predicted once."""
         found = 0
         for first in range(0, file.documents, self.look_ahead):
-            bounds = document_bounds(file, first, min(first + self.look_ahead, file.documents))
+            bounds = file.document_starts(np.arange(first, min(first + self.look_ahead, file.documents) + 1))
             begun = bounds[:-1][np.diff(bounds) > 0]
             found += int(np.count_nonzero(mask[bounds[0] : bounds[-1]])) - int(np.count_nonzero(mask[begun]))
         return found
@@ -151,7 +150,7 @@ class PackTask:
         """Yields for each block: the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
         for first in range(0, file.documents, self.look_ahead):
             end = min(first + self.look_ahead, file.documents)
-            bounds = document_bounds(file, first, end)
+            bounds = file.document_starts(np.arange(first, end + 1))
             starts, lengths = cut_documents(bounds, length=self.length)
             number = best_fit(lengths, size=self.length + 1)
             order = np.argsort(number, kind="stable")

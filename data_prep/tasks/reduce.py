@@ -6,6 +6,7 @@ size and each is a random sample of it. Memory: see `RunsReader`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from data_prep.tasks.runs_reader import GroupContent, RunsReader
 from data_prep.tasks.sorted_runs import Array
 from headrace.base.directory import sync, write_json
 
-_LENGTH_BINS = 32
+LENGTH_BINS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class ReduceTask:
         return done
 
     def _write(self, scratch: Path, report: Report) -> dict[str, Any]:
-        text_bytes, lengths = 0, np.zeros(_LENGTH_BINS, np.int64)
+        text_bytes, lengths = 0, np.zeros(LENGTH_BINS, np.int64)
         with ExitStack() as stack:
             writer = stack.enter_context(TokenFileWriter(scratch, dtype=self.reader.dtype))
             mask = stack.enter_context(MaskWriter(scratch)) if self.reader.masked else None
@@ -101,7 +102,7 @@ class ReduceTask:
                 if mask is not None:
                     mask.append(part.mask)
                 text_bytes += int(documents["bytes"].sum())
-                lengths += np.bincount(_length_bin(documents["tokens"]), minlength=_LENGTH_BINS)
+                lengths += length_histogram(documents["tokens"])
                 report(Counts(tokens=int(documents["tokens"].sum()), documents=len(documents)))
             sums = writer.close() | (mask.close() if mask is not None else {})
         entry = {"documents": int(lengths.sum()), "tokens": writer.tokens, "bytes": text_bytes}
@@ -109,6 +110,15 @@ class ReduceTask:
         return {**name, **entry, "lengths": lengths.tolist(), "sha256": sums}
 
 
-def _length_bin(tokens: Array) -> Array:
-    """The histogram bin of a length: k for 2^k up to 2^(k + 1) - 1 tokens."""
-    return np.frexp(tokens.astype(np.float64))[1] - 1
+def length_histogram(tokens: Array) -> Array:
+    """int64 [LENGTH_BINS], number of documents of 2^k up to 2^(k + 1) - 1 tokens, from their lengths [documents]."""
+    return np.bincount(np.frexp(tokens.astype(np.float64))[1] - 1, minlength=LENGTH_BINS)
+
+
+def sum_shards(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums of documents, tokens and bytes; `lengths[k]`: number of documents of 2^k up to 2^(k + 1) - 1 tokens."""
+    sums: dict[str, Any] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    lengths = [sum(column) for column in zip(*(shard["lengths"] for shard in shards), strict=True)]
+    while lengths and not lengths[-1]:
+        lengths.pop()
+    return sums | {"lengths": lengths}

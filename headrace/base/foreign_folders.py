@@ -35,7 +35,8 @@ class Foreign:
 
 
 _TOKENS = 'then run headrace prep over it, with a source {"type": "jsonl", "path": "texts.jsonl"}'
-_TEXT = f"detokenize it with its own tokenizer to JSON lines (a field text for each document), {_TOKENS}"
+_IMPORT = "headrace import FOLDER OUT --tokenizer ITS_TOKENIZER, which keeps its documents"
+_TEXT_OR_IDS = f"{_IMPORT}, where it holds ids; text: export it to JSON lines, {_TOKENS}"
 _WEIGHTS = 'then give the folder as "model": {"path": ...}: its weights are taken, its optimizer state is not'
 _UNIVERSAL = (
     "python -m deepspeed.utils.zero_to_fp32 FOLDER OUT --safe_serialization on the ZeRO checkpoint that it was made of,"
@@ -89,13 +90,21 @@ KINDS = (
         ("trainer_state.json",),
         "give it as model.path: its weights are taken, its optimizer, schedule and step are not",
     ),
-    Foreign("a folder of chunks of litdata", ("index.json", "chunk-*.bin"), _TEXT),
-    Foreign("a folder of MDS shards of MosaicML streaming", ("index.json", "shard.*.mds*"), _TEXT),
-    Foreign("a dataset of datasets.save_to_disk", ("dataset_info.json", "*.arrow"), f"export it by to_json, {_TOKENS}"),
-    Foreign("a dataset of datasets.save_to_disk", ("dataset_dict.json",), f"export each split with to_json, {_TOKENS}"),
-    Foreign("tokens of datatrove or nanotron", ("*.ds", "*.ds.index"), _TEXT),
-    Foreign("tokens of llm.c", ("*_train_*.bin",), _TEXT),
-    Foreign("tokens of OLMo (flat .npy)", ("*.npy",), _TEXT),
+    Foreign("a folder of chunks of litdata", ("index.json", "chunk-*.bin"), _TEXT_OR_IDS),
+    Foreign("a folder of chunks of litdata, by split", ("*/index.json", "*/chunk-*.bin"), _TEXT_OR_IDS),
+    Foreign("a folder of MDS shards of MosaicML streaming", ("index.json", "shard.*.mds*"), _TEXT_OR_IDS),
+    Foreign("a folder of MDS shards of MosaicML streaming, by split", ("*/index.json", "*/shard.*.mds*"), _TEXT_OR_IDS),
+    Foreign("a dataset of datasets.save_to_disk", ("dataset_info.json", "*.arrow"), _TEXT_OR_IDS),
+    Foreign("a dataset of datasets.save_to_disk, by split", ("dataset_dict.json",), _TEXT_OR_IDS),
+    Foreign(
+        "tokens of datatrove or nanotron",
+        ("*.ds", "*.ds.index"),
+        "give it as data.sources.0.path with data.sources.0.tokenizer, which reads it in place; or " + _IMPORT,
+    ),
+    Foreign("tokens of datatrove or nanotron without an index", ("*.ds",), _IMPORT + " by the end-of-text id"),
+    Foreign("tokens of llm.c", ("*_train_*.bin",), _IMPORT),
+    Foreign("tokens of nanoGPT", ("train.bin",), _IMPORT),
+    Foreign("tokens of OLMo (flat .npy)", ("*.npy",), _IMPORT),
     Foreign(
         "tokens of Megatron-LM",
         ("*.bin", "*.idx"),
@@ -113,6 +122,12 @@ KINDS = (
         f"convert it with OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py, {_WEIGHTS}",
     ),
     Foreign("a Hugging Face model folder", ("config.json", "*.safetensors"), "give it as model.path"),
+    Foreign(
+        "a folder of Parquet files",
+        ("*.parquet",),
+        'headrace prep over it, with a source {"type": "parquet", "path": "FOLDER/*.parquet"}; or, where it holds'
+        f" input_ids, {_IMPORT}",
+    ),
     Foreign(
         "a tokens directory of headrace",
         ("manifest.json", "tokenizer/*"),

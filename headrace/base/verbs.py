@@ -56,6 +56,12 @@ VERBS = (
         config="corpus",
     ),
     Verb(
+        "import",
+        "turn tokens that other tools made into a tokens directory, with their document borders",
+        DATA_PREP,
+        "data_prep.importing.command",
+    ),
+    Verb(
         "plan",
         "memory, time and money of a run before it starts; the best layouts; --calibrate measures this machine",
         TRAINING,

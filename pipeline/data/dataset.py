@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
 from data_prep.formats.memory_map import fault_in, will_need
-from data_prep.formats.tokenfile import TokenFile
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.documents import I64, DocumentBoundaries, find_boundaries, join
@@ -57,7 +57,7 @@ class TokenDataset:
     """Windows of one split, or of one source in it. Use `TokenDataset.open`.
 
     Attributes:
-        path: the tokens directory, or the prefix of a Megatron-LM dataset.
+        path: the tokens directory, or what another tool wrote that is read in place.
         split: name of the split, e.g. train.
         source: name of the source; None for all of them.
         sequence_length: T, tokens per sample.
@@ -66,6 +66,7 @@ class TokenDataset:
         bytes: UTF-8 bytes of their text; 0 if unknown.
         tokenizer: Hugging Face folder of its tokenizer.
         masked: whether it has a loss mask, as datasets of conversations do.
+        in_place: whether it is a dataset of another tool, without a manifest.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TokenDataset:
         self.path, self.manifest, self.split, self.source = path, manifest, split, source
         self.sequence_length = sequence_length
         self.tokenizer = tokenizer or path / "tokenizer"
+        self.in_place = folder is not None
         entries = manifest.details["splits"][split]["shards"]
         self.chosen = [i for i, entry in enumerate(entries) if source is None or entry.get("source") == source]
         before = np.cumsum([0, *(entry["documents"] for entry in entries)])
@@ -92,7 +94,9 @@ class TokenDataset:
         self.bytes = sum(entry["bytes"] for entry in shards)
         self._sizes = [entry["tokens"] for entry in shards]
         self._names = [entry["name"] for entry in shards]
-        self.masked = any(f"{split}/{name}{MASK}" in manifest.files for name in self._names)
+        self.masked = manifest.details["splits"][split].get("masked", False) or any(
+            f"{split}/{name}{MASK}" in manifest.files for name in self._names
+        )
         self._folder, self._files = f"{folder or path / split}/", OpenFiles() if files is None else files
         pad = padding_id(manifest)
         self._vocabulary = int(tokenizer_details(manifest)["vocab_size"])
@@ -147,15 +151,16 @@ class TokenDataset:
     @property
     def label(self) -> str:
         """Name of the dataset in messages."""
-        if not self.path.is_dir():
-            return str(self.path)  # a Megatron-LM dataset has no splits
+        if self.in_place:
+            return str(self.path)  # it has no splits
         return f"{self.path}/{self.split}" + (f" ({self.source})" if self.source else "")
 
     @property
     def summary(self) -> str:
         """Path and size of the dataset, for messages."""
         which = f" ({self.source})" if self.source else ""
-        return f"{self.path}{which}: {self.tokens:,} tokens, {self.windows:,} samples"
+        made = f" (of the tokenizer {named})" if (named := self.manifest.details.get("made_with")) else ""
+        return f"{self.path}{which}: {self.tokens:,} tokens, {self.windows:,} samples{made}"
 
     def read_from(self, copy: Path) -> None:
         """Reads shards from now on from a copy of the tokens directory; see `staging`."""
@@ -267,7 +272,7 @@ class TokenDataset:
         names = [entries[i].get("source") for i in self.chosen]
         return [names[shard] for shard in self.locate(windows)[0]]
 
-    def file(self, shard: int) -> TokenFile:
+    def file(self, shard: int) -> IndexedTokens:
         """The open token file of a shard.
 
         Raises:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.formats.tokenfile import TokenFile
+from data_prep.formats.indexed import IndexedTokens
 from pipeline.data.dataset import TokenDataset
 
 
@@ -44,21 +43,13 @@ def document_slices(dataset: TokenDataset, window: int) -> Iterator[DocumentSlic
             yield from _within(dataset.file(shard), start, start + length, before=first)
 
 
-def _within(file: TokenFile, at: int, end: int, *, before: int) -> Iterator[DocumentSlice]:
+def _within(file: IndexedTokens, at: int, end: int, *, before: int) -> Iterator[DocumentSlice]:
     # an empty document begins where the next one does: take the last of those that begin here
-    number = bisect_right(range(file.documents), at, key=lambda document: _begin(file, document)) - 1
+    number = int(file.first_document_from(np.array([at + 1]))[0]) - 1
     while at < end:
-        begin, stop = _begin(file, number), _begin(file, number + 1)
+        begin, stop = file.document_starts([number, number + 1]).tolist()
         upto = min(stop, end)
         if upto > at:
             tokens = np.asarray(file.tokens[at:upto]).astype(np.int64)
             yield DocumentSlice(before + number, at - begin, stop - begin, tokens)
         at, number = max(at, upto), number + 1
-
-
-def _begin(file: TokenFile, document: int) -> int:
-    """Position of a document's first token in a token file; one past the last document, the file's end."""
-    sequence = int(file.document_index[document])
-    if sequence == len(file.byte_offsets):
-        return int(file.tokens.size)
-    return int(file.byte_offsets[sequence]) // file.dtype.itemsize

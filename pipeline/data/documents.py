@@ -9,12 +9,11 @@ belongs to another document.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.formats.tokenfile import TokenFile
+from data_prep.formats.indexed import IndexedTokens
 
 I64 = npt.NDArray[np.int64]
 
@@ -92,7 +91,7 @@ def join(parts: list[tuple[I64, DocumentBoundaries]]) -> DocumentBoundaries:
     )
 
 
-def find_boundaries(file: TokenFile, starts: I64, *, length: int) -> DocumentBoundaries:
+def find_boundaries(file: IndexedTokens, starts: I64, *, length: int) -> DocumentBoundaries:
     """Document boundaries within the windows [start, start + length] of a token file; O(windows x log documents).
 
     Args:
@@ -100,42 +99,12 @@ def find_boundaries(file: TokenFile, starts: I64, *, length: int) -> DocumentBou
         starts: int64 [n], first token of each window.
         length: S.
     """
-    # plain views: indexing a np.memmap costs more than the read itself
-    offsets, index = np.asarray(file.byte_offsets), np.asarray(file.document_index)
-    width = file.dtype.itemsize
-    first_sequence = _at_least(offsets, (starts + 1) * width)
-    end_sequence = _at_least(offsets, (starts + length + 1) * width)
-    first, end = _documents(index, first_sequence), _documents(index, end_sequence)
+    first, end = file.first_document_from(starts + 1), file.first_document_from(starts + length + 1)
     found = end - first
     window = np.repeat(np.arange(starts.size), found)
     before = np.cumsum(found) - found
     document = np.arange(window.size) - np.repeat(before - first, found)
-    at = offsets[index[document]] // width - starts[window]
+    at = file.document_starts(document) - starts[window]
     # an empty document begins where the next one does
     once = np.unique(window * (length + 1) + at)
     return DocumentBoundaries(*np.divmod(once, length + 1))
-
-
-def _documents(index: npt.NDArray[Any], sequences: I64) -> I64:
-    """int64 [n], the first document that begins at or after each sequence."""
-    # with one sequence per document, as data_prep writes them, half of the search is saved
-    if sequences.max(initial=0) < index.size:
-        behind = index[np.maximum(sequences - 1, 0)] >= sequences  # the document before it
-        if not np.any((index[sequences] < sequences) | (behind & (sequences > 0))):
-            return sequences
-    return _at_least(index[:-1], sequences)
-
-
-def _at_least(rising: npt.NDArray[Any], values: I64) -> I64:
-    """int64 [n], index of the first entry that is not below each value.
-
-    Like np.searchsorted, which would copy the whole array first, since the integers in an index file are not aligned.
-    """
-    low, high = np.zeros(values.size, dtype=np.int64), np.full(values.size, len(rising), dtype=np.int64)
-    while np.any(open_ := low < high):
-        middle = (low + high) // 2
-        below = open_.copy()
-        below[open_] = rising[middle[open_]] < values[open_]
-        low[below] = middle[below] + 1
-        high[open_ & ~below] = middle[open_ & ~below]
-    return low

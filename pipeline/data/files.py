@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.formats.maskfile import MASK, open_mask
-from data_prep.formats.tokenfile import TokenFile
+from data_prep.formats.indexed import IndexedTokens, open_indexed
+from data_prep.formats.maskfile import mask_path, open_mask
 from headrace.base.errors import DataError
 
 _Kept = TypeVar("_Kept")
@@ -22,7 +22,7 @@ MOST: Final = 15_000
 class Opened(NamedTuple):
     """A token file, its tokens, and the memory address of the first one."""
 
-    file: TokenFile
+    file: IndexedTokens
     tokens: npt.NDArray[Any]
     address: int
 
@@ -56,11 +56,11 @@ class OpenFiles:
         """The open file of a prefix.
 
         Raises:
-            DataError: it does not hold `tokens` tokens, or see `TokenFile.open`.
+            DataError: it does not hold `tokens` tokens, or see `open_indexed`.
         """
         found = self._open.get(prefix)
         if found is None:
-            file = TokenFile.open(Path(prefix), random_access=self._random_access)
+            file = open_indexed(Path(prefix), random_access=self._random_access)
             if file.tokens.size != tokens:
                 why = f"{prefix} has {file.tokens.size} tokens, its manifest lists {tokens}"
                 raise DataError(f"{why}\n  try: make the dataset again")
@@ -79,7 +79,7 @@ class OpenFiles:
             loss_mask = open_mask(Path(prefix), tokens=tokens, random_access=self._random_access)
             if loss_mask is None:
                 remedy = "make the tokens again; masks are written beside the shards"
-                raise DataError(f"{prefix}{MASK} is missing\n  try: {remedy}")
+                raise DataError(f"{mask_path(Path(prefix))} is missing\n  try: {remedy}")
             found = OpenedMask(loss_mask, _address(loss_mask))
             self._keep(self._masks, prefix, found)
         return found

@@ -12,11 +12,12 @@ import numpy.typing as npt
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.sections.data import DataSection, SourceSection
-from pipeline.data import megatron
+from pipeline.data import in_place
 from pipeline.data.dataset import TokenDataset, UnknownIdError, tokenizer_details
 from pipeline.data.documents import DocumentBoundaries, join
 from pipeline.data.files import OpenFiles
 from pipeline.data.fim import Fim, make_fim
+from pipeline.data.in_place import InPlace
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.packed import PackedDataset
 from pipeline.data.sample_order import SampleLocation, SampleOrder
@@ -188,7 +189,7 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
             )
             _check_tokenizer(f"data.sources.{number}.heldout", opened, like=mixture.sources[0])
             yield opened
-        elif "heldout" not in splits:  # a Megatron-LM dataset, or made with heldout_fraction 0
+        elif "heldout" not in splits:  # read in place, or made with heldout_fraction 0
             continue
         elif section.source is None:
             known: dict[str, Any] = {"manifest": dataset.manifest, "stat_files": stat_files}
@@ -217,8 +218,8 @@ def _open(
     stat_files: bool,
 ) -> TokenDataset:
     field = f"data.sources.{number}"
-    if megatron.is_prefix(section.path):
-        return _open_prefix(section, field, data, files=files)
+    if (found := in_place.find(section.path)) is not None:
+        return _open_in_place(found, section, field, data, files=files)
     _refuse_suffix(section.path)
     manifest = manifests[section.path]
     if section.tokenizer is not None:
@@ -236,41 +237,45 @@ def _open(
     )
 
 
-def _open_prefix(section: SourceSection, field: str, data: DataSection, *, files: OpenFiles) -> TokenDataset:
+def _open_in_place(
+    found: InPlace, section: SourceSection, field: str, data: DataSection, *, files: OpenFiles
+) -> TokenDataset:
     if section.tokenizer is None:
-        why = f"{section.path}.idx does not name the tokenizer that made it"
+        why = f"{found.index} does not name the tokenizer that made it"
+        if (named := found.tokenizer_name) is not None:
+            why = f"{found.path} was made with {named}, and has no copy of it"
         raise ConfigError(f"{field}.tokenizer", why=why, remedy="name its Hugging Face folder")
     if section.source is not None:
-        why = f"{section.path} is a Megatron-LM dataset, which has no named sources"
+        why = f"{section.path} is a {found.kind} dataset, which has no named sources"
         raise ConfigError(f"{field}.source", section.source, why=why, remedy="leave it out")
     if data.packing != "contiguous":
-        why = f"{section.path} is a Megatron-LM dataset, which data_prep cannot pack"
-        raise ConfigError("data.packing", data.packing, why=why, remedy="use contiguous")
-    field = f"{field}.tokenizer"
-    return _prefix(section.path, field, data.sequence_length, tokenizer=Path(section.tokenizer), files=files)
+        why = f"{section.path} is a {found.kind} dataset, which is read in place and cannot be packed"
+        remedy = f"use contiguous, or headrace import {section.path} OUT --tokenizer {section.tokenizer}"
+        raise ConfigError("data.packing", data.packing, why=why, remedy=remedy)
+    about: dict[str, Any] = {"tokenizer": Path(section.tokenizer), "files": files}
+    return _in_place(found, f"{field}.tokenizer", data.sequence_length, **about)
 
 
 def _open_heldout(path: str, field: str, length: int, *, of: TokenDataset, stat_files: bool) -> TokenDataset:
-    if megatron.is_prefix(path):
-        return _prefix(path, field, length, tokenizer=of.tokenizer, split="heldout")
+    if (found := in_place.find(path)) is not None:
+        return _in_place(found, field, length, tokenizer=of.tokenizer, split="heldout")
     _refuse_suffix(path)
     return TokenDataset.open(path, split="heldout", sequence_length=length, stat_files=stat_files)
 
 
-def _prefix(
-    path: str, field: str, length: int, *, tokenizer: Path, split: str = "train", files: OpenFiles | None = None
+def _in_place(
+    found: InPlace, field: str, length: int, *, tokenizer: Path, split: str = "train", files: OpenFiles | None = None
 ) -> TokenDataset:
-    prefix = Path(path)
-    manifest = megatron.manifest_of(prefix, tokenizer=str(tokenizer), field=field, split=split)
+    manifest = in_place.manifest_of(found, tokenizer=str(tokenizer), field=field, split=split)
     about: dict[str, Any] = {"split": split, "sequence_length": length, "tokenizer": tokenizer, "files": files}
-    dataset = TokenDataset(prefix, manifest, folder=prefix.parent, **about)
+    dataset = TokenDataset(found.path, manifest, folder=found.folder, **about)
     dataset.check_not_empty()
     return dataset
 
 
 def _refuse_suffix(path: str) -> None:
     stem, dot, suffix = path.rpartition(".")
-    if dot and suffix in ("bin", "idx") and megatron.is_prefix(stem):
+    if dot and suffix in ("bin", "idx") and in_place.find(stem) is not None:
         raise DataError(f"{path} is one file of a Megatron-LM dataset\n  try: {stem}")
 
 

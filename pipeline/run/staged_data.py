@@ -69,5 +69,5 @@ def staged_data(
 
 
 def _directories(mixture: DataMixture) -> dict[Path, Manifest]:
-    """The tokens directories of the mixture, each once; a Megatron-LM dataset is no directory and stays where it is."""
-    return {each.path: each.manifest for each in mixture.sources if each.path.is_dir()}
+    """The tokens directories of the mixture, each once; what is read in place has no checksums and stays."""
+    return {each.path: each.manifest for each in mixture.sources if not each.in_place}

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
+from data_prep.tokenizer.text_bytes import text_bytes
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
 from headrace.base.section import parse
 from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_heldout, open_mixture
-from pipeline.data.text_bytes import text_bytes
 from tests.conftest import make_tokens
 
 TEXTS = ["Wasser, Mühle — 水車 🌊\n\n\tturns <|endoftext|> <0x41>\u00a0!", "x", "def f(a):\n    return a\n" * 5]

@@ -17,8 +17,8 @@ class SourceSection(Section):
     """One dataset of the data mixture."""
 
     path: LocalPath = Field(
-        description="Tokens directory written by data_prep, e.g. out/demo/tokens; or PREFIX of a Megatron-LM dataset"
-        " (PREFIX.bin and PREFIX.idx)"
+        description="Tokens directory written by data_prep or headrace import, e.g. out/demo/tokens; or what is read in"
+        " place: PREFIX of a Megatron-LM dataset (PREFIX.bin and PREFIX.idx), a folder or file of datatrove's .ds"
     )
     source: str | None = Field(
         None,
@@ -46,14 +46,13 @@ class SourceSection(Section):
     )
     tokenizer: LocalPath | None = Field(
         None,
-        description="Hugging Face folder of the tokenizer that a Megatron-LM dataset was made with, e.g."
-        " tokens/tokenizer,"
-        " since its index does not name it",
+        description="Hugging Face folder of the tokenizer that a dataset which is read in place was made with, e.g."
+        " tokens/tokenizer, since it has no copy of it",
     )
     heldout: LocalPath | None = Field(
         None,
         description="Held-out data of this source in place of its own held-out split: a tokens directory with one, e.g."
-        " out/valid/tokens, or PREFIX of a Megatron-LM dataset",
+        " out/valid/tokens, or one that is read in place",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.formats.tokenfile import TokenFile
+from data_prep.formats.indexed import IndexedTokens
 from headrace.base.foreign_folders import is_trainer_checkpoint
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.models.build.buffers import parameters_declared_fp32
@@ -129,12 +129,9 @@ def _length_of_most_tokens(source: TokenDataset) -> int:
     return int(lengths[np.searchsorted(held, _COVERED * held[-1])]) if lengths.size and held[-1] else 1 << 62
 
 
-def _document_lengths(file: TokenFile) -> npt.NDArray[np.int64]:
+def _document_lengths(file: IndexedTokens) -> npt.NDArray[np.int64]:
     """int64 [documents], lengths in tokens of the first documents of a token file."""
-    sequences = np.asarray(file.document_index[: _LOOKED_AT + 1])
-    offsets = np.append(np.asarray(file.byte_offsets[: sequences[-1] + 1]), file.tokens.size * file.dtype.itemsize)
-    lengths: npt.NDArray[np.int64] = np.diff(offsets[sequences] // file.dtype.itemsize).astype(np.int64)
-    return lengths
+    return np.diff(file.document_starts(np.arange(min(_LOOKED_AT, file.documents) + 1)))
 
 
 def _learning_rate(prepared: PreparedRun) -> Iterator[str]:

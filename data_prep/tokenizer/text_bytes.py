@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from data_prep.formats.tokenfile import TokenFile, with_suffix
+from data_prep.formats.indexed import IndexedTokens
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from headrace.base.errors import DataError
 
@@ -23,7 +24,39 @@ _CHUNK_TOKENS = 1 << 24
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
-def text_bytes(file: TokenFile, tokenizer: Path) -> int:
+@dataclass(frozen=True)
+class IdBytes:
+    """Bytes of text by id.
+
+    Attributes:
+        sizes: int64 [ids of the tokenizer], bytes of each.
+        spaces: that the tokenizer adds before each document.
+    """
+
+    sizes: npt.NDArray[np.int64]
+    spaces: int
+
+    @classmethod
+    def of(cls, tokenizer: Path, *, required: bool = True) -> IdBytes | None:
+        """Those of a Hugging Face folder; None without `required` where they cannot be counted.
+
+        Raises:
+            DataError: the tokenizer's decoder is neither byte-level nor has byte fallback.
+        """
+        try:
+            return cls(*_sizes(tokenizer))
+        except DataError:
+            if required:
+                raise
+            return None
+
+    def count(self, ids: npt.NDArray[Any], *, documents: int) -> int:
+        """Bytes of the text of some documents, all of whose ids [n] the tokenizer has."""
+        counted = np.bincount(ids, minlength=self.sizes.size)
+        return int(counted @ self.sizes) - self.spaces * documents
+
+
+def text_bytes(file: IndexedTokens, tokenizer: Path) -> int:
     """UTF-8 bytes of all text of a token file; every token is read.
 
     Args:
@@ -34,20 +67,19 @@ def text_bytes(file: TokenFile, tokenizer: Path) -> int:
         DataError: the tokenizer's decoder is neither byte-level nor has byte fallback, or the file holds ids that the
             tokenizer does not have.
     """
-    sizes, spaces = _sizes(tokenizer)
-    counted = np.zeros(sizes.size, dtype=np.int64)
+    by_id, found = IdBytes(*_sizes(tokenizer)), 0
     for start in range(0, file.tokens.size, _CHUNK_TOKENS):
         ids = file.tokens[start : start + _CHUNK_TOKENS]
-        _check_ids(file, ids, start=start, known=sizes.size, tokenizer=tokenizer)
-        counted += np.bincount(ids, minlength=sizes.size)
-    return int(counted @ sizes) - spaces * file.documents
+        _check_ids(file, ids, start=start, known=by_id.sizes.size, tokenizer=tokenizer)
+        found += by_id.count(ids, documents=0)
+    return found - by_id.spaces * file.documents
 
 
-def _check_ids(file: TokenFile, ids: npt.NDArray[Any], *, start: int, known: int, tokenizer: Path) -> None:
+def _check_ids(file: IndexedTokens, ids: npt.NDArray[Any], *, start: int, known: int, tokenizer: Path) -> None:
     if ids.min() >= 0 and ids.max() < known:
         return
     at = int(np.argmax((ids < 0) | (ids >= known)))
-    found = f"{with_suffix(file.prefix, '.bin')} holds the id {ids[at]} as token {start + at:,}"
+    found = f"{file.path} holds the id {ids[at]} as token {start + at:,}"
     remedy = "name the tokenizer that made it; if this one did, the file is damaged: make it again"
     raise DataError(f"{found}, the tokenizer in {tokenizer} has {known} ids\n  try: {remedy}")
 

@@ -1,0 +1,41 @@
+"""Files with an index of their documents, which runs read in place, too: datatrove's .ds, Megatron's .bin and .idx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.formats.indexed import open_indexed
+from data_prep.formats.maskfile import mask_path, open_mask
+from data_prep.importing.documents import Documents, by_blocks
+
+
+@dataclass(frozen=True)
+class IndexedFile:
+    """A .ds file, or the prefix of a Megatron-LM dataset."""
+
+    path: Path
+
+    @property
+    def masked(self) -> bool:
+        """See `TokenSource`."""
+        return mask_path(self.path).is_file()
+
+    def read(self) -> Iterator[Documents]:
+        """See `TokenSource`."""
+        file = open_indexed(self.path)
+        ends = file.document_starts(np.arange(1, file.documents + 1))
+        yield from by_blocks(file.tokens, ends, open_mask(self.path, tokens=file.tokens.size))
+
+
+def open_file(path: Path) -> IndexedFile:
+    """Checks that the files belong together.
+
+    Raises:
+        DataError: see `open_indexed`.
+    """
+    open_indexed(path)
+    return IndexedFile(path)
