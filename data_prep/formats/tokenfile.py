@@ -19,7 +19,7 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -38,6 +38,7 @@ SPLITS = ("train", "heldout")
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+HEADER_BYTES = _HEADER.size
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
 _UINT16_BELOW = 65_500  # Megatron's threshold; readers go by the dtype code, so any threshold up to 65,536 is readable
@@ -113,18 +114,26 @@ class TokenFile:
             DataError: a file is missing, is not a token file, has an unknown version or dtype, its size contradicts its
                 counts, or the two files do not belong together.
         """
+        data = with_suffix(Path(prefix), ".bin")
+        found = cls.open_index(prefix, random_access=random_access)
+        tokens = _map(data, random_access=random_access)
+        _check_data(data, tokens.size, found.tokens.size * found.dtype.itemsize, found.dtype)
+        return replace(found, tokens=tokens.view(found.dtype))
+
+    @classmethod
+    def open_index(cls, prefix: str | Path, *, random_access: bool = False) -> TokenFile:
+        """As `open`, without the ids: the .bin is elsewhere, and all tokens are 0 and take no memory."""
         prefix = Path(prefix)
-        index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
+        index = with_suffix(prefix, ".idx")
         raw = _map(index, random_access=random_access)
         dtype, sequences, entries = _parse_header(raw, index)
         lengths, offsets, documents = _split_index(raw, index, sequences, entries)
-        tokens = _map(data, random_access=random_access)
-        _check_data(data, tokens.size, _expected_bytes(lengths, offsets, dtype), dtype)
         if documents[-1] != sequences:
             raise DataError(
                 f"{index}: the documents end at sequence {documents[-1]}, but there are {sequences} sequences"
             )
-        return cls(prefix, tokens.view(dtype), lengths, offsets, documents)
+        size = _expected_bytes(lengths, offsets, dtype) // dtype.itemsize
+        return cls(prefix, np.broadcast_to(np.zeros(1, dtype), (size,)), lengths, offsets, documents)
 
     @property
     def path(self) -> Path:
@@ -282,6 +291,15 @@ def _map(path: Path, *, random_access: bool) -> Array:
         raise DataError(
             f"{path} is missing\n  try: write the token file again; it is a pair of .bin and .idx"
         ) from None
+
+
+def dtype_in_header(header: bytes, path: str) -> np.dtype[Any]:
+    """The dtype of the ids, of the first `HEADER_BYTES` of an index.
+
+    Raises:
+        DataError: it is not the index of a token file.
+    """
+    return _parse_header(np.frombuffer(header, np.uint8), Path(path))[0]
 
 
 def _parse_header(mapped: Array, path: Path) -> tuple[np.dtype[Any], int, int]:

@@ -18,6 +18,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/]|/|$)")
 """`s3://bucket/run`, and `s3:/bucket/run`, which `pathlib` makes of it. One letter is a drive of Windows."""
 _VARIABLE = re.compile(r"\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
 """`$HOME`, `${HOME}`, `${oc.env:HOME}` of OmegaConf."""
+STORES = ("s3", "gs", "az", "abfs", "hf")
+"""Schemes of URLs that are read in place, where a key or an argument takes them."""
 _COPIED_BY = {
     "s3": "headrace copy (what headrace made) or aws s3 sync",
     "gs": "headrace copy (what headrace made) or gcloud storage rsync -r",
@@ -98,5 +100,17 @@ def _instead_of_url(text: str) -> str:
     return f"use a path of a local, shared or mounted file system, e.g. /data/{name}; {copying}"
 
 
+def path_or_url(text: str) -> str:
+    """A path as `local_path` takes it, or the URL of a directory in an object store, without a slash at its end.
+
+    Raises:
+        RefusedValueError: see `local_path`; or a URL of another kind.
+    """
+    scheme, separator, rest = text.partition("://")
+    return text.rstrip("/") if separator and scheme in STORES and rest.strip("/") else local_path(text)
+
+
+PathOrUrl = Annotated[str, AfterValidator(path_or_url)]
+"""The type of every config key that is a path, or a URL of an object store."""
 LocalPath = Annotated[str, AfterValidator(local_path)]
 """The type of every config key that is a path."""

@@ -8,6 +8,8 @@ the next `publish`, and cost what a store takes for them until then.
 
 from __future__ import annotations
 
+import math
+import os
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +27,11 @@ from headrace.base.directory import (
     sync,
 )
 from headrace.base.errors import DataError
+from headrace.base.lock import lock_file
 from headrace.base.storage import delete, download, objects_below, put_if_absent, read_object, upload
 
+CACHE = "HEADRACE_CACHE"
+"""Variable with the directory on this host for what is read of object stores."""
 _AT_ONCE = 8
 """Objects that are written or read at the same time."""
 Progress = Callable[[int], None]
@@ -120,13 +125,20 @@ def publish(directory: Path, url: str, *, progress: Progress = lambda _bytes: No
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
 
 
-def fetch(url: str, final: Path, *, progress: Progress = lambda _bytes: None) -> Manifest:
+def fetch(
+    url: str,
+    final: Path,
+    *,
+    progress: Progress = lambda _bytes: None,
+    wanted: Callable[[str], bool] = lambda _name: True,
+) -> Manifest:
     """Copies a finished directory of an object store to a disk, whole or not at all.
 
     Args:
         url: of the directory.
         final: what the copy is called; it must not exist.
         progress: see `Progress`.
+        wanted: whether a file of the manifest is copied; the manifest lists all.
 
     Raises:
         DataError: `final` exists, there is no room, there is no finished directory, or a checksum differs.
@@ -135,9 +147,10 @@ def fetch(url: str, final: Path, *, progress: Progress = lambda _bytes: None) ->
     if final.exists():
         raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
     place, manifest = url.rstrip("/"), remote_manifest(url)
-    _check_room(manifest, final)
+    files = [name for name in manifest.files if wanted(name)]
+    _check_room(sum(int(manifest.files[name]["bytes"]) for name in files), final)
     with staged(final) as staging:
-        for folder in {PurePosixPath(name).parent for name in manifest.files}:
+        for folder in {PurePosixPath(name).parent for name in files}:
             (staging / folder).mkdir(parents=True, exist_ok=True)
 
         def receive(name: str) -> None:
@@ -149,7 +162,7 @@ def fetch(url: str, final: Path, *, progress: Progress = lambda _bytes: None) ->
             sync(path)
             progress(int(entry["bytes"]))
 
-        _for_each(receive, manifest.files)
+        _for_each(receive, files)
         (staging / MANIFEST).write_bytes(read_object(f"{place}/{MANIFEST}"))
         sync(staging / MANIFEST)
         sync(staging)
@@ -158,13 +171,36 @@ def fetch(url: str, final: Path, *, progress: Progress = lambda _bytes: None) ->
     return manifest
 
 
+def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
+    """A part of a finished directory of an object store, in a cache of this host: fetched once, by one process.
+
+    Args:
+        url: of the directory.
+        wanted: see `fetch`; of one URL it is always the same.
+
+    Returns:
+        the directory, whose manifest lists all files. It is below HEADRACE_CACHE, by default ~/.cache/headrace.
+
+    Raises:
+        DataError, StorageError: see `fetch`.
+    """
+    manifest = remote_manifest(url)
+    root = Path(os.environ.get(CACHE) or Path.home() / ".cache/headrace")
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / f"{PurePosixPath(url).name}-{manifest.fingerprint[:16]}"
+    with lock_file(root / f".{final.name}.lock", doing=f"copying {url} to {root}", timeout_s=math.inf):
+        if not final.is_dir():
+            fetch(url, final, wanted=wanted)
+    return final
+
+
 def copy_bytes(manifest: Manifest) -> int:
     """Bytes of the files of a directory."""
     return sum(int(entry["bytes"]) for entry in manifest.files.values())
 
 
-def _check_room(manifest: Manifest, final: Path) -> None:
-    needed, free = copy_bytes(manifest), free_bytes(final.parent)
+def _check_room(needed: int, final: Path) -> None:
+    free = free_bytes(final.parent)
     if needed > free:
         text = f"{final} needs {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free there"
         raise DataError(f"{text}; nothing was copied\n  try: a path on a larger disk")

@@ -108,6 +108,17 @@ def read_object(url: str) -> bytes:
         return cast(bytes, files.cat_file(inner))
 
 
+def read_range(url: str, start: int, size: int) -> bytes:
+    """Some bytes of an object; fewer where it ends before.
+
+    Raises:
+        StorageError: it does not exist, or any other error.
+    """
+    with storage_errors(url):
+        files, inner = filesystem(url)
+        return cast(bytes, files.cat_file(inner, start=start, end=start + size))
+
+
 def download(url: str, path: Path) -> None:
     """Writes the bytes of an object to a file.
 

@@ -7,7 +7,7 @@ used. Opening costs O(shards) and maps nothing; nothing is indexed or kept in me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ import numpy.typing as npt
 
 from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
-from data_prep.formats.memory_map import fault_in, will_need
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.documents import I64, DocumentBoundaries, find_boundaries, join
-from pipeline.data.files import Opened, OpenedMask, OpenFiles
+from pipeline.data.files import OpenFiles, ShardSpan, SpanReader
 
 
 class UnknownIdError(DataError):
@@ -67,6 +66,7 @@ class TokenDataset:
         tokenizer: Hugging Face folder of its tokenizer.
         masked: whether it has a loss mask, as datasets of conversations do.
         in_place: whether it is a dataset of another tool, without a manifest.
+        origin: the path, or the URL of a tokens directory in an object store, of which `path` has all but the shards.
     """
 
     def __init__(
@@ -79,8 +79,10 @@ class TokenDataset:
         source: str | None = None,
         folder: Path | None = None,
         tokenizer: Path | None = None,
-        files: OpenFiles | None = None,
+        files: SpanReader | None = None,
     ) -> None:
+        self._files = OpenFiles() if files is None else files
+        self.origin = self._files.root or str(path)
         self.path, self.manifest, self.split, self.source = path, manifest, split, source
         self.sequence_length = sequence_length
         self.tokenizer = tokenizer or path / "tokenizer"
@@ -97,7 +99,7 @@ class TokenDataset:
         self.masked = manifest.details["splits"][split].get("masked", False) or any(
             f"{split}/{name}{MASK}" in manifest.files for name in self._names
         )
-        self._folder, self._files = f"{folder or path / split}/", OpenFiles() if files is None else files
+        self._folder = f"{folder or f'{self.origin}/{split}'}/"
         pad = padding_id(manifest)
         self._vocabulary = int(tokenizer_details(manifest)["vocab_size"])
         self._padding = np.full(sequence_length + 1, pad, dtype=np.uint16 if pad < 1 << 16 else np.int32)
@@ -112,7 +114,7 @@ class TokenDataset:
         sequence_length: int,
         source: str | None = None,
         manifest: Manifest | None = None,
-        files: OpenFiles | None = None,
+        files: SpanReader | None = None,
         stat_files: bool = True,
     ) -> TokenDataset:
         """Opens a split, and compares the sizes of its files with the manifest.
@@ -152,15 +154,15 @@ class TokenDataset:
     def label(self) -> str:
         """Name of the dataset in messages."""
         if self.in_place:
-            return str(self.path)  # it has no splits
-        return f"{self.path}/{self.split}" + (f" ({self.source})" if self.source else "")
+            return self.origin  # it has no splits
+        return f"{self.origin}/{self.split}" + (f" ({self.source})" if self.source else "")
 
     @property
     def summary(self) -> str:
         """Path and size of the dataset, for messages."""
         which = f" ({self.source})" if self.source else ""
         made = f" (of the tokenizer {named})" if (named := self.manifest.details.get("made_with")) else ""
-        return f"{self.path}{which}: {self.tokens:,} tokens, {self.windows:,} samples{made}"
+        return f"{self.origin}{which}: {self.tokens:,} tokens, {self.windows:,} samples{made}"
 
     def read_from(self, copy: Path) -> None:
         """Reads shards from now on from a copy of the tokens directory; see `staging`."""
@@ -184,12 +186,7 @@ class TokenDataset:
             UnknownIdError: a token whose id the tokenizer does not have.
         """
         spans = self.spans(windows)
-        fault_in(self._parts(spans, self._opened))
-        parts = []
-        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            tokens = self._padding if shard < 0 else self._opened(shard).tokens
-            parts.append(tokens[start : start + length])
-        rows = np.concatenate(parts or [self._padding[:0]]).reshape(-1, self.sequence_length + 1)
+        rows = self._rows_of(spans, self._files.read(self._shard_spans(spans)), self._padding)
         # as unsigned numbers, negative ids are too large as well: one pass, a tenth of the time of the copy above
         if rows.size and rows.view(f"u{rows.itemsize}").max() >= self._vocabulary:
             raise self._unknown_id(np.asarray(windows), rows)
@@ -209,12 +206,8 @@ class TokenDataset:
         if not self.masked:
             return np.ones((np.size(windows), self.sequence_length + 1), dtype=np.bool_)
         spans, none = self.spans(windows), np.zeros(self.sequence_length + 1, dtype=np.uint8)
-        fault_in(self._parts(spans, self._mask))
-        parts = []
-        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            mask = none if shard < 0 else self._mask(shard).loss_mask
-            parts.append(mask[start : start + length])
-        return np.concatenate(parts or [none[:0]]).reshape(-1, self.sequence_length + 1).astype(np.bool_)
+        found = self._rows_of(spans, self._files.read_masks(self._shard_spans(spans)), none)
+        return found.astype(np.bool_)
 
     def spans(self, windows: npt.ArrayLike) -> Spans:
         """Where the tokens of windows are stored.
@@ -227,18 +220,13 @@ class TokenDataset:
         return Spans(np.arange(shards.size), np.zeros_like(shards), shards, numbers * self.sequence_length, whole)
 
     def read_ahead(self, windows: npt.ArrayLike) -> None:
-        """Readahead: asks the kernel to read windows from disk or network in the background (madvise WILLNEED)."""
-        spans = self.spans(windows)
-        for address, size in self._parts(spans, self._opened):
-            will_need(address, size)
+        """Readahead: has windows read from disk or network in the background."""
+        self._files.read_ahead(self._shard_spans(self.spans(windows)))
 
     def read_ahead_masks(self, windows: npt.ArrayLike) -> None:
         """Readahead of what `loss_mask` reads."""
-        if not self.masked:
-            return
-        spans = self.spans(windows)
-        for address, size in self._parts(spans, self._mask):
-            will_need(address, size)
+        if self.masked:
+            self._files.read_ahead_masks(self._shard_spans(self.spans(windows)))
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
         """Document boundaries within windows, from the index alone; no token is read.
@@ -278,21 +266,23 @@ class TokenDataset:
         Raises:
             DataError: it is damaged, or does not match the manifest.
         """
-        return self._opened(shard).file
+        return self._files.file(self._folder + self._names[shard], self._sizes[shard])
 
-    def _parts(self, spans: Spans, open_shard: Callable[[int], Opened | OpenedMask]) -> Iterator[tuple[int, int]]:
-        """Address and bytes of spans, without those of padding. Each stays mapped until the next is asked for."""
-        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            if shard >= 0:
-                opened = open_shard(shard)
-                width = opened.tokens.itemsize if isinstance(opened, Opened) else 1
-                yield opened.address + start * width, length * width
+    def _shard_spans(self, spans: Spans) -> list[ShardSpan]:
+        """The spans without those of padding."""
+        columns = zip(*_lists(spans.shard, spans.start, spans.length), strict=True)
+        return [
+            ShardSpan(self._folder + self._names[shard], self._sizes[shard], start, length)
+            for shard, start, length in columns
+            if shard >= 0
+        ]
 
-    def _mask(self, shard: int) -> OpenedMask:
-        return self._files.mask(self._folder + self._names[shard], self._sizes[shard])
-
-    def _opened(self, shard: int) -> Opened:
-        return self._files.get(self._folder + self._names[shard], self._sizes[shard])
+    def _rows_of(self, spans: Spans, read: Iterable[npt.NDArray[Any]], padding: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What was read of `_shard_spans`, with padding between -> [n, T + 1]."""
+        found = iter(read)
+        columns = zip(*_lists(spans.shard, spans.start, spans.length), strict=True)
+        parts = [padding[start : start + length] if shard < 0 else next(found) for shard, start, length in columns]
+        return np.concatenate(parts or [padding[:0]]).reshape(-1, self.sequence_length + 1)
 
     def _windows_of_shards(self) -> list[int]:
         return [max(0, (size - 1) // self.sequence_length) for size in self._sizes]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.indexed import IndexedTokens, open_indexed
 from data_prep.formats.maskfile import mask_path, open_mask
+from data_prep.formats.memory_map import fault_in, will_need
 from headrace.base.errors import DataError
 
 _Kept = TypeVar("_Kept")
@@ -34,6 +36,49 @@ class OpenedMask(NamedTuple):
     address: int
 
 
+class ShardSpan(NamedTuple):
+    """Tokens of a shard: `length` from `start` on, of the `tokens` that the shard at `prefix` has."""
+
+    prefix: str
+    tokens: int
+    start: int
+    length: int
+
+
+class SpanReader(Protocol):
+    """Reads tokens and loss masks of shards, which it opens on first use.
+
+    Attributes:
+        root: URL of the only tokens directory whose shards it reads; None where prefixes are paths.
+    """
+
+    root: str | None
+
+    def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
+        """The tokens of spans, [length] each.
+
+        Raises:
+            DataError: a shard cannot be read, or is not as its manifest says.
+        """
+        ...
+
+    def read_masks(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
+        """The loss masks of spans, uint8 [length] each."""
+        ...
+
+    def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
+        """Says what will be read next, in order; returns without waiting."""
+        ...
+
+    def read_ahead_masks(self, spans: Sequence[ShardSpan]) -> None:
+        """As `read_ahead`, of loss masks."""
+        ...
+
+    def file(self, prefix: str, tokens: int) -> IndexedTokens:
+        """A shard with the index of its documents; its tokens need not be there."""
+        ...
+
+
 class OpenFiles:
     """Opens token files and loss masks by prefix and keeps them open; beyond `most` of either, the oldest is closed.
 
@@ -43,6 +88,8 @@ class OpenFiles:
         most: limit of open files, and of open masks.
         random_access: see `map_file`; callers should use readahead before they read.
     """
+
+    root: str | None = None
 
     def __init__(self, *, most: int = MOST, random_access: bool = False) -> None:
         self._most, self._random_access = most, random_access
@@ -83,6 +130,40 @@ class OpenFiles:
             found = OpenedMask(loss_mask, _address(loss_mask))
             self._keep(self._masks, prefix, found)
         return found
+
+    def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
+        """See `SpanReader.read`."""
+        fault_in(self._parts(spans, self.get))
+        return [self.get(each.prefix, each.tokens).tokens[each.start : each.start + each.length] for each in spans]
+
+    def read_masks(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
+        """See `SpanReader.read_masks`."""
+        fault_in(self._parts(spans, self.mask))
+        return [self.mask(each.prefix, each.tokens).loss_mask[each.start : each.start + each.length] for each in spans]
+
+    def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
+        """Asks the kernel to read spans from disk or network in the background (madvise WILLNEED)."""
+        for address, size in self._parts(spans, self.get):
+            will_need(address, size)
+
+    def read_ahead_masks(self, spans: Sequence[ShardSpan]) -> None:
+        """As `read_ahead`, of loss masks."""
+        for address, size in self._parts(spans, self.mask):
+            will_need(address, size)
+
+    def file(self, prefix: str, tokens: int) -> IndexedTokens:
+        """See `SpanReader.file`."""
+        return self.get(prefix, tokens).file
+
+    @staticmethod
+    def _parts(
+        spans: Sequence[ShardSpan], open_shard: Callable[[str, int], Opened | OpenedMask]
+    ) -> Iterator[tuple[int, int]]:
+        """Address and bytes of spans. Each stays mapped until the next is asked for."""
+        for each in spans:
+            opened = open_shard(each.prefix, each.tokens)
+            width = opened.tokens.itemsize if isinstance(opened, Opened) else 1
+            yield opened.address + each.start * width, each.length * width
 
     def _keep(self, kept: dict[str, _Kept], prefix: str, value: _Kept) -> None:
         while len(kept) >= self._most:

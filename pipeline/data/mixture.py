@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import is_url
+from headrace.base.remote_directory import cached
 from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data import in_place
 from pipeline.data.dataset import TokenDataset, UnknownIdError, tokenizer_details
@@ -20,6 +22,7 @@ from pipeline.data.fim import Fim, make_fim
 from pipeline.data.in_place import InPlace
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.packed import PackedDataset
+from pipeline.data.remote_shards import RemoteShards, check_objects
 from pipeline.data.sample_order import SampleLocation, SampleOrder
 
 
@@ -115,7 +118,7 @@ class DataMixture:
         """Path and fingerprint of every source, for manifests and for the check on resume."""
         found = {}
         for i, source in enumerate(self.sources):
-            found[f"data.sources.{i}"] = {"path": str(source.path), "fingerprint": source.manifest.fingerprint}
+            found[f"data.sources.{i}"] = {"path": source.origin, "fingerprint": source.manifest.fingerprint}
             if isinstance(source, PackedDataset):
                 packed = {"path": str(source.packed), "fingerprint": source.packing.fingerprint}
                 found[f"data.sources.{i}.packing"] = packed
@@ -171,7 +174,7 @@ def open_heldout(data: DataSection, mixture: DataMixture, *, stat_files: bool = 
         DataError: one is damaged or too short.
         ConfigError: none of the sources has one, or a `heldout` was made with another tokenizer.
     """
-    found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, mixture, stat_files)}
+    found = {(dataset.origin, dataset.source): dataset for dataset in _heldout(data, mixture, stat_files)}
     if not found:
         why = "none of the sources has held-out text (heldout_fraction 0?), so nothing could be evaluated"
         remedy = "name a tokens directory made with the same tokenizer, or --set evaluation.samples=0 for no evaluation"
@@ -192,12 +195,17 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
         elif "heldout" not in splits:  # read in place, or made with heldout_fraction 0
             continue
         elif section.source is None:
-            known: dict[str, Any] = {"manifest": dataset.manifest, "stat_files": stat_files}
-            yield TokenDataset.open(section.path, split="heldout", sequence_length=length, **known)
+            yield TokenDataset.open(split="heldout", sequence_length=length, **_again(dataset, stat_files))
         else:  # of a small source it may be shorter than one window
             about: dict[str, Any] = {"split": "heldout", "sequence_length": length, "source": section.source}
             if TokenDataset(dataset.path, dataset.manifest, **about).windows:
-                yield TokenDataset.open(dataset.path, manifest=dataset.manifest, stat_files=stat_files, **about)
+                yield TokenDataset.open(**_again(dataset, stat_files), **about)
+
+
+def _again(dataset: TokenDataset, stat_files: bool) -> dict[str, Any]:
+    """Opens another split of the same directory."""
+    remote = {"files": RemoteShards(dataset.origin), "stat_files": False} if is_url(dataset.origin) else {}
+    return {"path": dataset.path, "manifest": dataset.manifest, "stat_files": stat_files, **remote}
 
 
 class _Manifests(dict[str, Manifest]):
@@ -218,23 +226,39 @@ def _open(
     stat_files: bool,
 ) -> TokenDataset:
     field = f"data.sources.{number}"
-    if (found := in_place.find(section.path)) is not None:
+    about: dict[str, Any] = {"files": files, "stat_files": stat_files}
+    if is_url(section.path):
+        path, about = _remote(section.path, stat_files=stat_files)
+        if data.packing != "contiguous":
+            why = f"{section.path} is read in place, and packings are on a disk"
+            remedy = f"use contiguous, or copy it to a disk (headrace copy {section.path} DIR) and pack it there"
+            raise ConfigError("data.packing", data.packing, why=why, remedy=remedy)
+    elif (found := in_place.find(section.path)) is not None:
         return _open_in_place(found, section, field, data, files=files)
-    _refuse_suffix(section.path)
-    manifest = manifests[section.path]
+    else:
+        _refuse_suffix(section.path)
+        path = section.path
+    manifest = manifests[path]
     if section.tokenizer is not None:
         why = f"{section.path} has the tokenizer that it was made with"
         raise ConfigError(f"{field}.tokenizer", section.tokenizer, why=why, remedy="leave it out")
     kind = PackedDataset if data.packing == "best_fit" else TokenDataset
     return kind.open(
-        section.path,
+        path,
         split="train",
         sequence_length=data.sequence_length,
         source=section.source,
         manifest=manifest,
-        files=files,
-        stat_files=stat_files,
+        **about,
     )
+
+
+def _remote(url: str, *, stat_files: bool) -> tuple[str, dict[str, Any]]:
+    """A tokens directory in an object store: what is on this host of it, and how its shards are read."""
+    path = cached(url, wanted=lambda name: name.startswith("tokenizer/"))
+    if stat_files:
+        check_objects(url, read_manifest(path, kind="tokens"))
+    return str(path), {"files": RemoteShards(url), "stat_files": False}
 
 
 def _open_in_place(
@@ -282,6 +306,6 @@ def _refuse_suffix(path: str) -> None:
 def _check_tokenizer(field: str, dataset: TokenDataset, *, like: TokenDataset) -> None:
     own, first = (tokenizer_details(each.manifest)["fingerprint"] for each in (dataset, like))
     if own != first:
-        why = f"its tokenizer is not that of {like.path}: the same id would mean different text"
+        why = f"its tokenizer is not that of {like.origin}: the same id would mean different text"
         remedy = f'make it with "tokenizer": {{"path": "{like.tokenizer}"}}'
-        raise ConfigError(field, str(dataset.path), why=why, remedy=remedy)
+        raise ConfigError(field, dataset.origin, why=why, remedy=remedy)

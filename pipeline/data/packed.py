@@ -13,7 +13,7 @@ from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.dataset import Spans, TokenDataset, check_files
 from pipeline.data.documents import I64, DocumentBoundaries
-from pipeline.data.files import MOST, OpenFiles
+from pipeline.data.files import MOST, SpanReader
 
 
 class PackedDataset(TokenDataset):
@@ -39,7 +39,7 @@ class PackedDataset(TokenDataset):
         sequence_length: int,
         source: str | None = None,
         manifest: Manifest | None = None,
-        files: OpenFiles | None = None,
+        files: SpanReader | None = None,
         stat_files: bool = True,
     ) -> PackedDataset:
         """As `TokenDataset.open`.

@@ -15,7 +15,7 @@ from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
-from pipeline.data import dataset as dataset_module
+from pipeline.data import files as files_module
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
 from pipeline.data.mixture import DataMixture, open_mixture
@@ -117,14 +117,15 @@ def test_held_out_batches_have_only_the_targets_of_the_loss_mask(talks: Path) ->
 def test_every_rank_reads_ahead_the_masks_of_a_step(talks: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = mixture_of(talks, packing=packing)
     (dataset,) = mixture.sources
+    assert isinstance(dataset._files, files_module.OpenFiles)
     hinted: list[tuple[int, int]] = []
-    monkeypatch.setattr(dataset_module, "will_need", lambda address, size: hinted.append((address, size)))
+    monkeypatch.setattr(files_module, "will_need", lambda address, size: hinted.append((address, size)))
     batch = BatchSizes(samples=6, micro=1, accumulation=1, dp=6, sequence_length=T)
     for step in StepLoader(mixture, batch, dp_rank=1, steps=(1, 4), prefetch=1):
         spans = dataset.spans(mixture.order.locate(np.arange(6) + 6 * (step.step - 1)).window)
-        for shard, start, length in zip(spans.shard, spans.start, spans.length, strict=True):
-            if shard >= 0:
-                assert (dataset._mask(int(shard)).address + start, length) in hinted
+        for each in dataset._shard_spans(spans):
+            mask = dataset._files.mask(each.prefix, each.tokens)
+            assert (mask.address + each.start, each.length) in hinted
 
 
 def test_a_missing_loss_mask_or_one_of_another_length_is_refused(talks: Path, tmp_path: Path) -> None:

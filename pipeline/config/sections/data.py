@@ -9,16 +9,17 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace.base.paths import LocalPath
+from headrace.base.paths import LocalPath, PathOrUrl
 from headrace.base.section import Count, Index, Section
 
 
 class SourceSection(Section):
     """One dataset of the data mixture."""
 
-    path: LocalPath = Field(
-        description="Tokens directory written by data_prep or headrace import, e.g. out/demo/tokens; or what is read in"
-        " place: PREFIX of a Megatron-LM dataset (PREFIX.bin and PREFIX.idx), a folder or file of datatrove's .ds"
+    path: PathOrUrl = Field(
+        description="Tokens directory written by data_prep or headrace import, e.g. out/demo/tokens, also in an object"
+        " store (s3://BUCKET/tokens); or what is read in place: PREFIX of a Megatron-LM dataset (PREFIX.bin and"
+        " PREFIX.idx), a folder or file of datatrove's .ds"
     )
     source: str | None = Field(
         None,

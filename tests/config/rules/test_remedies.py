@@ -30,7 +30,6 @@ MORE = (
     "loss.chunk=0",
     "run.dir=file:///tmp/runs/a",
     "run.dir=~/runs/a",
-    "data.sources.0.path=s3://bucket/tokens",
     "model.attn_implementation=flash",
     "parallel.schedule=1f1",
     "sparse_gradients=true",

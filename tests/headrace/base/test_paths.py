@@ -22,6 +22,7 @@ from headrace.commands.app import run
 
 URL = "s3://bucket/run"
 NO_PATHS = {
+    "data.sources[].path",  # tokens are read from URLs
     "data.sources[].source",
     "data.sources[].name",
     "tensorboard.job_name",
