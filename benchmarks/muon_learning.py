@@ -1,123 +1,114 @@
-"""Learning curves of Muon and AdamW at equal tokens, each at the best of the same learning rates, over three seeds.
+"""Loss of Muon and AdamW over equal tokens, each at the learning rate of `headrace ladder`'s sweep, over three seeds.
 
-    python -m benchmarks.muon_learning --tokens out/demo/tokens [--steps 240] [--rates 2e-3 4e-3 8e-3 1.6e-2 3.2e-2]
+    python -m benchmarks.muon_learning --tokens out/demo/tokens [--output out/muon_learning]
 
-A smaller teacher of the demo in one process, on tokens that the demo has made. Rates are tried with the first seed, by
-the held-out loss at the end; the other seeds run at the best. A seed decides first weights and samples. Behind +- is
-half the range over the seeds: three allow no more.
+Every optimizer has a ladder, whose smallest rung is a smaller teacher of the demo. Its sweep chooses the learning rate
+at the last of `BUDGETS`; then the rung is trained with every budget, each with a whole schedule, by every seed. Batch
+and rate of the shorter runs follow from the large run's by the ladder's exponents (Step Law), for all optimizers alike.
+`muon_lr` and `adam_lr` keep their proportion in a sweep, so each proportion is an entry of `OPTIMIZERS`. A seed decides
+first weights and samples. Runs are ordinary ones: started again, the benchmark trains those that are not finished.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import math
+import statistics
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from pipeline.plan.ladder.large_run import read_large_run
+from pipeline.plan.ladder.learning_rate import sweep
+from pipeline.plan.ladder.plan import Ladder, Options, plan_ladder
+from pipeline.plan.ladder.runs import done_of, train_all
 
-from headrace.base.section import parse
-from pipeline.config.rules.resolve import ResolvedRun, resolve
-from pipeline.config.schedule import Schedule
-from pipeline.config.sections.run import Config
-from pipeline.data.loader import MicroBatch, StepBatch
-from pipeline.engines.build import build_engine
-from pipeline.engines.common import model_dtype
-from pipeline.engines.objective import CrossEntropy
-from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.meta import build_meta
-from pipeline.models.hf_config import resolve_hf_config
-
-LENGTH, SAMPLES, VOCABULARY = 128, 8, 2048
+RATE = 4e-3
+"""In the middle of the sweep, for the large run; the sweep is extended where the best is at its end."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "Muon": {"type": "Muon", "params": {"weight_decay": 0.1}},
+    "AdamW": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "Muon": {"type": "Muon", "params": {"lr": RATE, "weight_decay": 0.1}},
+    "Muon-4": {"type": "Muon", "params": {"lr": RATE, "muon_lr": 4 * RATE, "adam_lr": RATE, "weight_decay": 0.1}},
 }
+BUDGETS = (0.25, 0.5, 1.0)
+"""Tokens, as multiples of the large run's tokens per parameter: the rung's 240 steps of 8 samples are 1."""
+HIDDEN = 128
+"""Of the rung; the large run's is twice that, and is never trained."""
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""Seeds -> 97.5 % quantile of Student's t distribution: of a 95 % interval of their mean."""
 
-Curve = dict[int, float]
-"""Step -> held-out loss in nats per token."""
 
-
-def main() -> None:
-    """Runs the benchmark and prints its results."""
+def main() -> int:
+    """Runs the benchmark and prints its results; the exit code of a run that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=Path, required=True, help="a tokens directory with a vocabulary of 2,048")
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2])
+    parser.add_argument("--tokens", type=Path, required=True, help="a tokens directory")
+    parser.add_argument("--output", type=Path, default=Path("out/muon_learning"), help="directory of the ladders")
+    parser.add_argument("--seeds", type=int, default=3, choices=list(STUDENT_T))
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     for name in arguments.optimizers:
-        tried = {rate: _curve(name, rate, arguments.seeds[0], arguments) for rate in arguments.rates}
-        for rate, curve in tried.items():
-            print(f"{name} lr {rate:g} seed {arguments.seeds[0]}: {_text(curve)}", flush=True)
-        best = min(tried, key=lambda rate: tried[rate][arguments.steps])
-        curves = [tried[best], *(_curve(name, best, seed, arguments) for seed in arguments.seeds[1:])]
-        for step in curves[0]:
-            values = [curve[step] for curve in curves]
-            half = (max(values) - min(values)) / 2
-            print(f"{name} lr {best:g} step {step}: {sum(values) / len(values):.4f} +- {half:.4f}", flush=True)
+        options = Options(rungs=3, smallest=0.29, largest=0.6, budgets=BUDGETS, seeds=arguments.seeds)
+        ladder = plan_ladder(read_large_run(_config(name, arguments.tokens)), options, arguments.output / name)
+        code = _tuned(name, ladder)
+        if code:
+            return code
+    return 0
 
 
-def _curve(name: str, rate: float, seed: int, arguments: argparse.Namespace) -> Curve:
-    run = _resolved(name, rate, arguments)
-    hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
-    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation=ATTENTION_NAME)
-    engine = build_engine(run, model, InitByName(model, seed=seed), CrossEntropy(), device=torch.device("cpu"))
-    schedule = Schedule("WarmupCosineLR", rate, warmup=arguments.steps // 10, total=arguments.steps, end_ratio=0.01)
-    heldout = list(_batches(arguments.tokens / "heldout", seed=0, count=16))
-    found: Curve = {}
-    for number, micro in enumerate(_batches(arguments.tokens / "train", seed=seed, count=arguments.steps), start=1):
-        engine.train_step(StepBatch(number, [micro], micro.labels.numel()), lr=schedule.lr(number))
-        if number % (arguments.steps // 4) == 0:
-            sums = engine.evaluate(heldout)
-            found[number] = sums.nats / sums.targets
-    return found
+def _tuned(name: str, ladder: Ladder) -> int:
+    """Sweeps, trains and prints; an exit code."""
+    train = partial(train_all, ladder, jobs=1, nproc=1, say=partial(print, flush=True))
+    chosen, code = sweep(ladder, train)
+    if chosen is None:
+        return code
+    rung = ladder.rungs[0]
+    assert rung.model.hidden_size == HIDDEN
+    runs = [run for run in ladder.runs(chosen.factor) if run.rung == rung]
+    code = train(runs)
+    if code:
+        return code
+    swept = ", ".join(f"{loss:.4f} at {factor:g}" for factor, loss in chosen.points)
+    print(f"{name}, sweep: {swept} times {ladder.sweep(range(1))[0].learning_rate:g}")
+    for tokens in sorted({run.tokens for run in runs}):
+        done = [each for each in done_of(ladder, runs) if each.run.tokens == tokens]
+        losses = [each.loss for each in done]
+        half = STUDENT_T[len(losses)] * statistics.stdev(losses) / math.sqrt(len(losses))
+        rate, seeds = done[0].run.learning_rate, " ".join(f"{loss:.4f}" for loss in losses)
+        print(
+            f"{name}, {tokens:,} tokens, lr {rate:g}: {statistics.mean(losses):.4f} +- {half:.4f} ({seeds})", flush=True
+        )
+    return 0
 
 
-def _batches(folder: Path, *, seed: int, count: int) -> Iterator[MicroBatch]:
-    """Samples of consecutive tokens from random places."""
-    tokens = np.memmap(folder / "shard-00000.bin", dtype=np.uint16, mode="r")
-    generator = np.random.default_rng(seed)
-    for _ in range(count):
-        starts = generator.integers(0, len(tokens) - LENGTH - 1, size=SAMPLES)
-        rows = torch.from_numpy(np.stack([tokens[start : start + LENGTH + 1] for start in starts]).astype(np.int64))
-        yield MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-
-
-def _resolved(name: str, rate: float, arguments: argparse.Namespace) -> ResolvedRun:
-    optimizer = OPTIMIZERS[name]
-    config = {
+def _config(name: str, tokens: Path) -> dict[str, Any]:
+    """Of the run that the rung is a smaller one of."""
+    steps = 410
+    return {
         "engine": "torch",
         "model": {
             "config": {
                 "model_type": "llama",
-                "hidden_size": arguments.hidden,
-                "intermediate_size": 3 * arguments.hidden,
+                "hidden_size": 2 * HIDDEN,
+                "intermediate_size": 6 * HIDDEN,
                 "num_hidden_layers": 3,
                 "num_attention_heads": 4,
-                "initializer_range": 0.05,
+                "initializer_range": 0.05 / math.sqrt(2),
                 "tie_word_embeddings": False,
-                "vocab_size": VOCABULARY,
             }
         },
-        "data": {"sources": [{"path": str(arguments.tokens)}], "sequence_length": LENGTH},
-        "train_batch_size": SAMPLES,
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "optimizer": {**optimizer, "params": {**optimizer["params"], "lr": rate}},
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": 128},
+        "train_batch_size": 16,
+        "optimizer": OPTIMIZERS[name],
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": steps // 10, "warmup_type": "linear", "cos_min_ratio": 0.01},
+        },
         "gradient_clipping": 1.0,
-        "run": {"dir": "none", "steps": arguments.steps},
+        "run": {"dir": "none", "steps": steps, "seed": 1},
+        "evaluation": {"samples": 128},
     }
-    return resolve(parse(Config, config), world_size=1)
-
-
-def _text(curve: Curve) -> str:
-    return ", ".join(f"{loss:.4f} at {step}" for step, loss in curve.items())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from headrace.base.errors import ConfigError
+from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.expert_load import VIOLATION, expert_load
 from pipeline.plan.imbalance import with_imbalance
 from pipeline.plan.predict.communication import Transfer, transfers
@@ -20,6 +22,7 @@ from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.plan.predict.step_time import StepTime
 from pipeline.plan.predict.work import work_of
 from pipeline.plan.search.layouts import layouts
+from pipeline.plan.search.search import search
 from pipeline.plan.show import as_json, lines, report_of
 from pipeline.runtime.machines.known import load_machine
 from tests.conftest import ROOT
@@ -141,6 +144,33 @@ def test_a_search_looks_at_legal_sizes_of_ep_of_a_mixture_alone() -> None:
         ("torch", 2, 1),
     }
     assert 1 not in {each["parallel.ep"] for each in overlapped}
+
+
+@pytest.mark.parametrize(
+    ("machine", "offered", "refused"),
+    [
+        ("h200", ("fp8.enabled=true",), None),
+        ("l40s", ("fp8.enabled=true", "fp8.experts=false"), "fp8.experts = True"),
+        ("b200", ("fp8.enabled=true", "fp8.experts=false"), "fp8.experts = True"),
+        ("a100", (), "fp8.enabled = True"),
+    ],
+)
+def test_a_search_offers_fp8_that_a_run_on_the_machine_accepts_and_a_plan_refuses_other(
+    machine: str, offered: tuple[str, ...], refused: str | None
+) -> None:
+    def opened(*sets: str) -> PlannedRun:
+        path = str(ROOT / "ds_configs/qwen3_moe_30b.json")
+        return open_run(path, (*SMALL, "parallel.ep=null", *sets), load_machine(machine), nodes=None, processes=1)
+
+    of = opened()
+    fp8 = [
+        {key: value for key, value in each.sets.items() if key.startswith("fp8.")}
+        for each in search(of.run, of.costs, of.machine).candidates
+    ]
+    assert {tuple(as_overrides(sets)) for sets in fp8} == {(), offered}
+    opened(*offered)
+    with nullcontext() if refused is None else pytest.raises(ConfigError, match=refused):
+        opened("fp8.enabled=true")
 
 
 def test_experts_of_an_fp8_run_have_its_rate_but_for_their_weight_gradients() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 
@@ -19,6 +20,7 @@ def main() -> int:
     parser.add_argument("name", choices=sorted(SWEEPS), help="which sweep")
     parser.add_argument("--group", metavar="TEXT", default="", help="only groups whose name contains this")
     parser.add_argument("--cells", type=int, metavar="N", help="stop after so many cells")
+    parser.add_argument("--sample", type=int, metavar="SEED", help="in a random order: what was run is a sample")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--table", action="store_true", help="only write the table of the results so far")
     asked = parser.parse_args()
@@ -26,8 +28,12 @@ def main() -> int:
     if asked.fresh:
         sweep.state_file.unlink(missing_ok=True)
     if not asked.table:
-        wanted = {cell for group, cells in sweep.groups.items() if asked.group in group for cell in cells}
-        run_cells(sweep, [cell for cell in sweep.remaining() if cell in wanted][: asked.cells])
+        wanted = [cell for group, cells in sweep.groups.items() if asked.group in group for cell in cells]
+        batches = [wanted[start : start + sweep.batch] for start in range(0, len(wanted), sweep.batch)]
+        if asked.sample is not None:
+            random.Random(asked.sample).shuffle(batches)
+        left = set(sweep.remaining())
+        run_cells(sweep, [cell for batch in batches for cell in batch if cell in left][: asked.cells])
     sweep.write_table()
     print(f"{sweep.table_file} written")
     return int(any(not result.passed for result in sweep.results().values()))

@@ -137,13 +137,30 @@ def check_fp8_device(section: Fp8Section, device: torch.device, *, experts: bool
     """
     if not section.enabled or section.emulate:
         return
-    needed = _CAPABILITY.get(section.recipe, (8, 9))
     if device.type != "cuda":
         why = "this machine has no GPU, and fp8 is computed by GPUs"
         remedy = "use bf16 alone (fp8.enabled false), or fp8.emulate true to see the numerics (slow)"
         raise ConfigError("fp8.enabled", True, why=why, remedy=remedy)
-    found = torch.cuda.get_device_capability(device)
-    has = f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}"
+    found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    check_fp8_capability(section, found, name=name, experts=experts)
+
+
+def check_fp8_capability(section: Fp8Section, found: tuple[int, int], *, name: str, experts: bool) -> None:
+    """Refuses fp8 on a GPU whose hardware does not have it.
+
+    Args:
+        section: the config's `fp8`.
+        found: CUDA compute capability of the GPU.
+        name: of the GPU.
+        experts: see `experts_in_fp8`.
+
+    Raises:
+        ConfigError: it is too old for the recipe, or has no kernel for experts.
+    """
+    if not section.enabled or section.emulate:
+        return
+    needed = _CAPABILITY.get(section.recipe, (8, 9))
+    has = f"{name} has compute capability {found[0]}.{found[1]}"
     if found >= needed:
         if experts and found[0] != _EXPERTS_CAPABILITY:
             why = f"{has}, and torch's grouped products in fp8 need {_EXPERTS_CAPABILITY}.0 (H100, H200)"

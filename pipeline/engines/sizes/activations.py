@@ -171,7 +171,7 @@ def stored(step: StepSizes) -> float:
     layers = len(step.rank.layers)
     count = -(-layers // memory.every_n_layers)
     kept = step.kept * (count * each + (layers - count) * whole_layer(step))
-    return received(step) + kept + step.waiting * _between_passes(step)
+    return received(step) + _sent(step) + kept + step.waiting * _between_passes(step)
 
 
 def _between_passes(step: StepSizes) -> float:
@@ -194,6 +194,16 @@ def received(step: StepSizes) -> float:
         return 0.0
     borders = 2 * rank.stages - int(rank.first) - int(rank.last)
     return step.accumulation * borders * _layer_input(step)
+
+
+def _sent(step: StepSizes) -> float:
+    """Outputs of the first stage, which torch's stages keep until the backward pass of their micro-batch.
+
+    Those of other stages are as large as their inputs, which are counted twice: as buffers, and by the first layer.
+    """
+    if step.run.topology.pp == 1 or step.run.config.engine != "torch" or not step.rank.first:
+        return 0.0
+    return (step.kept - 1) * _layer_input(step)
 
 
 def _recomputed(step: StepSizes) -> float:

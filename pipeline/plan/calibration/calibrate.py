@@ -101,6 +101,7 @@ def _machine(
         "devices": [CPU] if device.type == CPU else [],
         "devices_per_node": _devices(),
         "gpu": device.type == "cuda",
+        "compute_capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         "memory": {"bytes": _memory(device), "bytes_per_s": bandwidth},
         "peak_flops": peaks,
         "links": {

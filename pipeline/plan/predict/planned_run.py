@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.load import changed, read_config
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun, resolve
-from pipeline.config.sections.run import Config
+from pipeline.config.sections.run import Config, Fp8Section
 from pipeline.data.dataset import tokenizer_details
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
-from pipeline.engines.parallel.fp8 import torchao_note
+from pipeline.engines.parallel.fp8 import check_fp8_capability, experts_in_fp8, torchao_note
 from pipeline.models.build.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.imbalance import with_imbalance
@@ -105,6 +107,7 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model, packages=False)
+    check_fp8_machine(config.fp8, model, machine)
     if config.fp8.enabled and (missing := torchao_note()) is not None:
         notes = [*notes, missing]
     if run.topology.ep > 1 and (exchange := expert_exchange(config)) != "all_to_all":
@@ -115,6 +118,17 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
         run = replace(run, config=changed(config, {"compile.enabled": False}))
     costs = ModelCosts.of(model, sequence_length=config.data.sequence_length)
     return PlannedRun(run, costs, machine, vocabulary, tuple(notes))
+
+
+def check_fp8_machine(section: Fp8Section, model: nn.Module, machine: Machine) -> None:
+    """Refuses fp8 that a run would refuse on the machine, whose compute capability is known.
+
+    Raises:
+        ConfigError: see `check_fp8_capability`.
+    """
+    if machine.compute_capability is not None:
+        experts = experts_in_fp8(section, model)
+        check_fp8_capability(section, machine.compute_capability, name=machine.name, experts=experts)
 
 
 def _on_nodes(config: Config, machine: Machine, nodes: int | None, notes: list[str]) -> ResolvedRun:

@@ -135,11 +135,11 @@ def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> l
         ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step{_unproven(winner)}"),
         ("config", path),
     ]
-    fp8 = next((each for each in found.fitting() if "fp8.enabled" in each.sets), None)
-    if fp8 is not None:
-        (fp8,) = simulated([fp8], planned.costs, planned.machine)
+    in_fp8 = (each for each in found.fitting() if "fp8.enabled" in each.sets)
+    for fp8 in simulated(allowed(in_fp8, planned.costs, count=1), planned.costs, planned.machine):
         gain = winner.candidate.step_s / fp8.step_s - 1
-        facts.append(("in fp8", f"{gain:+.0%} tokens/s at best; another loss curve, so it is not proposed"))
+        experts = ", experts in bf16" if "fp8.experts" in fp8.sets else ""
+        facts.append(("in fp8", f"{gain:+.0%} tokens/s at best{experts}; another loss curve, so it is not proposed"))
         if (missing := torchao_note()) is not None:
             facts.append(("", missing))
     return facts

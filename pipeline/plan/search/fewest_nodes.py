@@ -50,7 +50,7 @@ def _on(planned: PlannedRun, nodes: int) -> dict[str, Any] | None:
 
 def _fitting(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:
     """Layouts that fit, of the smallest micro-batch with all activations recomputed: nothing needs less memory."""
-    for sets in layouts(run, machine, experts=costs.widths.all_experts, fp8=False):
+    for sets in layouts(run, machine, experts=costs.widths.all_experts):
         if sets["memory.activation_checkpointing"] == "full" and sets["train_micro_batch_size_per_gpu"] == 1:
             candidate = evaluate(run, costs, machine, sets)
             if candidate is not None and candidate.fits:

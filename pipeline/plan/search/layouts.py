@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,16 +43,17 @@ class Axes:
     cp: int
 
 
-def layouts(run: ResolvedRun, machine: Machine, *, experts: int = 0, fp8: bool = True) -> Iterator[dict[str, Any]]:
+def layouts(
+    run: ResolvedRun, machine: Machine, *, experts: int = 0, fp8: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
     """Settings of layouts for the processes of a run, as dotted keys with values.
 
     Args:
         run: whose model, batch and precision stay.
         machine: tensor parallelism stays within a node of it.
         experts: of a layer of the model; 0 of a dense one.
-        fp8: look at matrix products in fp8 too, where the run is bf16 and the machine has them.
+        fp8: settings with which each layout is looked at in fp8, too; none in the run's precision alone.
     """
-    fp8 = fp8 and run.config.bf16.enabled and not run.config.fp8.enabled and "fp8" in machine.peak_flops
     axes = list(_axes(run, machine))
     for (engine, stage), mesh in itertools.product(_stages(), axes):
         features = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
@@ -80,7 +81,7 @@ def layouts(run: ResolvedRun, machine: Machine, *, experts: int = 0, fp8: bool =
                 sets |= {f"parallel.{key}": None for key in _OF_RANKS if getattr(run.config.parallel, key) is not None}
                 yield sets
                 if fp8:
-                    yield {**sets, "fp8.enabled": True}
+                    yield {**sets, **fp8}
 
 
 def _stages() -> Sequence[tuple[str, int]]:

@@ -12,10 +12,12 @@ from headrace.base.errors import ConfigError
 from pipeline.config.load import changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.engines.parallel.fp8 import check_fp8
 from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.memory_plan import typical_peak
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.plan import typical_time
+from pipeline.plan.predict.planned_run import check_fp8_machine
 from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.plan.search.layouts import layouts
 from pipeline.runtime.machines.machine import Machine
@@ -76,7 +78,7 @@ def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
     """Computes every layout of `layouts` that the rules allow."""
     started = time.monotonic()
     found, refused = [], 0
-    for sets in layouts(run, machine, experts=costs.widths.all_experts):
+    for sets in layouts(run, machine, experts=costs.widths.all_experts, fp8=_fp8(run, costs, machine)):
         candidate = evaluate(run, costs, machine, sets)
         if candidate is None:
             refused += 1
@@ -84,6 +86,21 @@ def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
             found.append(candidate)
     found.sort(key=lambda each: (each.step_s, len(each.sets), each.peak))
     return Search(len(found), refused, time.monotonic() - started, found)
+
+
+def _fp8(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> dict[str, Any] | None:
+    """Settings of fp8 that a run on this machine accepts, experts in bf16 where it refuses theirs; None without any."""
+    if not run.config.bf16.enabled or run.config.fp8.enabled or "fp8" not in machine.peak_flops:
+        return None
+    for sets in ({"fp8.enabled": True}, {"fp8.enabled": True, "fp8.experts": False}):
+        try:
+            section = changed(run.config, sets).fp8
+            check_fp8(section, costs.model, tp=1, packages=False)
+            check_fp8_machine(section, costs.model, machine)
+        except ConfigError:
+            continue
+        return sets
+    return None
 
 
 def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Candidate | None:

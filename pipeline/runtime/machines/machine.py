@@ -159,6 +159,9 @@ class Machine(Section):
     devices: tuple[str, ...] = Field((), strict=False, description="Words in torch's name of the device, e.g. H100")
     devices_per_node: Count
     gpu: bool = Field(True, description="false: devices are cores of a CPU, on which nothing is compiled by default")
+    compute_capability: tuple[int, int] | None = Field(
+        None, strict=False, description="As torch reports it, e.g. [9, 0]: what of fp8 the GPU has; null: not known"
+    )
     memory: MachineMemory
     peak_flops: dict[Dtype, PositiveFloat] = Field(description="Dense FLOP/s by dtype")
     links: LinksSection
