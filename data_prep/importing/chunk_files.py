@@ -91,12 +91,9 @@ class _Compressed:
 
 
 @dataclass(frozen=True)
-class LitdataChunk:
-    """A chunk of litdata with a tensor of ids per sample."""
-
+class _Chunk:
     file: _Compressed
     samples: int
-    dtype: str
 
     @property
     def path(self) -> Path:
@@ -107,6 +104,13 @@ class LitdataChunk:
     def masked(self) -> bool:
         """See `TokenSource`."""
         return False
+
+
+@dataclass(frozen=True)
+class LitdataChunk(_Chunk):
+    """A chunk of litdata with a tensor of ids per sample."""
+
+    dtype: str
 
     def read(self) -> Iterator[Documents]:
         """See `TokenSource`."""
@@ -121,7 +125,7 @@ class LitdataChunk:
 
 
 @dataclass(frozen=True)
-class MdsShard:
+class MdsShard(_Chunk):
     """A shard of MosaicML streaming.
 
     Attributes:
@@ -131,22 +135,10 @@ class MdsShard:
         dtype: of ids in a column of bytes.
     """
 
-    file: _Compressed
-    samples: int
     sizes: tuple[int | None, ...]
     column: int
     encoding: str
     dtype: str
-
-    @property
-    def path(self) -> Path:
-        """See `TokenSource`."""
-        return self.file.path
-
-    @property
-    def masked(self) -> bool:
-        """See `TokenSource`."""
-        return False
 
     def read(self) -> Iterator[Documents]:
         """See `TokenSource`."""
