@@ -85,7 +85,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "qk_clip, unsharded": layout(0, optimizer=CLIPPED, model=BIASES),
         "qk_clip, fsdp2": layout(3, optimizer=CLIPPED, model=BIASES),
         "qk_clip, fsdp2, bf16": layout(3, optimizer=CLIPPED, **BF16),
-        "qk_clip, fsdp2, latent": layout(3, optimizer=CLIPPED_LOW, model=LATENT),
+        "qk_clip, ep 2, latent": layout(2, optimizer=CLIPPED_LOW, model=LATENT, parallel={"ep": 2}),
         "qk_clip, tp 2": layout(2, optimizer=CLIPPED, model=BIASES, parallel={"tp": 2}),
         "qk_clip, pp 2": layout(2, optimizer=CLIPPED, parallel={"pp": 2}),
         "qk_clip, ring, compiled": layout(3, optimizer=CLIPPED, parallel={"cp": 2, "cp_method": "ring"}, **COMPILED),
