@@ -132,7 +132,9 @@ class TokenFile:
             raise DataError(
                 f"{index}: the documents end at sequence {documents[-1]}, but there are {sequences} sequences"
             )
-        size = _expected_bytes(lengths, offsets, dtype) // dtype.itemsize
+        size, rest = divmod(_expected_bytes(lengths, offsets, dtype), dtype.itemsize)
+        if rest:
+            raise DataError(f"{index}: its sequences end within a token of {dtype.itemsize} bytes: damaged")
         return cls(prefix, np.broadcast_to(np.zeros(1, dtype), (size,)), lengths, offsets, documents)
 
     @property

@@ -35,6 +35,7 @@ SECTIONS = (*OWNED, "communication_data_type", "sequence_parallel_size", "wandb"
 OURS = {
     "optimizer.params.adjust_lr",
     "optimizer.params.ns_steps",
+    "optimizer.params.qk_clip",
     # DeepSpeed's, without a default in a signature: see `runtime/engine.py`, `_muon_param_groups`
     *(f"optimizer.params.{name}" for name in ("muon_lr", "adam_lr", "ns_method")),
     "optimizer.params.moments_dtype",

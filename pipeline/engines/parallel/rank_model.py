@@ -34,6 +34,7 @@ class Widths:
         heads: H.
         head_size: d.
         intermediate: I; of a mixture of experts, of one expert.
+        dense: I of the layers without experts.
         experts: that a token goes to; 0 of a dense model.
         vocabulary: V.
         head_norms: whether queries and keys are normalized.
@@ -52,6 +53,7 @@ class Widths:
     experts: int
     vocabulary: int
     head_norms: bool
+    dense: int = 0
     all_experts: int = 0
     shared: int = 0
     output: int = 0
@@ -139,6 +141,7 @@ def widths_of(config: Any) -> Widths | None:
         experts=config.num_experts_per_tok if experts else 0,
         vocabulary=config.vocab_size,
         head_norms=config.model_type.startswith("qwen3"),
+        dense=getattr(config, "intermediate_size", None) or inner,
         all_experts=experts,
         shared=(getattr(config, "n_shared_experts", None) or 0) * inner,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.optim.newton_schulz import NS_STEPS
 from pipeline.engines.parallel.costs import update_bytes
+from pipeline.engines.parallel.rank_model import Widths
 from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.sizes.memory import layer_activations
 from pipeline.engines.sizes.traffic import TrafficLayout
@@ -161,11 +162,11 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in
     mode = memory.activation_checkpointing
     repeated = -(-layers // memory.every_n_layers) / max(1, layers)
     again = repeated if mode == "full" else 0.0
-    kept = 0.0 if layout.run.config.engine == "deepspeed" else _last_product(layout)
+    kept = 0.0 if layout.run.config.engine == "deepspeed" else _last_products(layout.widths, flops)
     # the fullest rank computes more rows of experts than it sends
     experts = expert_load(layout.run, layout.widths).factor * flops.experts
     linear = flops.linear - flops.experts + experts
-    again_linear = again * (linear - flops.layers * kept)
+    again_linear = again * (linear - kept)
     again_experts = again * experts
     if mode == "selective":  # grouped products are not among those that it keeps
         again_linear = again_experts = repeated * experts
@@ -210,7 +211,8 @@ def compiled(run: ResolvedRun) -> bool:
     return run.config.compile.enabled is not False and not run.plain
 
 
-def _last_product(layout: TrafficLayout) -> float:
-    """FLOPs per token of the MLP's last product, before which a recomputation stops (not DeepSpeed's)."""
-    widths = layout.widths
-    return 2.0 * widths.hidden * widths.intermediate if not widths.experts else 0.0
+def _last_products(widths: Widths, flops: StageFlops) -> float:
+    """FLOPs per token of the last products of dense layers, before which a recomputation stops (not DeepSpeed's)."""
+    of_layer = 6.0 * widths.hidden * widths.intermediate * widths.experts  # three products of every chosen expert
+    sparse = round(flops.experts / of_layer) if of_layer else 0
+    return 2.0 * widths.hidden * widths.dense * (flops.layers - sparse)

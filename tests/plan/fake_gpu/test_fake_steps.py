@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=guard.missin
 EXCHANGES = {
     "gate: expert parallelism": {"_sizes": 2 * 4},  # once per layer, and once more when it is computed again
     "gate: expert parallelism, selective": {"_sizes": 4},
+    "gate: expert parallelism beside another micro-batch": {"_sizes": 2 * 2 * 8},  # of each of two micro-batches
     "gate: latent attention and shared experts": {"_sizes": 2},
 }
 
