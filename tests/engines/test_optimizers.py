@@ -109,4 +109,4 @@ def test_sgd_and_lion_follow_one_process_and_exchange_their_state_with_it(engine
         assert_within_tolerance(differences, name)
         if "qk_clip" in name:
             assert differences["clipped"] > 0, name
-            assert differences["logits"] < (2**-7 if "bf16" in name else FP32), name
+            assert differences["logits"] < (2**-6 if "bf16" in name else FP32), name  # bf16: two roundings
