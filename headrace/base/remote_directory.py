@@ -45,9 +45,15 @@ def remote_manifest(url: str) -> Manifest:
         DataError: there is none, or it is damaged.
         StorageError: the store cannot be read.
     """
+    return _read_manifest(url)[1]
+
+
+def _read_manifest(url: str) -> tuple[bytes, Manifest]:
+    """The manifest's bytes, and what they say; see `remote_manifest`."""
     path = f"{url.rstrip('/')}/{MANIFEST}"
     try:
-        return parse_manifest(read_object(path), path=path)
+        text = read_object(path)
+        return text, parse_manifest(text, path=path)
     except FileNotFoundError:
         objects = len(objects_below(url))
     found = f"there are {objects} objects and no {MANIFEST}" if objects else "there is no object of that prefix"
@@ -146,7 +152,7 @@ def fetch(
     """
     if final.exists():
         raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
-    place, manifest = url.rstrip("/"), remote_manifest(url)
+    place, (text, manifest) = url.rstrip("/"), _read_manifest(url)
     files = [name for name in manifest.files if wanted(name)]
     _check_room(sum(int(manifest.files[name]["bytes"]) for name in files), final)
     with staged(final) as staging:
@@ -163,7 +169,7 @@ def fetch(
             progress(int(entry["bytes"]))
 
         _for_each(receive, files)
-        (staging / MANIFEST).write_bytes(read_object(f"{place}/{MANIFEST}"))
+        (staging / MANIFEST).write_bytes(text)
         sync(staging / MANIFEST)
         sync(staging)
         staging.rename(final)
