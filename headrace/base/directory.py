@@ -58,6 +58,11 @@ class Manifest:
     fingerprint: str
     code: dict[str, str | None]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the files, without the manifest itself."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
 
 def staging_path(final: Path) -> Path:
     """Where a directory is built before it gets its name: beside it, on the same file system."""

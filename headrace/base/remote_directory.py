@@ -200,11 +200,6 @@ def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
     return final
 
 
-def copy_bytes(manifest: Manifest) -> int:
-    """Bytes of the files of a directory."""
-    return sum(int(entry["bytes"]) for entry in manifest.files.values())
-
-
 def _check_room(needed: int, final: Path) -> None:
     free = free_bytes(final.parent)
     if needed > free:

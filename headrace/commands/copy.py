@@ -9,7 +9,6 @@ from headrace.base.errors import DataError
 from headrace.base.paths import local_path
 from headrace.base.remote_directory import (
     check_can_publish,
-    copy_bytes,
     fetch,
     local_manifest,
     publish,
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_can_publish(target)
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, transient=True) as bar:
-        task = bar.add_task("copying", total=copy_bytes(manifest))
+        task = bar.add_task("copying", total=manifest.bytes)
 
         def progress(count: int) -> None:
             bar.advance(task, count)
@@ -56,6 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
             fetch(source, local, progress=progress)
         else:
             publish(local, target, progress=progress)
-    what = f"{manifest.kind}, {len(manifest.files)} files, {copy_bytes(manifest) / 1e9:,.3f} GB"
+    what = f"{manifest.kind}, {len(manifest.files)} files, {manifest.bytes / 1e9:,.3f} GB"
     print(f"{target}: {what}, fingerprint {manifest.fingerprint[:16]}")
     return 0

@@ -69,7 +69,7 @@ def check_space(to: Path, path: Path, manifest: Manifest) -> None:
     final = copy_path(to, path, manifest)
     if _is_whole(final, manifest):
         return
-    free, needed = free_bytes(to) + sum(map(_bytes_on_disk, _left_behind(final))), int(_size(manifest) * _MARGIN)
+    free, needed = free_bytes(to) + sum(map(_bytes_on_disk, _left_behind(final))), int(manifest.bytes * _MARGIN)
     if needed > free:
         others = [each.name for each in sorted(to.glob("*")) if (each / MANIFEST).is_file()]
         remedy = f"remove copies that no run needs ({', '.join(others)})" if others else "use a larger disk"
@@ -101,7 +101,7 @@ def stage(to: Path, path: Path, manifest: Manifest, *, progress: Callable[[], No
             shutil.rmtree(left, ignore_errors=True)
         check_space(to, path, manifest)
         _copy(path, final, manifest, progress)
-    return StagedCopy(path, final, _size(manifest), time.monotonic() - began)
+    return StagedCopy(path, final, manifest.bytes, time.monotonic() - began)
 
 
 @contextmanager
@@ -188,7 +188,3 @@ def _bytes_on_disk(directory: Path) -> int:
         with suppress(FileNotFoundError):  # another process may be removing it, or giving it its name
             found += path.lstat().st_blocks * 512
     return found
-
-
-def _size(manifest: Manifest) -> int:
-    return sum(int(entry["bytes"]) for entry in manifest.files.values())

@@ -36,7 +36,7 @@ def _row(checkpoint: Checkpoint) -> Row:
         **row,
         "samples": manifest.details.get("samples"),
         "layout": _layout(manifest),
-        "bytes": sum(int(entry["bytes"]) for entry in manifest.files.values()),
+        "bytes": manifest.bytes,
         "written": (checkpoint.path / "manifest.json").stat().st_mtime,
         "damage": f"{problems[0].place} {problems[0].what}" if problems else None,
     }
