@@ -11,6 +11,10 @@ MAX_LINE_BYTES = 1 << 20
 """Longest line; a longer one is not of this protocol and is dropped."""
 
 
+DIAGNOSIS = b'{"diagnosis":'
+"""How the line of a diagnosis begins."""
+
+
 def encode(message: dict[str, Any]) -> bytes:
     """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
@@ -21,6 +25,11 @@ class MessageDecoder:
 
     def __init__(self) -> None:
         self._incomplete = b""
+
+    @property
+    def incomplete(self) -> bytes:
+        """The beginning of a line whose end has not arrived."""
+        return self._incomplete
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any] | str]:
         """Takes received bytes; yields the lines that are complete."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.cli import ERROR_FILE
-from headrace.base.processes import STOPPED, TRACED, machine, state_of
+from headrace.base.processes import STOPPED, TRACED, machine, raise_file_limit, state_of
 from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
-from pipeline.runtime.faults.end_processes import kill_ranks, ranks_to_kill
+from pipeline.runtime.faults.end_processes import Process, kill_ranks, ranks_to_kill
 from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
 from pipeline.runtime.faults.report import append_fault_once, describe_fault, fault_row, print_report, with_timeout
 from pipeline.runtime.faults.stack_dumps import parse_faulthandler_dump
@@ -32,6 +31,8 @@ REGISTRATION_S = 120.0
 """Seconds until ranks without any heartbeat are reported, and until a server that no rank has reached exits."""
 _EXIT_S = 5.0
 """Seconds in which ranks exit after a diagnosis; those left on this machine are then killed."""
+_SEND_S = 5.0
+"""Seconds for sending a diagnosis; a rank that is stopped takes none."""
 _LOST = {"died", "silent", "stuck", "lost"}
 
 
@@ -192,6 +193,34 @@ class HeartbeatServer:
                 if connection.status is not None:
                     client.send(message)
 
+    def _send_diagnosis(self, diagnosis: Diagnosis, kill: Sequence[Process]) -> None:
+        """Sends the diagnosis to every rank, with those processes to kill that are of the rank's own machine.
+
+        With thousands of ranks at fault it is larger than what a socket takes at once.
+        """
+        what = {"kind": diagnosis.kind, "ranks": diagnosis.ranks}
+        ranks = {client: each.status.machine for client, each in self._connections.items() if each.status is not None}
+        messages = {
+            place: encode({"diagnosis": {**what, "kill": [process for process in kill if process[0] == place]}})
+            for place in set(ranks.values())
+        }
+        unsent = {client: memoryview(messages[place]) for client, place in ranks.items()}
+        deadline = time.monotonic() + _SEND_S
+        while unsent and time.monotonic() < deadline:
+            for client, message in list(unsent.items()):
+                try:
+                    unsent[client] = message[client.send(message) :]
+                except BlockingIOError:
+                    continue
+                except OSError:  # gone
+                    unsent[client] = message[:0]
+                if not unsent[client]:
+                    del unsent[client]
+            with selectors.DefaultSelector() as writable:
+                for client in unsent:
+                    writable.register(client, selectors.EVENT_WRITE)
+                writable.select(0.1 if unsent else 0)
+
     def _warn_of_missing_ranks(self) -> bool:
         missing = [rank for rank in range(self._config.world_size) if rank not in self.statuses]
         if missing:
@@ -210,7 +239,7 @@ class HeartbeatServer:
         if diagnosis.kind in _LOST:
             with_timeout(2.0, lambda: print_report(report), default=None)
         kill = ranks_to_kill(diagnosis, statuses)
-        self._broadcast(encode({"diagnosis": {"kind": diagnosis.kind, "ranks": diagnosis.ranks, "kill": kill}}))
+        self._send_diagnosis(diagnosis, kill)
         kill_ranks(kill)
         row = fault_row(diagnosis, statuses, world_size=world_size)
         append_fault_once(Path(self._config.run_dir), row, token=self._config.token)
@@ -268,9 +297,7 @@ def main() -> None:
     config = json.load(sys.stdin)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks; the server exits with the last of them
-    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    raise_file_limit()
     listener = socket.socket(fileno=config.pop("listener"))
     listener.setblocking(False)
     HeartbeatServer(listener, ServerConfig(**config)).run()

@@ -19,7 +19,7 @@ from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from headrace.base.processes import machine, state_of
 from pipeline.runtime.faults.diagnosis import SETTLE_S
 from pipeline.runtime.faults.end_processes import exit_now, kill_ranks
-from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.runtime.faults.heartbeat_messages import DIAGNOSIS, MessageDecoder, encode
 from pipeline.runtime.faults.stack_dumps import thread_stack
 from pipeline.runtime.launch.local import OWN_ERROR_S
 
@@ -250,6 +250,8 @@ class Monitor(threading.Thread):
         for message in decoder.feed(data):
             if isinstance(message, dict) and "diagnosis" in message:
                 self._end_process(**message["diagnosis"])
+        if not data and decoder.incomplete.startswith(DIAGNOSIS):  # the server was killed while it sent
+            exit_now(EXIT_LOST)
         return bool(data)
 
     def _heartbeat(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def coordinate_exit(code: int, rendezvous: Rendezvous | None, *, launcher: str) 
     if rendezvous is None or rendezvous.world_size == 1 or code == 0:
         return code
     if rendezvous.rank > 0:
-        rendezvous.set_flag(f"{_READY_TO_EXIT}/{rendezvous.rank}")
+        rendezvous.mark(_READY_TO_EXIT)
         return code if launcher in ("torchrun", "pods") else 0
     rendezvous.set_flag(RUN_STOPPED)
     deadline = time.monotonic() + _WAIT_S

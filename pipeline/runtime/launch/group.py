@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch.environment import Launch
-from pipeline.runtime.launch.gpu_environment import flight_recorder_defaults
+from pipeline.runtime.launch.gpu_environment import flight_recorder_defaults, host_group_defaults
 from pipeline.runtime.launch.missing_ranks import UnreachableError, deadline
 from pipeline.runtime.launch.rendezvous import RUN_FINISHED, RUN_STOPPED, Rendezvous, store_call
 from pipeline.runtime.launch.store import EXTRA_S, open_rendezvous
@@ -53,6 +53,8 @@ def process_group(
 
     backend = backend_for(config.backend, gpu=gpu, launcher=launch.launcher)
     os.environ.update(flight_recorder_defaults(os.environ) | _torchrun_variables(launch, gpu))
+    if gpu is not None:
+        os.environ.update(host_group_defaults(os.environ))
     rendezvous, store = open_rendezvous(launch, config.timeout)
     _connect(backend, rendezvous, store, gpu=gpu)
     try:

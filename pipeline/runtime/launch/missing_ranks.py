@@ -20,10 +20,12 @@ from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError, HeadraceError, LostError
 from headrace.base.processes import STOPPED, environment_of, siblings, state_of
 from pipeline.runtime.launch.environment import detect
-from pipeline.runtime.launch.rendezvous import Rendezvous, store_call
+from pipeline.runtime.launch.rendezvous import Rendezvous, mark, store_call
 
 SETTLE_S = 3.0
 """Seconds in which all ranks that give up together have set their flag."""
+_ASKED_PER_SECOND = 4096
+"""How often at most all ranks together ask the store which of them have given up."""
 
 
 class UnreachableError(LostError):
@@ -44,7 +46,7 @@ def barrier(rendezvous: Rendezvous, when: str, *, timeout_s: float | None = None
     seconds = rendezvous.timeout_s if timeout_s is None else timeout_s
 
     def wait() -> bool:
-        rendezvous.store.set(f"{when}/{rendezvous.rank}", "1")
+        mark(rendezvous.store, when, rendezvous.rank)
         if rendezvous.store.add(when, 1) == rendezvous.world_size:
             rendezvous.store.set(f"all {when}", "1")
         rendezvous.store.wait([f"all {when}"], timedelta(seconds=seconds))
@@ -82,7 +84,7 @@ def deadline(
             yield
         except RuntimeError as broken:
             raise error(str(broken).splitlines()[0]) from None
-        rendezvous.set_flag(f"{flag}/{rendezvous.rank}")
+        rendezvous.mark(flag)
 
 
 @contextmanager
@@ -105,11 +107,11 @@ def exit_after(seconds: float, error: Callable[[], HeadraceError]) -> Iterator[N
 def give_up(rendezvous: Rendezvous, passed_flag: str, ranks: Iterable[int]) -> list[int]:
     """Sets this rank's give-up flag; returns `missing_ranks` once all waiting ranks have given up, too."""
     candidates = list(ranks)
-    if not rendezvous.set_flag(f"gave-up/{rendezvous.rank}"):
+    if not rendezvous.mark("gave-up"):
         return [0]
-    until = time.monotonic() + SETTLE_S
+    until, pause_s = time.monotonic() + SETTLE_S, max(0.1, rendezvous.world_size / _ASKED_PER_SECOND)
     while (missing := missing_ranks(rendezvous, passed_flag, candidates)) and time.monotonic() < until:
-        time.sleep(0.1)
+        time.sleep(pause_s)
     return missing
 
 

@@ -17,15 +17,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ConfigError, LostError
+from headrace.base.processes import raise_file_limit
 from pipeline.runtime.launch.environment import Launch
 from pipeline.runtime.launch.missing_ranks import exit_after, kill_stopped
-from pipeline.runtime.launch.rendezvous import Rendezvous, format_ranks, store_call
+from pipeline.runtime.launch.rendezvous import Rendezvous, format_ranks, mark, store_call
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store
 
 EXTRA_S = 2.0
 """Seconds added to torch's own timeout, whose error message is better where it works."""
+_FILES_PER_RANK, _OWN_FILES = 2, 256
+"""Connections of each rank to the store in rank 0's process, and what that process opens beside them."""
 _REQUESTS = "headrace/prefix-requests"
 _POLL_S = 0.02
 
@@ -42,6 +45,7 @@ def open_rendezvous(launch: Launch, timeout_s: float) -> tuple[Rendezvous, Prefi
     """
     import torch.distributed as dist  # noqa: PLC0415
 
+    _check_open_files(launch)
     with exit_after(timeout_s + EXTRA_S, lambda: _no_answer(launch, timeout_s)):
         base_store = open_store(launch, timeout_s)
         prefix = _prefix_of_start(base_store, launch, timeout_s) if _outlives_ranks() else "headrace"
@@ -52,12 +56,26 @@ def open_rendezvous(launch: Launch, timeout_s: float) -> tuple[Rendezvous, Prefi
     try:
         with exit_after(timeout_s + EXTRA_S, lambda: _no_answer(launch, timeout_s)):
             flags.set(f"host/{launch.rank}", socket.gethostname())
+            mark(flags, "joined", launch.rank)
             if flags.add("arrived", 1) == launch.world_size:
                 flags.set("complete", "1")
             flags.wait(["complete"], timedelta(seconds=timeout_s))
             return replace(rendezvous, rank_zero_host=flags.get("host/0").decode()), store
     except RuntimeError:
         raise _not_joined(rendezvous, launch) from None
+
+
+def _check_open_files(launch: Launch) -> None:
+    """Raises this process's limit of open files, and refuses more ranks than could connect to rank 0 with it.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    limit, needed = raise_file_limit(), _FILES_PER_RANK * launch.world_size + _OWN_FILES
+    if launch.rank == 0 and limit < needed and not _outlives_ranks():
+        why = f"{launch.world_size:,} ranks connect to rank 0, and each takes {_FILES_PER_RANK} of its open files"
+        remedy = f"raise the hard limit on {socket.gethostname()}, in /etc/security/limits.conf or by LimitNOFILE"
+        raise ConfigError("ulimit -Hn", limit, why=f"{why}: {needed:,} are needed", remedy=remedy)
 
 
 def _outlives_ranks() -> bool:
@@ -143,7 +161,7 @@ def _no_answer(launch: Launch, timeout_s: float) -> LostError:
 
 
 def _not_joined(rendezvous: Rendezvous, launch: Launch) -> LostError:
-    missing = rendezvous.ranks_without("host", rendezvous.ranks)
+    missing = rendezvous.ranks_without("joined", rendezvous.ranks)
     joined = [rank for rank in rendezvous.ranks if rank not in missing]
     if 0 in joined:
         host = store_call(lambda: rendezvous.store.get("host/0").decode(), default="?")

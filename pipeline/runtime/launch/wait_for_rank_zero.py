@@ -41,7 +41,7 @@ def wait_for_rank_zero(work: Callable[[], T], rendezvous: Rendezvous, *, what: s
     if rendezvous.rank == 0:
         return _work(work, rendezvous, what)
     result, error = _awaited(rendezvous, what, silence_s)
-    rendezvous.set_flag(f"{what}/seen/{rendezvous.rank}")
+    rendezvous.mark(f"{what}/seen")
     if error is not None:
         raise error
     return cast("T", result)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.base.errors import EXIT_LOST
 from pipeline.config.sections.run import WatchdogSection
+from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 from pipeline.runtime.faults.heartbeat_connection import connect, start_heartbeat_server
 from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.runtime.faults.heartbeat_server import HeartbeatServer, ServerConfig, _Connection
 from pipeline.runtime.faults.monitor import Monitor, RankPosition, ServerAddress, registration
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.launch import detect
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -92,3 +100,53 @@ def test_a_rank_that_disconnects_without_signing_off_has_died(address: ServerAdd
     found[0].close()
     assert has_exited(address)
     assert [row["fault"] for row in read_faults(tmp_path)] == ["died"]
+
+
+def test_a_diagnosis_larger_than_a_sockets_buffer_reaches_every_rank_with_the_processes_of_its_own_host() -> None:
+    config = ServerConfig("token", 8192, "run", silent_s=30.0, stuck_s=600.0, interval_s=1.0)
+    server = HeartbeatServer(socket.create_server(("127.0.0.1", 0)), config)
+    ends = {rank: socket.socketpair() for rank in range(3)}
+    for rank, (own, theirs) in ends.items():
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        own.setblocking(False)
+        status = RankStatus(rank, f"host{rank}", 1, 0.0, 0.0, machine=f"machine{rank}")
+        server._connections[own] = _Connection(status=status)
+        if rank == 2:
+            theirs.close()  # a rank that has gone holds up nobody
+    received: dict[int, dict[str, Any]] = {}
+
+    def read(rank: int) -> None:
+        decoder, connection = MessageDecoder(), ends[rank][1]
+        while not (found := list(decoder.feed(connection.recv(4096)))):
+            time.sleep(0.001)
+        received[rank] = found[0]["diagnosis"]
+
+    readers = [threading.Thread(target=read, args=(rank,)) for rank in (0, 1)]
+    for reader in readers:
+        reader.start()
+    ranks = tuple(range(3, 8192))
+    kill = [(f"machine{rank % 1024}", rank, 1) for rank in ranks]
+    server._send_diagnosis(Diagnosis("silent", ranks, 31.0), kill)
+    for reader in readers:
+        reader.join(10.0)
+    assert {rank: found["ranks"] for rank, found in received.items()} == {0: list(ranks), 1: list(ranks)}
+    assert [process[1] for process in received[1]["kill"]] == [rank for rank in ranks if rank % 1024 == 1]
+
+
+def test_a_diagnosis_that_was_cut_off_ends_the_rank() -> None:
+    code = """
+import socket, threading
+from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.runtime.faults.heartbeat_server import HeartbeatServer, ServerConfig, _Connection
+from pipeline.runtime.faults.monitor import Monitor, RankPosition
+server, own = socket.socketpair()
+monitor = Monitor(1, position=RankPosition, connect=lambda: (own, MessageDecoder()), on_server_lost=print,
+                  interval_s=1.0, timeout_s=30.0)
+monitor.start()
+monitor.connected.wait()
+server.sendall(encode({"diagnosis": {"kind": "silent", "ranks": [0], "kill": []}})[:-9])
+server.close()
+monitor.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert ended.returncode == EXIT_LOST

@@ -22,7 +22,7 @@ from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.build import pick_device
 from pipeline.runtime.launch import detect, group
 from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
-from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults
+from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults, host_group_defaults
 from pipeline.runtime.launch.numa import bind_beside, cores_beside, pci_address
 from tests.conftest import ROOT
 
@@ -88,6 +88,28 @@ def test_torchs_own_settings_are_set_unless_the_user_has() -> None:
     assert flight_recorder_defaults({}) == recorder
     user = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     assert flight_recorder_defaults(user) == {}
+    assert host_group_defaults({"TORCH_GLOO_LAZY_INIT": "0"}) == {}
+
+
+def test_gloo_beside_nccl_opens_no_connection_between_ranks_that_never_send(tmp_path: Path) -> None:
+    code = """
+import os, sys, torch.distributed as dist
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 8)
+before = len(os.listdir("/proc/self/fd"))
+dist.init_process_group("gloo", rank=rank, world_size=8, store=store)
+print(len(os.listdir("/proc/self/fd")) - before)
+"""
+    command = [sys.executable, "-c", code]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            env=os.environ | host_group_defaults({}),
+        )
+        for rank in range(8)
+    ]
+    opened = [int(rank.communicate(timeout=120)[0]) for rank in ranks]
+    assert max(opened) < 7, opened
 
 
 def test_the_allocators_setting_is_made_on_a_gpu_only_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
