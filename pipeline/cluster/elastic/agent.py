@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from pipeline.cluster.elastic.slurm_requeue import SlurmJob
 from pipeline.cluster.elastic.warm_ranks import WarmRanks
 
 _POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 10.0
+_PER_NODE_S = 0.002
+"""Seconds per node between two looks at all of them, and two writes of each: the file system serves all of them."""
 _LINGER_S = 15.0
 """Seconds in which the others read how the job ends."""
 _WARM_S = 30.0
@@ -61,6 +64,7 @@ class Agent:
     _exit_seen: tuple[int, float] = (0, 0.0)
     _written: float = 0.0
     _looked: float = 0.0
+    _led: float = -math.inf
     _started: float = 0.0
     _decided: bool = False
     _terminated: bool = False
@@ -90,7 +94,7 @@ class Agent:
 
     def tick(self) -> None:
         """Keeps this node's file fresh; to be called at least every few seconds."""
-        if time.monotonic() - self._written >= _BEAT_S:
+        if time.monotonic() - self._written >= max(_BEAT_S, _PER_NODE_S * len(self.files.nodes)):
             self._change()
 
     def stop(self) -> None:
@@ -103,6 +107,8 @@ class Agent:
             self._adopt(replace(self._state.plan, outcome=EXIT_REQUEUE, reason="no node of the run's job is left"))
             return
         leader = self.files.leader()
+        if leader is None and time.monotonic() - self._led < _PER_NODE_S * len(self.files.nodes):
+            return
         plan = self._lead() if leader is None else leader.plan
         if plan is not None and plan.version > self._state.plan.version:
             self._adopt(plan)
@@ -116,7 +122,12 @@ class Agent:
             self._change(codes=ranks.codes(), running=ranks.running, error=self._state.error or ranks.error())
 
     def _lead(self) -> RanksPlan | None:
-        others = {node: self.files.read(node) for node in self.files.nodes if node != self.node}
+        others = {}
+        for node in self.files.nodes:
+            if node != self.node:
+                others[node] = self.files.read(node)
+                self.tick()  # a look at a thousand files takes seconds
+        self._led = time.monotonic()
         if any(map(self.files.unknown, others)):
             return None  # this node has just begun to lead, and has not looked at all others long enough
         alive = {self.node: self._state, **{node: state for node, state in others.items() if state is not None}}
@@ -216,14 +227,24 @@ class Agent:
             self._ranks.send(self._stop or signal.SIGUSR1)
 
     def _linger(self) -> None:
-        """The others read this file until they know the outcome."""
-        deadline = time.monotonic() + _LINGER_S
+        """Keeps this node's file until all know the outcome: the leader looks at the others, they look at it."""
+        deadline, untold = time.monotonic() + _LINGER_S, [node for node in self.files.nodes if node != self.node]
         while time.monotonic() < deadline:
             self.tick()
-            others = [self.files.read(node) for node in self.files.nodes if node != self.node]
-            if all(each is None or each.plan.outcome is not None for each in others):
+            leader = self.files.leader()
+            if leader is not None and leader.known:
                 return
-            time.sleep(_POLL_S)
+            if leader is None:
+                untold = [node for node in untold if self._is_untold(node)]
+                if not untold:
+                    self._change(known=True)
+                    return
+            time.sleep(max(_POLL_S, _PER_NODE_S * len(untold)))
+
+    def _is_untold(self, node: str) -> bool:
+        self.tick()
+        state = self.files.read(node)
+        return state is not None and state.plan.outcome is None
 
     def _stopped(self, number: int, _frame: object) -> None:
         """Hands a request to stop on; a batch system's SIGTERM gives the ranks time to save as well."""

@@ -4,21 +4,24 @@ Each file has one writer, which replaces it about once a second. A reader takes 
 count change, and for dead when it has not changed for some time by the reader's own clock: clocks need not agree, and
 files of an earlier job say nothing. A file is opened anew for every look,
 since NFS asks the server then (close-to-open consistency). No directory is listed, but for that of the guests.
+A plan names every node: it is a file of its own, written once, and the nodes' files have its name.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from headrace.base.directory import write_text
 
 DEAD_S = 20.0
 """Seconds without a new count after which a node is dead."""
+_KEPT_PLANS = 16
+"""Plans that are kept in memory: nodes are at most some plans apart."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class NodeState:
         guest: whether it belongs to another job than the run's own (`slurm/join.sbatch`).
         script: whether the batch script of the run's job is on this node.
         checked: version of the last plan whose checks this node has made.
+        known: whether all nodes know how the job ends, so that none waits for another any more; the leader tells.
     """
 
     node: str
@@ -89,6 +93,7 @@ class NodeState:
     guest: bool = False
     script: bool = False
     checked: int = 0
+    known: bool = False
 
 
 class StateFiles:
@@ -107,11 +112,13 @@ class StateFiles:
         self._looked: dict[str, float] = {}
         self._guests = directory / "guests"
         self._guests.mkdir(parents=True, exist_ok=True)
+        self._plans = _PlanFiles(directory, self._node)
 
     def write(self, state: NodeState) -> None:
         """Replaces this node's file."""
+        fields = asdict(replace(state, plan=RanksPlan())) | {"plan": self._plans.name_of(state.plan)}
         temporary = self._directory / f".{self._node}.new"
-        temporary.write_text(json.dumps(asdict(state)))
+        temporary.write_text(json.dumps(fields))
         temporary.replace(self._file(self._node))
 
     def announce(self, address: str) -> None:
@@ -135,7 +142,7 @@ class StateFiles:
         """The state of a node; None of one that is dead or has not been seen to live yet (see `unknown`)."""
         self._looked.setdefault(node, time.monotonic())
         try:
-            state = state_of(json.loads(self._file(node).read_text()))
+            state = _read(self._file(node), self._plans)
         except (OSError, ValueError):  # not there, or on a file system that fails for a moment
             return None
         count, since = self._heard.get(node, (state.count, None))
@@ -161,8 +168,51 @@ class StateFiles:
         return self._directory / f"{node}.json"
 
 
-def state_of(found: dict[str, Any]) -> NodeState:
-    """A state from its JSON object."""
-    plan = RanksPlan(**{**found["plan"], "members": tuple(found["plan"]["members"])})
+def read_state(path: Path) -> NodeState:
+    """What a node's file says, for those that are no agents.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is being replaced, or is not an agent's.
+    """
+    return _read(path, _PlanFiles(path.parent, ""))
+
+
+class _PlanFiles:
+    """Plans by name: one file each, read and written once."""
+
+    def __init__(self, directory: Path, node: str) -> None:
+        self._directory, self._prefix = directory / "plans", f"{node}-{secrets.token_hex(4)}"
+        self._known, self._made = {"": RanksPlan()}, 0
+
+    def name_of(self, plan: RanksPlan) -> str:
+        """The name of a plan, which is written if it is not one of those that were read."""
+        for name, known in self._known.items():
+            if known == plan:
+                return name
+        self._made += 1
+        name = f"{plan.version}-{self._prefix}-{self._made}"
+        self._directory.mkdir(exist_ok=True)
+        write_text(self._path(name), json.dumps(asdict(plan)))
+        return self._remember(name, plan)
+
+    def plan(self, name: str) -> RanksPlan:
+        """The plan of a name."""
+        if name not in self._known:
+            found = json.loads(self._path(name).read_text())
+            self._remember(name, RanksPlan(**{**found, "members": tuple(found["members"])}))
+        return self._known[name]
+
+    def _remember(self, name: str, plan: RanksPlan) -> str:
+        while len(self._known) > _KEPT_PLANS:
+            del self._known[next(each for each in self._known if each)]
+        self._known[name] = plan
+        return name
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.json"
+
+
+def _read(path: Path, plans: _PlanFiles) -> NodeState:
+    found = json.loads(path.read_text())
     codes = {int(rank): code for rank, code in found["codes"].items()}
-    return replace(NodeState(**found), plan=plan, codes=codes)
+    return replace(NodeState(**found), plan=plans.plan(found["plan"]), codes=codes)

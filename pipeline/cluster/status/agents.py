@@ -5,14 +5,13 @@ Under Slurm each start of a job has a directory of its own there, `.agents/JOB.N
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.cluster.elastic.files import DEAD_S, NodeState, state_of
+from pipeline.cluster.elastic.files import DEAD_S, NodeState, read_state
 
 FOLDER = ".agents"
 
@@ -75,7 +74,7 @@ def _read(folder: Path) -> dict[str, tuple[NodeState, float]]:
     states: dict[str, tuple[NodeState, float]] = {}
     for path in folder.glob("[!.]*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # being replaced, or another program's
-            state = state_of(json.loads(path.read_text()))
+            state = read_state(path)
             states[state.node] = state, path.stat().st_mtime
     return states
 

@@ -79,3 +79,19 @@ def test_guests_are_known_to_those_that_look_for_them(tmp_path: Path) -> None:
     guest = StateFiles(tmp_path, node="g", nodes=(*NODES, "g"))
     guest.announce("10.0.0.7")
     assert files_of(tmp_path, "a").announced() == {"g": "10.0.0.7"}
+
+
+def test_a_plan_of_a_thousand_nodes_is_written_once_and_their_files_stay_small(tmp_path: Path) -> None:
+    nodes = tuple(f"node{number:04}" for number in range(1000))
+    plan = RanksPlan(1, 1, nodes, "10.0.0.1", 12345, "start", guests=dict.fromkeys(nodes, "10.0.0.7"))
+    leader, follower = (StateFiles(tmp_path, node=node, nodes=nodes) for node in nodes[:2])
+    for count in (1, 2):
+        leader.write(NodeState(nodes[0], count, plan))
+        found = follower.read(nodes[0])
+    assert found is not None
+    assert found.plan == plan
+    follower.write(NodeState(nodes[1], 1, found.plan))
+    for count in (1, 2):
+        follower.write(NodeState(nodes[1], count, replace(plan, version=2, reason="grown")))
+    assert len(list((tmp_path / "plans").iterdir())) == 2
+    assert all(path.stat().st_size < 400 for path in tmp_path.glob("*.json"))

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError, DataError
-from pipeline.cluster.elastic.files import NodeState, RanksPlan
+from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.status.command import show_log
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of
@@ -199,7 +198,7 @@ def test_the_agents_newest_plan_is_shown_with_who_is_silent_and_left_out(twice_s
         RanksPlan(2, 2, ("n2",), reason="n1 does not answer", excluded={"n1": "3 faults"}),
     )
     for node, plan in (("n1", old), ("n2", new)):
-        (folder / f"{node}.json").write_text(json.dumps(asdict(NodeState(node, plan=plan))))
+        StateFiles(folder, node=node, nodes=[node]).write(NodeState(node, plan=plan))
     (folder / "other.json").write_text("{")
     agents = read_status(twice_started).agents
     assert (agents.start, agents.members, agents.reason, agents.silent) == (2, ("n2",), "n1 does not answer", ())
@@ -214,7 +213,7 @@ def test_under_slurm_the_agents_of_the_newest_start_of_a_job_are_shown(tmp_path:
     for name, plan, written in (("7.0", RanksPlan(9, 9, ("n1",)), T0), ("14.0", refused, T0 + 100)):
         folder = tmp_path / ".agents" / name
         (folder / "logs").mkdir(parents=True)
-        (folder / "n1.json").write_text(json.dumps(asdict(NodeState("n1", plan=plan))))
+        StateFiles(folder, node="n1", nodes=["n1"]).write(NodeState("n1", plan=plan))
         os.utime(folder / "n1.json", (written, written))
         (folder / "n1.log").write_text(f"agent of {name}\n")
         (folder / "logs" / "rank-0.log").write_text(f"rank of {name}\n")
@@ -232,7 +231,7 @@ def test_the_agents_of_an_earlier_start_do_not_explain_the_end_of_a_later_one(tw
     folder.mkdir(parents=True)
     before = reason_of(read_status(twice_started))
     ended = NodeState("n1", plan=RanksPlan(1, 1, ("n1",), reason="too few nodes", outcome=2))
-    (folder / "n1.json").write_text(json.dumps(asdict(ended)))
+    StateFiles(folder, node="n1", nodes=["n1"]).write(ended)
     os.utime(folder / "n1.json", (T0 - 1000, T0 - 1000))
     assert reason_of(read_status(twice_started)) == before
 
