@@ -14,6 +14,8 @@ from pathlib import Path
 from pipeline.cluster.elastic.files import DEAD_S, NodeState, read_state
 
 FOLDER = ".agents"
+_LOOKED_AT = 3
+"""Directories of those that were changed last."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def folders_of(run_dir: Path) -> list[Path]:
 
 def read_agents(run_dir: Path) -> Agents | None:
     """The newest plan of the agents that have written last; None where the run has none."""
-    found = [states for folder in folders_of(run_dir) if (states := _read(folder))]
+    newest = sorted(folders_of(run_dir), key=_changed)[-_LOOKED_AT:]  # a run may have hundreds of starts
+    found = [states for folder in newest if (states := _read(folder))]
     if not found:
         return None
     states = max(found, key=_written)
@@ -77,6 +80,11 @@ def _read(folder: Path) -> dict[str, tuple[NodeState, float]]:
             state = read_state(path)
             states[state.node] = state, path.stat().st_mtime
     return states
+
+
+def _changed(folder: Path) -> float:
+    """When a file in a directory was made or replaced last, which agents do all the time."""
+    return folder.stat().st_mtime if folder.is_dir() else 0.0
 
 
 def _written(states: Mapping[str, tuple[NodeState, float]]) -> float:

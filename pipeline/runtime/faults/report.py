@@ -25,6 +25,10 @@ T = TypeVar("T")
 FILE_NAME = "faults.jsonl"
 _SHOWN = 4
 """Ranks of one diagnosis that are described in full."""
+_RECORDED = 16
+"""Ranks of one diagnosis with a place and a stack in its row: a kilobyte each."""
+_OWN_ROWS = 1 << 20
+"""Bytes at the end of the file in which a row of the same start would be."""
 _STATES = {
     STOPPED: "the process is stopped (SIGSTOP, SIGTSTP or a batch system)",
     TRACED: "the process is stopped by a debugger",
@@ -63,19 +67,24 @@ def describe_fault(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, 
 
 
 def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world_size: int) -> dict[str, Any]:
-    """The report as a row of `faults.jsonl`; `seconds` as in `Diagnosis`."""
+    """The report as a row of `faults.jsonl`; `seconds` as in `Diagnosis`.
+
+    Of thousands of ranks the first are described, and the others are numbers: `further` of them, in `further_ranks`.
+    """
     ranks = [
         {"rank": s.rank, "host": s.host, "pid": s.pid, "step": s.step, "phase": s.phase, "stack": list(s.stack)}
         | ({"error": s.error} if s.error else {})
         | ({"collective": s.collective} if s.collective else {})
-        for s in (statuses[rank] for rank in diagnosis.ranks)
+        for s in (statuses[rank] for rank in diagnosis.ranks[:_RECORDED])
     ]
+    further = diagnosis.ranks[_RECORDED:]
     return {
         "kind": "event",
         "step": max(status.step for status in statuses.values()),
         "event": "fault",
         "fault": diagnosis.kind,
         "ranks": ranks,
+        **({"further": len(further), "further_ranks": _rank_ranges(further)} if further else {}),
         "seconds": round(diagnosis.seconds, 3),
         "world_size": world_size,
         "time": time.time(),
@@ -126,15 +135,14 @@ def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> bool:
-    with path.open("a+", encoding="utf-8") as file:
+    with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _OWN_ROWS))
         known = file.read()
-        if f'"start": "{row["start"]}"' in known:
+        if f'"start": "{row["start"]}"'.encode() in known:
             return False
-        last_line_complete = not known or known.endswith("\n")
-        file.write("" if last_line_complete else "\n")
-        file.write(json.dumps(row) + "\n")
+        last_line_complete = not known or known.endswith(b"\n")
+        file.write((("" if last_line_complete else "\n") + json.dumps(row) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
     return True

@@ -100,7 +100,8 @@ def fault_line(row: Mapping[str, Any]) -> str:
     ranks = row.get("ranks") or [{}]
     first, kind = ranks[0], str(row.get("fault"))
     who = f"rank {first.get('rank', '?')} on {first.get('host', '?')}"
-    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+    others = len(ranks) - 1 + int(row.get("further", 0))
+    more = f" (and {others:,} more)" if others else ""
     where = f" at step {first['step']}, in {first.get('phase', '?')}" if "step" in first else ""
     error = f": {first['error']}" if first.get("error") else ""
     return f"{who}{more} {_VERBS.get(kind, kind)}{where}{error}"

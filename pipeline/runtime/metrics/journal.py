@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from headrace.base.errors import TrainingError
 from pipeline.runtime.metrics.time_sums import SumsByAttempt, TimeSums
 from pipeline.runtime.metrics.times import iso_time
 
 NAME = "metrics.jsonl"
+_BEGIN = b'{"kind": "'
+"""How a row begins."""
+_TAIL = 1 << 20
+"""Bytes at the end of a journal in which the step is looked for that a run resumes from; then in more."""
 _SHOWN = 8
 """Number of damaged lines that a warning lists."""
 
@@ -77,40 +81,80 @@ class Journal:
 
 
 def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning."""
-    path = Path(run_dir) / NAME
-    rows = [_row(line) for line in _whole_lines(path)]
-    if damaged := [str(number) for number, row in enumerate(rows, start=1) if row is None]:
+    """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning.
+
+    Rows of other kinds than the one that is asked for are not parsed: steps are nearly all, and there may be millions.
+    """
+    path, rows, damaged = Path(run_dir) / NAME, list[dict[str, Any]](), list[str]()
+    wanted = b"" if kind is None else _BEGIN + kind.encode() + b'"'
+    for number, line in enumerate(_whole_lines(path), start=1):
+        if line.startswith(_BEGIN) and not line.startswith(wanted) and line.endswith(b"}\n"):
+            continue
+        row = _row(line)
+        if row is None:
+            damaged.append(str(number))
+        elif kind in (None, row["kind"]):
+            rows.append(row)
+    if damaged:
         shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")
         print(f"warning: {path} is damaged in line {shown}, which is skipped", file=sys.stderr, flush=True)
-    return [row for row in rows if row is not None and kind in (None, row["kind"])]
+    return rows
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        yield from (line for line in file if line.endswith(b"\n"))
+    if path.exists():
+        with path.open("rb") as file:
+            yield from _whole(file)
+
+
+def _whole(file: BinaryIO) -> Iterator[bytes]:
+    return (line for line in file if line.endswith(b"\n"))
 
 
 def _truncate(path: Path, from_step: int, on_removed: Callable[[Sequence[TimeSums]], None]) -> None:
     """Removes the rows of later steps. A damaged line is kept: it must not keep a run from resuming."""
     if not path.exists():
         return
-    kept, removed = list[bytes](), SumsByAttempt()
-    for line in _whole_lines(path):
-        row = _row(line)
-        if row is None or row["step"] <= from_step:
-            kept.append(line)
-        else:
-            removed.add(row)
-    on_removed([part for part in removed.parts if part.steps])
+    removed = SumsByAttempt()
     partial = path.with_name(f".{NAME}.partial")
-    with partial.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("rb") as file, partial.open("wb") as kept:
+        unchanged = _bytes_until(file, from_step)
+        file.seek(0)
+        while unchanged and (data := file.read(min(unchanged, 1 << 20))):
+            kept.write(data)
+            unchanged -= len(data)
+        for line in _whole(file):
+            row = _row(line)
+            if row is None or row["step"] <= from_step:
+                kept.write(line)
+            else:
+                removed.add(row)
+        kept.flush()
+        os.fsync(kept.fileno())
+    on_removed([part for part in removed.parts if part.steps])
     partial.replace(path)
+
+
+def _bytes_until(file: BinaryIO, step: int) -> int:
+    """Size of the beginning of a journal that has no row of a later step: up to a row of a step that is not later.
+
+    It is looked for from the end, where it is: the rows of millions of steps need not be parsed for the last of them.
+    Rows of steps are in order, and no event is written before the steps that come before its own.
+    """
+    total = size = file.seek(0, os.SEEK_END)
+    size = min(size, _TAIL)
+    while size:
+        position = file.seek(total - size)
+        found = 0
+        for line in file:
+            row = _row(line) if line.endswith(b"\n") else None
+            if row is not None and row["kind"] == "step" and row["step"] <= step:
+                found = position
+            position += len(line)
+        if found or size == total:
+            return found
+        size = min(4 * size, total)
+    return 0
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

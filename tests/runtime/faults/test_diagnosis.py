@@ -15,6 +15,7 @@ from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
 from pipeline.runtime.faults.monitor import PendingCollective, RankPosition
 from pipeline.runtime.faults.report import append_fault_once, describe_fault, fault_row, read_faults
 from pipeline.runtime.faults.stack_dumps import in_debugger, is_waiting, parse_faulthandler_dump
+from pipeline.runtime.goodput.attempts import fault_line
 
 NOW = 1000.0
 WAITING = ("torch/distributed/distributed_c10d.py:3252 in all_reduce", "pipeline/run/trainer.py:88 in go")
@@ -210,6 +211,17 @@ def test_only_one_of_several_ranks_that_report_a_fault_records_it(tmp_path: Path
     assert first["ranks"][0] | {"stack": None} == {
         "rank": 1, "host": "node01", "pid": 101, "step": 17, "phase": "training", "stack": None,
     }  # fmt: skip
+
+
+def test_the_row_of_thousands_of_lost_ranks_is_small(tmp_path: Path) -> None:
+    lost = ranks(*({"disconnected": True, "last_heartbeat": NOW - 0.5} for _ in range(8192)))
+    diagnosis = Diagnosis("died", tuple(range(8, 8192)), 0.5)
+    row = fault_row(diagnosis, {status.rank: status for status in lost}, world_size=8192)
+    assert append_fault_once(tmp_path, row, token="a")
+    assert (tmp_path / "faults.jsonl").stat().st_size < 16_384
+    [found] = read_faults(tmp_path)
+    assert (len(found["ranks"]), found["further"], found["further_ranks"]) == (16, 8168, "ranks 24-8191")
+    assert fault_line(found).startswith("rank 8 on node01 (and 8,183 more) was killed or crashed")
 
 
 def test_a_directory_that_cannot_be_written_does_not_suppress_the_report(tmp_path: Path) -> None:

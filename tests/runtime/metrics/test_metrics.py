@@ -19,6 +19,7 @@ from pipeline.config.sections.deepspeed import WandbSection
 from pipeline.runtime.metrics.journal import Journal, read_rows
 from pipeline.runtime.metrics.mfu import mfu, peak_flops
 from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity
+from pipeline.runtime.metrics.time_sums import TimeSums
 from pipeline.runtime.metrics.wandb_sink import WandbSink
 from tests import warm
 from tests.conftest import command_line, losses, room_for, tiny_config, write_config
@@ -56,6 +57,29 @@ def test_a_damaged_line_is_kept_and_named_in_a_resume(tmp_path: Path, capsys: py
     assert "metrics.jsonl is damaged in line 2, 3, 4, which is skipped" in capsys.readouterr().err
     Journal(tmp_path, from_step=1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == "\n".join(lines[:-1]) + "\n"
+
+
+@pytest.mark.parametrize("from_step", [0, 1, 37, 199, 200, 300])
+def test_a_resume_looks_for_its_step_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_step: int
+) -> None:
+    monkeypatch.setattr("pipeline.runtime.metrics.journal._TAIL", 300)
+    journal = Journal(tmp_path, from_step=0)
+    for step in range(1, 201):
+        if step % 3 == 0:
+            journal.write("event", step, event="compiled")  # before its step
+        journal.write("step", step, loss=1.0 / step)
+        if step % 10 == 0:
+            journal.write("event", step - 4, event="checkpoint", seconds=0.5)  # written in the background
+            journal.write("eval", step, loss=2.0)
+    journal.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    removed: list[TimeSums] = []
+    Journal(tmp_path, from_step=from_step, on_removed=removed.extend).close()
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert kept == [line for line in lines if json.loads(line)["step"] <= from_step]
+    assert sum(part.steps for part in removed) == max(0, 200 - from_step)
+    assert [row["step"] for row in read_rows(tmp_path, kind="eval")] == list(range(10, min(from_step, 200) + 1, 10))
 
 
 def test_rows_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
