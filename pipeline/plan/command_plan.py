@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         type=int,
-        default=12,
         metavar="N",
-        help="with --search: layouts whose step is executed on fake tensors, the fastest first (default: 12; 0: none)",
+        help="with --search: layouts whose step is executed on fake tensors, the fastest first (default: as many of 12 "
+        "as a minute of CPU is enough for; 0: none)",
     )
     parser.add_argument(
         "--out", metavar="DIR", help="with --search: where the page and the config go (default: out/plan)"
@@ -152,7 +152,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.timeline is not None:
         _check_timeline(arguments)
-    if arguments.verify < 0:
+    if arguments.verify is not None and arguments.verify < 0:
         raise ConfigError("--verify", arguments.verify, why="it is a number of layouts", remedy="0 or more")
 
 

@@ -141,7 +141,7 @@ def test_the_command_executes_the_best_steps_and_prove_accepts_the_winner(tmp_pa
 def test_the_best_layouts_are_simulated_and_laws_warn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned, _ = searched()
     out = str(tmp_path / "plan")
-    arguments = __import__("argparse").Namespace(verify=0, out=out, config=CONFIG, json=True)
+    arguments = __import__("argparse").Namespace(verify=0, price=None, out=out, config=CONFIG, json=True)
     assert search_command(planned, arguments, ()) == 0
     found = json.loads(capsys.readouterr().out)
     assert len([text for text in found["warnings"] if text.startswith("training tokens")]) == 1
@@ -154,6 +154,25 @@ def test_the_best_layouts_are_simulated_and_laws_warn_once(tmp_path: Path, capsy
     assert found["winner"]["step_s"] == pytest.approx(shown)
 
 
+def test_a_budget_ends_the_execution_after_the_layout_that_would_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.plan.search.verify._PROCESSES", 1)
+    monkeypatch.setattr("pipeline.plan.search.command_search._BUDGET_S", 0.01)
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", train_batch_size=64)
+    config = str(write(tmp_path / "c.json", raw))
+    planned = open_run(config, (), load_machine("h100"), nodes=None, processes=2)
+    given = {"verify": None, "price": 2.0, "out": str(tmp_path / "plan"), "config": config, "json": False}
+    assert search_command(planned, __import__("argparse").Namespace(**given), ()) == 0
+    said = capsys.readouterr()
+    assert said.err.count("executed: ") == 1
+    first, last = said.out.split("\n\n")[:2]
+    assert first.count("not executed") == 12
+    assert last.count("not executed") == 11
+    assert "at 2 an hour" in said.out
+    assert "its peak is the formulas'" not in said.out  # the best one was executed
+
+
 def test_a_read_only_directory_is_refused_before_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "locked").mkdir()
@@ -162,7 +181,9 @@ def test_a_read_only_directory_is_refused_before_the_search(tmp_path: Path, monk
     for out, said in (("file/plan", "is a file"), ("locked/plan", "locked is not writable")):
         if out.startswith("locked"):  # as of a user other than root
             monkeypatch.setattr("os.access", lambda path, _mode: path != tmp_path / "locked")
-        arguments = __import__("argparse").Namespace(verify=0, out=str(tmp_path / out), config=CONFIG, json=False)
+        arguments = __import__("argparse").Namespace(
+            verify=0, price=None, out=str(tmp_path / out), config=CONFIG, json=False
+        )
         with pytest.raises(ConfigError, match=said):
             search_command(planned, arguments, ())
 
@@ -171,7 +192,7 @@ def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() ->
     planned = open_run(
         str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=4
     )
-    arguments = __import__("argparse").Namespace(verify=0, out=None, config=CONFIG, json=False)
+    arguments = __import__("argparse").Namespace(verify=0, price=None, out=None, config=CONFIG, json=False)
     with pytest.raises(ConfigError) as caught:
         search_command(planned, arguments, ())
     assert "--nodes" in caught.value.remedy

@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.closed_form_times import collective_seconds, pipeline_step
 from pipeline.plan.predict.collectives import RankGroup, collective_s, group_of, send_s
 from pipeline.plan.predict.links import Link, LinkTopology
+from pipeline.plan.predict.plan import run_rates, typical_time
+from pipeline.plan.predict.planned_run import open_run
 from pipeline.plan.predict.rates import Product, rates_of
+from pipeline.plan.predict.step_time import ADAM_HOST_BYTES, HOST_MEMORY_SHARE
+from pipeline.plan.predict.work import work_of
 from pipeline.runtime.machines.known import load_machine
 from pipeline.runtime.machines.machine import HostSection, Machine, MeasuredProduct, MeasuredSection
+from tests.conftest import ROOT
 
 NODES = LinkTopology(8, Link(450e9, 0.0), Link(50e9, 0.0))
 
@@ -109,3 +115,20 @@ def test_the_host_s_time_for_a_layer_counts_on_a_cpu() -> None:
     for name, expected in (("cpu", (1e-3, 2e-3)), ("h100", (0.0, 0.0))):
         rates = rates_of(load_machine(name).model_copy(update={"host": host}), "fp32", 1)
         assert (rates.layer_forward_s, rates.layer_backward_s) == expected
+
+
+@pytest.mark.parametrize(("stage", "count", "sums"), [(3, 8, 2 * 8 * 4), (3, 1, 2 * 4), (2, 8, 15 * 2), (2, 1, 0)])
+def test_an_offloaded_optimizer_moves_the_sums_of_gradients_of_each_micro_batch(
+    stage: int, count: int, sums: int
+) -> None:
+    """Bytes per parameter on one device, beside the gradients (4) and weights (2) of the update."""
+    batch = {"train_batch_size": count, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count}
+    zero = {"zero_optimization.stage": stage, "zero_optimization.offload_optimizer.device": "cpu"}
+    sets = [f"{key}={value}" for key, value in {"engine": "deepspeed", **zero, **batch}.items()]
+    config = str(ROOT / "ds_configs/llama_8b_8gpu.json")
+    planned = open_run(config, sets, load_machine("h200"), nodes=None, processes=1)
+    rates = run_rates(planned.run, planned.costs, planned.machine, 1)
+    parameters = work_of(planned.run, planned.costs, 0).layout.rank.parameters
+    updated = parameters * ADAM_HOST_BYTES / (HOST_MEMORY_SHARE * rates.host.bandwidth)
+    found = typical_time(planned.run, planned.costs, planned.machine, model=CLOSED).offload
+    assert found == pytest.approx(rates.host.seconds(parameters * (6 + sums)) + updated)

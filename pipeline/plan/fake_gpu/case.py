@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from pipeline.config.rules.resolve import ResolvedRun, resolve
 
 EAGER = "compile.enabled=false"
 """Operators are counted one by one; a compiled layer would be one of them."""
+
+_WORKER = (sys.executable, "-m", "pipeline.plan.fake_gpu.worker")
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,48 @@ def run_cases(
 
     An interrupt or the time-out kills the process.
     """
-    lines = "".join(json.dumps(asdict(case)) + "\n" for case in cases)
-    command = [sys.executable, "-m", "pipeline.plan.fake_gpu.worker"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, check=False)
+    lines = "".join(_line(case) for case in cases)
+    done = subprocess.run(_WORKER, input=lines, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, check=False)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if len(results) != len(cases):
-        raise RuntimeError(
-            f"the process with the fake device ended early (code {done.returncode}):\n{done.stderr[-3000:]}"
-        )
+        raise _ended(done.returncode, done.stderr)
     return results
+
+
+@contextmanager
+def case_process() -> Iterator[Callable[[StepCase], dict[str, Any]]]:
+    """A process as `run_cases` has it, for one case after the other; it is killed at the end of the block.
+
+    Yields:
+        a function that executes a case and returns its result.
+    """
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(_WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to_process, from_process = process.stdin, process.stdout
+
+        def result(case: StepCase) -> dict[str, Any]:
+            with suppress(BrokenPipeError):
+                to_process.write(_line(case))
+                to_process.flush()
+            for line in from_process:
+                if line.startswith("{"):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+            said.seek(0)
+            raise _ended(process.wait(), said.read())
+
+        try:
+            yield result
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def _line(case: StepCase) -> str:
+    return json.dumps(asdict(case)) + "\n"
+
+
+def _ended(code: int, said: str) -> RuntimeError:
+    return RuntimeError(f"the process with the fake device ended early (code {code}):\n{said[-3000:]}")

@@ -121,12 +121,25 @@ def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
     mine, size = rank.parameters / shards, work.layout.size
     seconds = 0.0
     if section.offload_optimizer.device != "none":
-        moved = mine * (4 + size)
+        moved = mine * (4 + size) + _accumulated(run, rank.parameters, mine, size)
         updated = mine * ADAM_HOST_BYTES / (HOST_MEMORY_SHARE * rates.host.bandwidth)
         seconds += rates.host.seconds(moved) + updated
     if section.offload_param.device != "none":
         seconds += rates.host.seconds(2 * run.batch.accumulation * mine * size)
     return seconds
+
+
+def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) -> float:
+    """Bytes of the sums of gradients over micro-batches, which DeepSpeed keeps in the host's memory.
+
+    At stage 3 each micro-batch copies this rank's partition there and back, in the dtype of the sums; below it those of
+    all parameters, as the passes have them, and from the second on back first (DeepSpeed 0.19.8, stage3.py:
+    `partition_grads`; stage_1_and_2.py: `async_accumulate_grad_in_cpu_via_gpu`).
+    """
+    count = run.batch.accumulation
+    if run.config.zero_optimization.stage == 3:
+        return 2 * count * mine * (size if run.config.data_types.grad_accum_dtype == "bf16" else 4)
+    return (2 * count - 1) * parameters * size if count > 1 else 0.0
 
 
 def _own_state(run: ResolvedRun, work: Work) -> float:

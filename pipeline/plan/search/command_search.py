@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from pipeline.plan.search.winner import winner_of, write_config
 from pipeline.run.before.memory_summary import shown_bytes
 
 _SHOWN = 12
+_BUDGET_S = 60.0
+"""CPU seconds for executing steps where `--verify` does not say how many."""
 _HEAD = ("layout", "micro-batch", "checkpointing", "step, s", "tokens/s", "peak", "executed")
 
 
@@ -37,13 +40,16 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     out = Path(arguments.out or "out/plan")
     _check_out(out)
     found = search(planned.run, planned.costs, planned.machine)
-    best = allowed(found.fitting(), planned.costs, count=max(_SHOWN, arguments.verify))
+    count = _SHOWN if arguments.verify is None else arguments.verify
+    best = allowed(found.fitting(), planned.costs, count=max(_SHOWN, count))
     own = [each for each in best if "fp8.enabled" not in each.sets]
     if not own:  # all of the fastest are in fp8
         own = allowed((each for each in found.fitting() if "fp8.enabled" not in each.sets), planned.costs, count=_SHOWN)
     if not own:
         raise _nothing_fits(planned, found)
     own = simulated(own, planned.costs, planned.machine)
+    if not arguments.json and count:
+        _print(Table(_HEAD, [_row(Verified(each, None), planned) for each in own[:_SHOWN]]), [])
     verified = _verified(own, planned, arguments, overrides)
     winner = winner_of(verified, memory=planned.machine.memory.bytes)
     if winner is None:
@@ -56,7 +62,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     chosen = replace(planned, run=winner.candidate.run)
     training = training_of_plan(chosen)
     warned = [] if training is None else list(warnings(training))
-    facts = [*_facts(planned, found, winner, str(path)), *(("warning", text) for text in warned)]
+    facts = [*_facts(planned, found, winner, str(path), price=arguments.price), *(("warning", text) for text in warned)]
     (out / "search.html").write_text(
         page(found, table, title=f"Layouts of {Path(arguments.config).name}", facts=facts), encoding="utf-8"
     )
@@ -91,10 +97,22 @@ def _make(out: Path) -> None:
 def _verified(
     best: Sequence[Candidate], planned: PlannedRun, arguments: argparse.Namespace, overrides: Sequence[str]
 ) -> list[Verified]:
-    count = min(arguments.verify, len(best))
+    count = min(_SHOWN if arguments.verify is None else arguments.verify, len(best))
+    budget_s = _BUDGET_S if arguments.verify is None else math.inf
+    within = f", within {budget_s:g} s of CPU" if arguments.verify is None else ""
+
+    def say(each: Verified) -> None:
+        what = each.why_not.splitlines()[0] if each.peak is None else shown_bytes(each.peak)
+        print(f"executed: {each.candidate.run.layout}: {what}", file=sys.stderr, flush=True)
+
+    done: list[Verified] = []
     if count:
-        print(f"executing a step of {count} layouts on fake tensors ...", file=sys.stderr, flush=True)
-    done = verify(best[:count], planned, arguments.config, overrides) if count else []
+        print(f"executing a step of {count} layouts on fake tensors{within} ...", file=sys.stderr, flush=True)
+        first = winner_of([Verified(each, None) for each in best[:count]], memory=planned.machine.memory.bytes)
+        # the one that would win is executed whatever the time
+        ordered = sorted(best[:count], key=lambda each: first is None or each is not first.candidate)
+        done = verify(ordered, planned, arguments.config, overrides, budget_s=budget_s, on_result=say)
+    done.sort(key=lambda each: each.candidate.step_s)
     return [*done, *(Verified(each, None, "not among the first --verify layouts") for each in best[count:])]
 
 
@@ -121,7 +139,9 @@ def _row(each: Verified, planned: PlannedRun) -> list[str]:
     ]
 
 
-def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> list[tuple[str, str]]:
+def _facts(
+    planned: PlannedRun, found: Search, winner: Verified, path: str, *, price: float | None
+) -> list[tuple[str, str]]:
     run = planned.run
     speed = found.looked_at / max(found.seconds, 1e-9)
     facts = [
@@ -135,6 +155,10 @@ def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> l
         ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step{_unproven(winner)}"),
         ("config", path),
     ]
+    if price is not None:
+        plan = make_plan(winner.candidate.run, planned.costs, planned.machine)
+        money = plan.gpu_hours.map(lambda each: each * price).shown(lambda each: f"{each:,.0f}")
+        facts.insert(-1, ("money", f"{money} at {price:g} an hour"))
     in_fp8 = (each for each in found.fitting() if "fp8.enabled" in each.sets)
     for fp8 in simulated(allowed(in_fp8, planned.costs, count=1), planned.costs, planned.machine):
         gain = winner.candidate.step_s / fp8.step_s - 1

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
+from typing import Any
 
 from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.memory import peak_memory
-from pipeline.plan.fake_gpu.case import StepCase, run_cases
+from pipeline.plan.fake_gpu.case import StepCase, case_process
 from pipeline.plan.predict.memory_plan import memory_plan
 from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.search import Candidate
 
 _PROCESSES = 2
 """That execute steps at a time."""
+_ACCUMULATED = 2
+"""Micro-batches of a step that is executed."""
 
 
 @dataclass(frozen=True)
@@ -37,39 +42,67 @@ class Verified:
 
 
 def verify(
-    candidates: Sequence[Candidate], planned: PlannedRun, config: str, overrides: Sequence[str]
+    candidates: Sequence[Candidate],
+    planned: PlannedRun,
+    config: str,
+    overrides: Sequence[str],
+    *,
+    budget_s: float = math.inf,
+    on_result: Callable[[Verified], None] = lambda _each: None,
 ) -> list[Verified]:
     """Executes a step of every candidate, in two processes.
 
     Args:
-        candidates: to execute.
+        candidates: to execute, the most promising first.
         planned: the run of the search.
         config: path of its config.
         overrides: as of `--set`.
+        budget_s: seconds of execution, of both processes together, after which no other is begun.
+        on_result: called as each is executed, from one thread at a time.
     """
-    cases: dict[int, StepCase] = {}
     found: dict[int, Verified] = {}
-    for number, each in enumerate(candidates):
-        rank = memory_plan(each.run, planned.costs, planned.machine).pp_rank
-        deepspeed = each.run.config.engine == "deepspeed"
-        if deepspeed and rank:
-            found[number] = Verified(
-                each, None, "later stages of DeepSpeed's pipeline are not executed on fake tensors"
-            )
-            continue
-        sets = (*overrides, *as_overrides(each.sets))
-        world = each.run.topology.world_size
-        cpu = not planned.machine.gpu
-        cases[number] = StepCase(config, world, rank, planned.vocabulary, sets, 2 if deepspeed else 1, cpu)
-    numbers = list(cases)
-    shares = [numbers[first::_PROCESSES] for first in range(_PROCESSES)]
+    waiting, lock, left = list(range(len(candidates))), Lock(), [budget_s]
+
+    def execute() -> None:
+        with case_process() as result_of:
+            while True:
+                with lock:
+                    if not waiting or left[0] <= 0:
+                        return
+                    number = waiting.pop(0)
+                each = candidates[number]
+                case = _case(each, planned, config, overrides)
+                refused: dict[str, Any] = {"error": case, "seconds": 0.0}
+                result = result_of(case) if isinstance(case, StepCase) else refused
+                with lock:
+                    left[0] -= result["seconds"]
+                    rank = case.pp_rank if isinstance(case, StepCase) else 0
+                    found[number] = _verified(each, result, rank, planned)
+                    on_result(found[number])
+
     with ThreadPoolExecutor(_PROCESSES) as threads:
-        for share, results in zip(
-            shares, threads.map(lambda share: run_cases([cases[n] for n in share]), shares), strict=True
-        ):
-            for number, result in zip(share, results, strict=True):
-                found[number] = _verified(candidates[number], result, cases[number].pp_rank, planned)
-    return [found[number] for number in range(len(candidates))]
+        for done in [threads.submit(execute) for _ in range(min(_PROCESSES, len(candidates)))]:
+            done.result()
+    why = f"the {budget_s:g} s for it were over; --verify N executes N"
+    return [found.get(number) or Verified(each, None, why) for number, each in enumerate(candidates)]
+
+
+def _case(candidate: Candidate, planned: PlannedRun, config: str, overrides: Sequence[str]) -> StepCase | str:
+    """What to execute of a candidate, or why nothing is.
+
+    Without a pipeline two micro-batches are enough: from the second on nothing more is held (benchmarks/README.md).
+    """
+    rank = memory_plan(candidate.run, planned.costs, planned.machine).pp_rank
+    deepspeed = candidate.run.config.engine == "deepspeed"
+    if deepspeed and rank:
+        return "later stages of DeepSpeed's pipeline are not executed on fake tensors"
+    sets, batch = dict(candidate.sets), candidate.run.batch
+    if candidate.run.topology.pp == 1 and batch.accumulation > _ACCUMULATED and batch.shares is None:
+        samples = batch.samples * _ACCUMULATED // batch.accumulation
+        sets |= {"train_batch_size": samples, "gradient_accumulation_steps": _ACCUMULATED}
+    world = candidate.run.topology.world_size
+    steps, cpu = 2 if deepspeed else 1, not planned.machine.gpu
+    return StepCase(config, world, rank, planned.vocabulary, (*overrides, *as_overrides(sets)), steps, cpu)
 
 
 def _verified(candidate: Candidate, result: dict[str, object], rank: int, planned: PlannedRun) -> Verified:

@@ -30,6 +30,23 @@ def _shares(values: tuple[float, float, float]) -> tuple[float, float, float]:
     return values
 
 
+def _of_peak(values: tuple[float, float, float]) -> tuple[float, float, float]:
+    if values[-1] > 2:  # measured ones are above 1 where a peak is of a slower clock
+        raise ValueError("it is a share of the peak: 36 percent is 0.36")
+    return values
+
+
+def _of_a_device(least: float) -> AfterValidator:
+    """Refuses what no device is as slow or as small as: a number in another unit, such as 989.4 for 989.4e12."""
+
+    def check(value: float) -> float:
+        if value < least:
+            raise ValueError(f"no device has less than {least:g}: it is in bytes, bytes/s or FLOP/s, e.g. 989.4e12")
+        return value
+
+    return AfterValidator(check)
+
+
 OVERLAP = (0.6, 0.85, 1.0)
 """Share of the communication of data parallelism that can run beside kernels of a GPU, where it was not measured.
 Assumed: kernels and collectives share multiprocessors and memory bandwidth, and the first gather and the last reduction
@@ -38,19 +55,22 @@ have no kernel beside them."""
 _NotNegative = Annotated[float, Field(ge=0)]
 Range = Annotated[tuple[_NotNegative, _NotNegative, _NotNegative], AfterValidator(_ascending), Field(strict=False)]
 """Low, typical and high value."""
+_Share = Annotated[Range, AfterValidator(_of_peak)]
+_Rate = Annotated[PositiveFloat, _of_a_device(1e5)]
+_Peak = Annotated[PositiveFloat, _of_a_device(1e8)]
 
 
 class MachineMemory(Section):
     """Memory of a device."""
 
-    bytes: PositiveFloat = Field(description="Memory of a device, e.g. 80e9")
-    bytes_per_s: PositiveFloat = Field(description="Its bandwidth, read and written bytes together, e.g. 3.35e12")
+    bytes: _Rate = Field(description="Memory of a device, e.g. 80e9")
+    bytes_per_s: _Rate = Field(description="Its bandwidth, read and written bytes together, e.g. 3.35e12")
 
 
 class LinkSection(Section):
     """A connection of a device, one direction."""
 
-    bytes_per_s: PositiveFloat = Field(description="Bytes per second in one direction, e.g. 450e9")
+    bytes_per_s: _Rate = Field(description="Bytes per second in one direction, e.g. 450e9")
     latency_s: PositiveFloat = Field(description="Seconds of one operation of no bytes, e.g. 3e-6")
 
 
@@ -80,9 +100,9 @@ class BusySection(Section):
 class EfficiencySection(Section):
     """Shares of the peaks that training reaches: low, typical, high."""
 
-    products: dict[Dtype, Range] = Field(description="Of peak_flops, by matrix products and attention, per dtype")
-    memory: Range = Field(description="Of the memory's bandwidth, by all other kernels")
-    links: Range = Field(description="Of the links' bandwidth, by collectives and messages")
+    products: dict[Dtype, _Share] = Field(description="Of peak_flops, by matrix products and attention, per dtype")
+    memory: _Share = Field(description="Of the memory's bandwidth, by all other kernels")
+    links: _Share = Field(description="Of the links' bandwidth, by collectives and messages")
     overlap: Annotated[Range, AfterValidator(_shares)] = Field(
         OVERLAP, description="Share of communication that runs beside kernels without slowing them down"
     )
@@ -163,7 +183,7 @@ class Machine(Section):
         None, strict=False, description="As torch reports it, e.g. [9, 0]: what of fp8 the GPU has; null: not known"
     )
     memory: MachineMemory
-    peak_flops: dict[Dtype, PositiveFloat] = Field(description="Dense FLOP/s by dtype")
+    peak_flops: dict[Dtype, _Peak] = Field(description="Dense FLOP/s by dtype")
     links: LinksSection
     efficiency: EfficiencySection
     overhead: OverheadSection

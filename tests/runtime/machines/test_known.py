@@ -90,3 +90,22 @@ def test_a_device_is_known_by_the_name_that_torch_gives_it() -> None:
         assert machine.name == name
     assert machine_of_device("NVIDIA GeForce RTX 4090") == load_machine("rtx4090")
     assert machine_of_device("NVIDIA T4") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("peak_flops", {"bf16": 989.4}), ("memory", {"bytes": 80, "bytes_per_s": 3.35e12})],
+)
+def test_a_number_in_another_unit_is_refused(tmp_path: Path, key: str, value: dict[str, float]) -> None:
+    raw = json.loads((Path(known.__file__).parent / "h100.json").read_text()) | {key: value}
+    (tmp_path / "mine.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"no device has less than .* e.g. 989.4e12"):
+        load_machine(str(tmp_path / "mine.json"))
+
+
+def test_a_share_in_percent_is_refused(tmp_path: Path) -> None:
+    raw = json.loads((Path(known.__file__).parent / "h100.json").read_text())
+    raw["efficiency"]["products"]["bf16"] = [30, 36, 40]
+    (tmp_path / "mine.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"36 percent is 0\.36"):
+        load_machine(str(tmp_path / "mine.json"))
