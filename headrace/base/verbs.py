@@ -154,7 +154,7 @@ VERBS = (
     ),
     Verb(
         "eval",
-        "held-out loss of a model, or of several; tasks of lm_eval",
+        "held-out loss of a model, or of several; tasks with answers",
         MODELS,
         "pipeline.evaluation.comparison.command",
     ),

@@ -263,12 +263,12 @@ class Engine(Protocol):
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
         """Forward passes in evaluation mode, without gradients: what is kept of them is the objective's to keep.
 
-        The next batch is asked for after the pass before, so that it can be made of what that one gave. Every rank must
-        pass the same number of batches. Not with pipeline parallelism.
+        The next batch is asked for after the pass before, so that it can be made of what that one gave; with pipeline
+        parallelism it may be asked for earlier. Every rank must pass the same number of batches.
 
         Args:
             batches: of any shape, also `parallel.decoding.DecodingBatch`.
-            objective: called with the logits; what it returns is not used.
+            objective: called with the logits, on ranks of the last pipeline stage; what it returns is not used.
         """
         ...
 

@@ -103,6 +103,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
             from pipeline.run.before.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
             from pipeline.run.before.generation_cost import generation_entries  # noqa: PLC0415
             from pipeline.run.before.memory_summary import memory_bytes, memory_entries  # noqa: PLC0415
+            from pipeline.run.before.task_cost import task_entries  # noqa: PLC0415
             from pipeline.run.before.teacher_memory import teacher_entries  # noqa: PLC0415
             from pipeline.run.prepare import prepare  # noqa: PLC0415
 
@@ -114,7 +115,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
         else:
             entries += memory_entries(resolved, prepared.model, memory=device_memory)
         entries += teacher_entries(prepared, memory=device_memory)
-        entries += generation_entries(prepared)
+        entries += [*generation_entries(prepared), *task_entries(prepared)]
         entries += [Entry("warnings", text, text) for text in advice(prepared)]
     return entries
 

@@ -1,13 +1,16 @@
-"""Evaluation of a training run on its held-out splits: loss, perplexity and bits per byte, ended early by a stop."""
+"""Evaluation of a training run: loss, perplexity and bits per byte of its held-out splits, and its tasks.
+
+A stop ends it early. What the journal has of a step is not evaluated again when the run goes on from there.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import MicroBatch
 from pipeline.engines.base import Engine, EvaluationSums
 from pipeline.run.checkpoint_saves import CheckpointSaves
 from pipeline.run.surroundings import HeldOutBatches
@@ -17,12 +20,18 @@ from pipeline.runtime.faults.watchdog import Watchdog
 from pipeline.runtime.launch.host_copy import HostCopy
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity, show_bits_per_byte
-from pipeline.runtime.metrics.sinks import Sinks
+from pipeline.runtime.metrics.sinks import HELD_OUT, TASK, Sinks
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.tasks.encode import EncodedTask
+    from pipeline.run.task_evaluation import TaskEvaluation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """Scores the held-out splits.
+    """Scores the held-out splits and the tasks.
 
     Attributes:
         every: `evaluation.every`.
@@ -35,6 +44,7 @@ class HeldOutEvaluation:
         watchdog: is told the phase this rank is in.
         sinks: where the results go.
         display: messages.
+        tasks: of the run, on this rank; None without any.
     """
 
     every: int | None
@@ -47,16 +57,50 @@ class HeldOutEvaluation:
     watchdog: Watchdog
     sinks: Sinks
     display: TrainingDisplay
+    tasks: TaskEvaluation | None = None
 
     def due(self, step: int) -> bool:
-        """Whether there is an evaluation after a step; never without held-out data (`evaluation.samples` 0)."""
-        return bool(self.batches.heldout) and (step == self.last or bool(self.every and step % self.every == 0))
+        """Whether there is an evaluation after a step; never without held-out data and tasks."""
+        return bool(self.kinds) and (step == self.last or bool(self.every and step % self.every == 0))
 
-    def evaluate(self, step: int) -> Stop:
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the journal's rows that an evaluation writes."""
+        tasks = () if self.tasks is None else self.tasks.tasks
+        return [HELD_OUT] * bool(self.batches.heldout) + [f"{TASK}{task.name}" for task in tasks]
+
+    def evaluate(self, step: int, *, written: Collection[str] = ()) -> Stop:
+        """Evaluates the held-out splits, then task after task. Collective.
+
+        Ends early when the run is asked to stop, without a result of what was under way.
+
+        Args:
+            step: after which.
+            written: kinds of rows that the journal has of this step already.
+        """
+        stop = Stop.NO
+        if self.batches.heldout and HELD_OUT not in written:
+            stop = self._evaluate_heldout(step)
+        for task in () if self.tasks is None else self.tasks.tasks:
+            if not stop and f"{TASK}{task.name}" not in written:
+                stop = self._evaluate_task(step, task)
+        return stop
+
+    def _evaluate_task(self, step: int, task: EncodedTask) -> Stop:
+        assert self.tasks is not None
+        started, interruptible = time.perf_counter(), _Interruptible(self)
+        figures = self.tasks.figures(task, interruptible.batches)
+        if figures is not None:
+            seconds = time.perf_counter() - started
+            self.sinks.write(f"{TASK}{task.name}", step, **figures, seconds=seconds)
+            self.display.say(f"step {step}: {self.tasks.line(task, figures)}, {seconds:.1f} s")
+        return interruptible.stop
+
+    def _evaluate_heldout(self, step: int) -> Stop:
         """Held-out loss, perplexity and bits per byte over all sources, each token counting once. Collective.
 
         A source without a target in what is evaluated of it, which a loss mask may leave, does not enter; without any
-        source there is no result. Ends early, and without a result, when the run is asked to stop.
+        source there is no result.
         """
         started = time.perf_counter()
         scored: list[tuple[TokenDataset, EvaluationSums]] = []
@@ -89,7 +133,7 @@ class HeldOutEvaluation:
         row = {"loss": loss, "perplexity": perplexity(loss)}
         if per_byte is not None:
             row["bits_per_byte"] = per_byte
-        self.sinks.write("eval", step, **row, targets=targets, seconds=seconds)
+        self.sinks.write(HELD_OUT, step, **row, targets=targets, seconds=seconds)
         self.display.say(
             f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
             f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
@@ -106,7 +150,7 @@ class _Interruptible:
         self._evaluation, self.stop, self.cut_short = evaluation, Stop.NO, False
         self._said: HostCopy | None = None
 
-    def batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def batches(self, batches: Iterator[T]) -> Iterator[T]:
         """Yields batches until the run is asked to stop; what was asked during the last one cuts nothing short."""
         for batch in batches:
             self._evaluation.watchdog.enter_phase("evaluation")

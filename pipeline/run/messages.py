@@ -12,6 +12,7 @@ from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.partition import stage_lines
 from pipeline.run.before.advice import advice
+from pipeline.run.before.task_cost import task_lines
 from pipeline.run.prepare import PreparedRun
 from pipeline.runtime.faults.stop_signals import Stop
 from pipeline.runtime.launch import Launch
@@ -35,6 +36,7 @@ def opening_lines(
         f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"
         f" {epochs:.2f} epochs of {prepared.mixture.tokens:,}"
     )
+    yield from task_lines(prepared)
     yield from (f"warning: {text}" for text in advice(prepared))
     if checkpoint is not None:
         yield f"resuming after step {checkpoint.step} from {checkpoint.path}"

@@ -43,6 +43,7 @@ from pipeline.runtime.launch import detect
 from pipeline.runtime.metrics.tensorboard_sink import check_tensorboard
 
 if TYPE_CHECKING:
+    from pipeline.evaluation.tasks.encode import EncodedTask
     from pipeline.run.distillation.cached_logits import CachedLogits
     from pipeline.run.distillation.teacher import TeacherModel
 
@@ -65,6 +66,7 @@ class PreparedRun:
         parents: config field -> path and fingerprint of every directory the run is made from.
         teacher: of a distillation with a teacher in memory.
         logits: of a distillation with a teacher's cached logits.
+        tasks: of `evaluation.tasks`, with their requests.
     """
 
     run: ResolvedRun
@@ -80,6 +82,7 @@ class PreparedRun:
     parents: dict[str, Any]
     teacher: TeacherModel | None = None
     logits: CachedLogits | None = None
+    tasks: tuple[EncodedTask, ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -118,6 +121,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     check_fallbacks(run, model)
     if config.distill is not None:
         check_student(run, model, teacher)
+    tasks = _tasks(run, model, mixture.sources[0].tokenizer)
     check_disks(config.zero_optimization)
     check_tensorboard(config.tensorboard)
     values = first_values(config.model, model, seed=config.run.seed)
@@ -139,8 +143,21 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     check_run_dir(config.run, store, curve, steps=run.steps)
     generation = None if config.model.path is None else read_generation(Path(config.model.path))
     return PreparedRun(
-        run, mixture, heldout, model, values, plain, generation, size, store, curve, parents, teacher, logits
+        run, mixture, heldout, model, values, plain, generation, size, store, curve, parents, teacher, logits, tasks
     )
+
+
+def _tasks(run: ResolvedRun, model: nn.Module, tokenizer: Path) -> tuple[EncodedTask, ...]:
+    """The tasks of the run; what only they need is not imported without them."""
+    sections = run.config.evaluation.tasks
+    if not sections:
+        return ()
+    from pipeline.evaluation.tasks.encode import open_tasks  # noqa: PLC0415
+    from pipeline.run.task_evaluation import check_tasks  # noqa: PLC0415
+
+    tasks = open_tasks(sections, tokenizer, length=run.batch.sequence_length)
+    check_tasks(run, model, tasks)
+    return tasks
 
 
 def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:

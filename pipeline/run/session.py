@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -67,6 +68,9 @@ from pipeline.runtime.metrics.journal import Journal, read_rows
 from pipeline.runtime.metrics.sinks import Sink, Sinks
 from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.runtime.metrics.wandb_sink import WandbSink
+
+if TYPE_CHECKING:
+    from pipeline.run.task_evaluation import TaskEvaluation
 
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 
@@ -379,6 +383,7 @@ class Session:
             watchdog=self.watchdog,
             sinks=sinks,
             display=display,
+            tasks=self._tasks(here),
         )
         return Trainer(
             run=run,
@@ -429,6 +434,15 @@ class Session:
             on_progress=self.watchdog.report_progress,
         )
 
+    def _tasks(self, here: RankOfRun) -> TaskEvaluation | None:
+        """What evaluates the run's tasks; None without any."""
+        if not self.prepared.tasks:
+            return None
+        from pipeline.run.task_evaluation import TaskEvaluation  # noqa: PLC0415
+
+        progress = self.watchdog.report_progress
+        return TaskEvaluation(here.run, self.prepared.tasks, here.engine, here.rank, self.agreement.device, progress)
+
     @property
     def _first(self) -> bool:
         return self.launch.rank == 0
@@ -475,10 +489,10 @@ class Session:
 
     def _missed_evaluation(self, trainer: Trainer, done: int) -> Stop:
         """Evaluates after step `done` where that is due and was cut short: work is saved before it is evaluated."""
-        due = done > 0 and trainer.evaluation.due(done)
-        if not due or on_rank_zero(partial(_is_evaluated, self.prepared.run_dir, done)):
+        if done == 0 or not trainer.evaluation.due(done):
             return Stop.NO
-        return trainer.evaluate(done)
+        written = on_rank_zero(partial(_written, trainer.evaluation.kinds, self.prepared.run_dir, done))
+        return Stop.NO if written.issuperset(trainer.evaluation.kinds) else trainer.evaluate(done, written=written)
 
     def _has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to roll back to. Collective."""
@@ -505,5 +519,6 @@ def _skips_after(checkpoint: Checkpoint, run_dir: Path) -> Skips:
     return skips_of(checkpoint.manifest.details, read_rows(run_dir, kind="event"), step=checkpoint.step)
 
 
-def _is_evaluated(run_dir: Path, step: int) -> bool:
-    return any(row["step"] == step for row in read_rows(run_dir, kind="eval"))
+def _written(kinds: Sequence[str], run_dir: Path, step: int) -> set[str]:
+    """Those of the kinds of rows that the journal has of a step."""
+    return {kind for kind in kinds if any(row["step"] == step for row in read_rows(run_dir, kind=kind))}

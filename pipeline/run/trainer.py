@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class Trainer:
         stepper: runs the training steps, and handles loss spikes and non-finite steps.
         steps: this rank's batches, from the first step to run to the last.
         saves: writes checkpoints.
-        evaluation: scores the held-out splits.
+        evaluation: scores the held-out splits and the tasks.
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
         watchdog: is told the phase and step this rank is in.
@@ -126,10 +126,10 @@ class Trainer:
             stop = stop or self.evaluate(self.progress.step)
         return stop
 
-    def evaluate(self, step: int) -> Stop:
+    def evaluate(self, step: int, *, written: Collection[str] = ()) -> Stop:
         """See `HeldOutEvaluation.evaluate`; no part of a step's time."""
         with self.instruments.clock.excluded():
-            return self.evaluation.evaluate(step)
+            return self.evaluation.evaluate(step, written=written)
 
     def _looks_at(self, step: int) -> bool:
         """Whether the state after a step is looked at, so that the step is finished before another begins."""

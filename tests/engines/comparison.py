@@ -81,5 +81,6 @@ def assert_within_tolerance(differences: Mapping[str, float], name: str) -> None
     if kind is None:
         assert differences["gradient"] < FP32
         assert differences["norm"] < 1e-4  # includes later steps, when the weights already differ by a few roundings
-    for quantity in ("loss", "evaluation", "resumed", "resumed by the reference"):
+    assert differences["continued"] == 0
+    for quantity in ("loss", "evaluation", "requests", "resumed", "resumed by the reference"):
         assert differences[quantity] < (FP32 if kind is None else HALF[kind]), quantity

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,7 @@ from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.rules.shares import share_rule
+from pipeline.config.sections.evaluation import TaskSection
 from pipeline.config.sections.run import Config
 from pipeline.config.shares import Shares
 from pipeline.config.topology import sequence_chunks
@@ -33,11 +35,14 @@ from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
+from pipeline.evaluation.tasks.encode import EncodedTask
+from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion
 from pipeline.models.build.initial_values import InitByName, OwnBuffers, ParameterValues
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.run.prepare import attention_of
+from pipeline.run.task_evaluation import TaskEvaluation
 from tests.parity.matrix import model_of
 
 CPU = torch.device("cpu")
@@ -84,7 +89,8 @@ def layout_directory(name: str) -> str:
 class Curve:
     """Losses and gradient norms of a run's steps, loss sum of an evaluation, gradients of the first step by name,
     of experts the auxiliary loss and the largest violation of balance per step, with expert parallelism the most rows
-    of a rank, with QK-Clip the largest attention logit per step and how many heads were clipped in all."""
+    of a rank, with QK-Clip the largest attention logit per step and how many heads were clipped in all; and of a task
+    -log p of every request, and the continuations of its prompts where the layout can."""
 
     losses: list[float]
     norms: list[float]
@@ -95,6 +101,8 @@ class Curve:
     rows: float = 0.0
     logits: tuple[float, ...] = ()
     clipped: float = 0.0
+    requests: tuple[float, ...] = ()
+    continued: tuple[int, ...] = ()
 
 
 def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
@@ -201,7 +209,30 @@ def train(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | 
     rows = max(r.parts.get("largest_expert_rows", 0.0) for r in results)
     logits = tuple(r.parts["largest_attention_logit"] for r in results if "largest_attention_logit" in r.parts)
     clipped = sum(r.parts.get("clipped_heads", 0.0) for r in results)
-    return Curve(losses, norms, [r.skipped for r in results], nats, gradients, balance, rows, logits, clipped)
+    tasks = task_results(run, engine) if first == 1 and not run.config.fp8.enabled else ((), ())
+    return Curve(losses, norms, [r.skipped for r in results], nats, gradients, balance, rows, logits, clipped, *tasks)
+
+
+def task_results(run: ResolvedRun, engine: Any) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Results of tasks of random tokens: -log p of requests of several lengths, continuations of prompts of one length.
+
+    Some ranks have no request in the last forward pass.
+    """
+    generator = torch.Generator().manual_seed(5)
+    lengths = (3, 9, 16, 17, 18, 26, 32, 33, 33)
+    ranked = [torch.randint(VOCABULARY, (length,), generator=generator).numpy() for length in lengths]
+    prompts = [torch.randint(VOCABULARY, (12,), generator=generator).numpy() for _ in range(3)]
+    targets = np.array([1 + length % 2 for length in map(len, ranked)])
+    questions = (RankedQuestion((("", " "),), 0),), (GeneratedQuestion(" ", (" ",)),)
+    section = TaskSection(name="synthetic", new_tokens=4)
+    rank = 0 if run.alone else dist.get_rank()
+    tasks = TaskEvaluation(run, (), engine, rank, engine._device)
+    nats = tasks.nats(EncodedTask(section, questions[0], tuple(ranked), targets, 0, None))
+    half, continues = run.config.bf16.enabled or run.config.fp16.enabled, run.topology.pp * run.topology.cp == 1
+    if half or not continues:  # in half precision a likeliest token is sometimes another one's equal
+        return tuple(nats), ()
+    task = EncodedTask(section, questions[1], tuple(prompts), np.zeros(3, dtype=np.int64), 0, None)
+    return tuple(nats), tuple(tasks.continued(task).flatten().tolist())
 
 
 def first_states(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -240,6 +271,8 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         "logits": largest_difference_over_ranks([*found.logits], [*expected.logits]),
         "evaluation": largest_difference_over_ranks([found.nats], [expected.nats]),
         "resumed": largest_difference_over_ranks(resumed_curve.losses, expected.losses[SAVED:LAST]),
+        "requests": requests_difference(found.requests, expected.requests),
+        "continued": float(found.continued != expected.continued) if found.continued else 0.0,
         "skipped": sum(found.skipped),
         "share": weight_share(resumed, expected),
         "losses": found.losses,
@@ -263,6 +296,13 @@ def gradient_difference(parts: Tensor | None, full: Tensor) -> float:
     for tensor in (parts, copies):
         dist.all_reduce(tensor)
     return float((parts / copies.clamp(min=1) - full).norm() / full.norm().clamp(min=1e-30))
+
+
+def requests_difference(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
+    """Largest difference of a request over all ranks, relative to the mean."""
+    pairs = zip(found, expected, strict=True)
+    worst = max((abs(f - e) for f, e in pairs), default=0.0) / (sum(expected) / len(expected) if expected else 1.0)
+    return largest_difference_over_ranks([1.0 + worst], [1.0])
 
 
 def largest_difference_over_ranks(found: list[float], expected: list[float]) -> float:

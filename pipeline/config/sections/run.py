@@ -30,6 +30,7 @@ from pipeline.config.sections.deepspeed import (
     WandbSection,
     ZeroSection,
 )
+from pipeline.config.sections.evaluation import EvaluationSection
 from pipeline.config.sections.groups import IslandsSection, ReplicasSection
 from pipeline.config.sections.layout import FallbackLayout, ParallelSection
 from pipeline.config.sections.node_checks import NodeChecksSection
@@ -305,21 +306,6 @@ class WatchdogSection(Section):
         1500.0,
         description="Seconds without progress of any rank after which the run counts as hung; below torch's collective"
         " timeout of 1800",
-    )
-
-
-class EvaluationSection(Section):
-    """Held-out evaluation during training, on the held-out split of every source."""
-
-    every: Count | None = Field(
-        None,
-        description="Steps between evaluations of the held-out loss, e.g. 1000; when absent, only at the end of the"
-        " run",
-    )
-    samples: Index | None = Field(
-        None,
-        description="Sequences per source to evaluate, spread over its held-out split, e.g. 1024; the whole split when"
-        " absent; 0: no evaluation at all, whatever every says, so that the data needs no held-out split",
     )
 
 

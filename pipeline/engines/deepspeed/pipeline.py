@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -90,9 +90,8 @@ class DeepSpeedPipeline(DeepSpeedBase):
         return self._result(step, means)
 
     def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
-        rest = iter(batches)
-        self._engine.reset_activation_shape()  # these batches may have another shape than those trained on
-        while part := [micro.to(self._device) for micro in islice(rest, _EVALUATION_MICRO_BATCHES)]:
+        for part in self._alike(batches):
+            self._engine.reset_activation_shape()  # these batches may have another shape than those before
             self._stage_module.begin(part, objective, 1.0)
             self._engine.eval_batch(
                 _pairs(part), compute_loss=False, reduce_output=None, bcast_loss=False, num_micro_batches=len(part)
@@ -100,9 +99,11 @@ class DeepSpeedPipeline(DeepSpeedBase):
             yield self._stage_module.sums[0], part
         self._engine.reset_activation_shape()
 
-    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
-        """Not with pipeline parallelism: what would need it is refused before an engine is built."""
-        raise NotImplementedError
+    def _alike(self, batches: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
+        """The batches in groups of one shape: a schedule has one."""
+        for _, alike in groupby(batches, key=lambda micro: micro.input_ids.shape):
+            while part := [micro.to(self._device) for micro in islice(alike, _EVALUATION_MICRO_BATCHES)]:
+                yield part
 
 
 def _pairs(batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ import importlib.util
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,12 @@ from pipeline.engines.parallel.fused_head import FusedHead, loss_and_gradient
 def compiles(section: CompileSection) -> bool:
     """Whether layers are compiled: as the config says, else where there is a GPU."""
     return torch.cuda.is_available() if section.enabled is None else section.enabled
+
+
+def eager(*, compiled: bool) -> AbstractContextManager[Any]:
+    """A block in which compiled layers run as they are: its passes have shapes that no graph was compiled for."""
+    stance: Any = torch.compiler.set_stance
+    return stance("force_eager") if compiled else nullcontext()
 
 
 def check_compile(section: CompileSection) -> None:

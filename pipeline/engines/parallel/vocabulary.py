@@ -61,6 +61,11 @@ def cross_entropy_gradient(
     return softmax.nats, softmax.squares, gradient.view(logits.shape)
 
 
+def target_nats(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY) -> Tensor:
+    """-log p(target) of every position, fp32 [B x T]; 0 where there is no target. Arguments as of `cross_entropy`."""
+    return _softmax(logits.flatten(0, -2), labels.flatten(), vocabulary).of_rows
+
+
 class _Softmax(NamedTuple):
     """What loss and gradient are made of, over N rows.
 
@@ -71,7 +76,7 @@ class _Softmax(NamedTuple):
         here: bool [N], rows whose target is among this rank's columns.
         column: int64 [N, 1], of the target; 0 for others.
         log_full: [N], log Z; 0 without a target.
-        nats: the sum of -log p(target).
+        of_rows: [N], -log p(target); 0 without a target.
     """
 
     exp: Tensor
@@ -80,7 +85,12 @@ class _Softmax(NamedTuple):
     here: Tensor
     column: Tensor
     log_full: Tensor
-    nats: Tensor
+    of_rows: Tensor
+
+    @property
+    def nats(self) -> Tensor:
+        """The sum of -log p(target)."""
+        return self.of_rows.sum()
 
     @property
     def squares(self) -> Tensor:
@@ -115,8 +125,7 @@ def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> _So
         dist.all_reduce(both, group=vocabulary.group)
         at_target, z = both.unbind()
     log_z = z.log()
-    nats = ((log_z - at_target) * counts).sum()
-    return _Softmax(exp, z, counts, here, column, (log_z + highest) * counts, nats)
+    return _Softmax(exp, z, counts, here, column, (log_z + highest) * counts, (log_z - at_target) * counts)
 
 
 class _CrossEntropy(torch.autograd.Function):

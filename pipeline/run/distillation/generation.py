@@ -11,15 +11,14 @@ Shapes: n samples, P tokens of a prompt, G new tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from pipeline.engines.base import Engine
+from pipeline.engines.parallel.compilation import eager
 from pipeline.engines.parallel.decoding import DecodingBatch, decoding_batch
 from pipeline.run.distillation.sampling import Place, Sampler
 
@@ -77,7 +76,7 @@ class Generator:
     def generate(self, prompts: Prompts, *, step: int) -> Tensor:
         """Continues prompts; int64 [n, G]. Collective."""
         drawn: list[Tensor] = []
-        with self._eager():
+        with eager(compiled=self.compiled):
             self.engine.forward_passes(self._passes(prompts, step, drawn), self.sampler)
         return torch.stack(drawn, dim=1)
 
@@ -103,7 +102,3 @@ class Generator:
             if cache is not None:
                 cache.crop(length - done - width)
                 done = length
-
-    def _eager(self) -> AbstractContextManager[Any]:
-        stance: Any = torch.compiler.set_stance
-        return stance("force_eager") if self.compiled else nullcontext()

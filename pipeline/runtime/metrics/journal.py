@@ -1,7 +1,7 @@
 """Metrics journal `metrics.jsonl`: one JSON object per line, appended during the run. Always written, needs no service.
 
-Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `event` (resumed, finished, ...);
-the `step` they belong to; and the `time` they were written, UTC in ISO 8601 with milliseconds.
+Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `task/NAME` (accuracy, ...), `event`
+(resumed, finished, ...); the `step` they belong to; and the `time` they were written, UTC in ISO 8601, milliseconds.
 A process that dies may leave rows of steps that are repeated after the resume, and a partial line. Opening the journal
 at step k removes both, so that the file is that of a run that was never interrupted.
 """

@@ -8,6 +8,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+HELD_OUT, TASK = "eval", "task/"
+"""Kind of the rows of held-out evaluations; what those of a task begin with, its name follows."""
+
 _Row = tuple[str, int, dict[str, Any]]
 """Kind, step and values."""
 
@@ -16,7 +19,7 @@ class Sink(Protocol):
     """Takes rows of metrics."""
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Records a row of a kind: "step", "eval" or "event"."""
+        """Records a row of a kind: "step", "eval", "task/NAME" or "event"."""
         ...
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
 from pipeline.runtime.metrics.times import seconds_of
 
 _BEGINS = frozenset({"started", "resumed"})
@@ -22,7 +23,7 @@ class TimeSums:
         step_s: of the steps, from report to report, without checkpoints and evaluations.
         data_wait_s: of these, rank 0 waiting for a batch.
         compile_s: of these, compiling (rows `compiled`).
-        evaluation_s: of held-out evaluations.
+        evaluation_s: of held-out evaluations and tasks.
         checkpoint_s: in which training waited for checkpoints.
         exchange_s: of exchanges between islands.
     """
@@ -58,7 +59,7 @@ class TimeSums:
         kind, seconds = row.get("kind"), _number(row, "seconds")
         if kind == "step":
             self._add_step(seconds, min(seconds, _number(row, "data_wait_seconds")))
-        elif kind == "eval":
+        elif kind == HELD_OUT or str(kind).startswith(TASK):
             self.evaluation_s += seconds
         elif kind == "event":
             self._add_event(str(row.get("event")), row, seconds)

@@ -1,0 +1,1 @@
+"""Tasks with answers: rows, requests, figures. Evaluated by the engine in training, and on a model folder."""

@@ -1,0 +1,63 @@
+"""The micro-batches of a ranked task's forward passes: context and continuation of a request in each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.evaluation.tasks.encode import EncodedTask
+from pipeline.evaluation.tasks.passes import ForwardPass
+
+Chunks = Callable[[int], Sequence[range]]
+
+
+@dataclass(frozen=True)
+class RequestBatch(MicroBatch):
+    """A micro-batch of requests, padded on the right, where causal attention does not look.
+
+    Attributes:
+        requests: int64 [B, T], the number of the request that each position is of.
+    """
+
+    requests: Tensor | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """See `MicroBatch.to`."""
+        moved = (getattr(self, field.name) for field in fields(self))
+        return RequestBatch(*(each if each is None else each.to(device, non_blocking=True) for each in moved))  # type: ignore[arg-type]
+
+
+def request_batches(
+    task: EncodedTask,
+    passes: Sequence[ForwardPass],
+    *,
+    dp_rank: int = 0,
+    chunks: Chunks = lambda length: [range(length)],
+) -> Iterator[RequestBatch]:
+    """One data-parallel rank's batch of every pass.
+
+    Args:
+        task: the requests.
+        passes: of `passes.forward_passes`.
+        dp_rank: of this rank.
+        chunks: positions of a sequence of a length that this rank has, as `topology.sequence_chunks`: all of them, but
+            with context parallelism.
+    """
+    for each in passes:
+        ids = np.zeros((each.rows, each.length), dtype=np.int64)
+        labels, numbers = np.full_like(ids, IGNORE), np.zeros_like(ids)
+        for row, number in enumerate(each.requests[dp_rank].tolist()):
+            request, targets = task.ids[number], int(task.targets[number])
+            end = len(request) - 1
+            ids[row, :end], labels[row, end - targets : end] = request[:-1], request[-targets:]
+            numbers[row] = number
+        kept = np.concatenate([np.arange(part.start, part.stop) for part in chunks(each.length)])
+        made = (ids[:, kept], labels[:, kept], np.tile(kept, (each.rows, 1)), numbers[:, kept])
+        own_ids, own_labels, positions, own_numbers = map(torch.from_numpy, made)
+        # a decoder knows the positions of a whole sequence by itself, and this pass may be shorter
+        yield RequestBatch(own_ids, own_labels, positions, requests=own_numbers)

@@ -1,0 +1,82 @@
+"""Which requests are in which forward pass: sorted by length, so that little is padding. No torch.
+
+A pass has as many tokens as a micro-batch of training at most, so that it fits where training does. Every data-parallel
+rank has a pass of the same shape, and as many of them: collectives meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_GRAIN = 16
+"""Lengths are rounded up to about this many positions: few shapes, which kernels divide."""
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One forward pass of all data-parallel ranks.
+
+    Attributes:
+        rows: sequences on each rank.
+        length: positions of each.
+        requests: of each rank, the numbers of its requests, at most `rows`; the other rows are padding.
+    """
+
+    rows: int
+    length: int
+    requests: tuple[npt.NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """How large forward passes are.
+
+    Attributes:
+        dp: data-parallel ranks.
+        rows: sequences of a micro-batch.
+        length: positions of a sequence of the config.
+        multiple: of positions, which tensor and context parallelism divide.
+        fixed: every pass has the shape of a micro-batch.
+    """
+
+    dp: int
+    rows: int
+    length: int
+    multiple: int = 1
+    fixed: bool = False
+
+    def padded(self, length: int) -> int:
+        """Positions of a pass for requests of a length."""
+        grain = self.multiple * -(-_GRAIN // self.multiple)
+        return self.length if self.fixed else min(self.length, -(-length // grain) * grain)
+
+    def rows_of(self, length: int) -> int:
+        """Sequences of a pass of so many positions."""
+        return self.rows if self.fixed else max(1, self.rows * self.length // length)
+
+
+def forward_passes(lengths: npt.NDArray[np.int64], shape: PassShape) -> list[ForwardPass]:
+    """The passes of requests, the longest first: what does not fit into memory fails at once.
+
+    Args:
+        lengths: int64 [requests], positions of each, at most `shape.length`.
+        shape: of the passes.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    found, done = list[ForwardPass](), 0
+    while done < len(order):
+        length = shape.padded(int(lengths[order[done]]))
+        mine = order[done : done + shape.dp * shape.rows_of(length)]
+        rows = shape.rows if shape.fixed else -(-len(mine) // shape.dp)
+        found.append(ForwardPass(rows, length, tuple(mine[rank :: shape.dp] for rank in range(shape.dp))))
+        done += len(mine)
+    return found
+
+
+def positions(passes: Sequence[ForwardPass]) -> int:
+    """Positions that all ranks compute, padding included."""
+    return sum(each.rows * each.length * len(each.requests) for each in passes)

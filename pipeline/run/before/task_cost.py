@@ -1,0 +1,84 @@
+"""What the tasks of an evaluation take, before the run starts: for `headrace check` and the first lines of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.run.before.summary import Entry
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.tasks.encode import EncodedTask
+    from pipeline.run.prepare import PreparedRun
+
+_FORWARD_SHARE = 3
+"""A training step computes three times what a forward pass does: the backward pass is two (Kaplan et al. 2020,
+arXiv:2001.08361, section 2.1)."""
+
+
+@dataclass(frozen=True)
+class TaskCost:
+    """What one evaluation of a task takes, on all ranks together.
+
+    Attributes:
+        samples: questions.
+        requests: sequences that are scored or continued.
+        tokens: of them, new ones included.
+        passes: forward passes of each rank, one after another.
+        positions: that are computed, padding included.
+        steps: training steps of as many floating-point operations.
+        truncated: requests that lost tokens of their context.
+    """
+
+    samples: int
+    requests: int
+    tokens: int
+    passes: int
+    positions: int
+    steps: float
+    truncated: int
+
+
+def task_cost(prepared: PreparedRun, task: EncodedTask) -> TaskCost:
+    """The cost of a task of a run."""
+    from pipeline.evaluation.tasks.passes import forward_passes, positions  # noqa: PLC0415
+    from pipeline.run.task_evaluation import pass_shape  # noqa: PLC0415
+
+    passes = forward_passes(task.lengths, pass_shape(prepared.run))
+    count = len(passes) * (task.section.new_tokens if task.generated else 1)
+    computed = positions(passes)
+    steps = computed / _FORWARD_SHARE / prepared.run.batch.tokens
+    tokens, requests = int(task.lengths.sum()), len(task.ids)
+    return TaskCost(len(task.questions), requests, tokens, count, computed, steps, task.truncated)
+
+
+def task_entries(prepared: PreparedRun) -> Iterator[Entry]:
+    """What each task takes, and the share of all evaluations in the run."""
+    total = 0.0
+    for task in prepared.tasks:
+        cost = task_cost(prepared, task)
+        total += cost.steps
+        kind = "continuations" if task.generated else "requests"
+        text = (
+            f"{task.name}: {cost.samples:,} samples, {cost.requests:,} {kind}, {cost.tokens:,} tokens"
+            f" ({cost.positions / cost.tokens - 1:.0%} padding), {cost.passes:,} forward passes per rank"
+        )
+        text += f", {cost.truncated:,} truncated on the left" if cost.truncated else ""
+        yield Entry(
+            "task", f"{text}: the arithmetic of {cost.steps:.2g} training steps", vars(cost) | {"name": task.name}
+        )
+    if prepared.tasks:
+        run = prepared.run
+        every, steps = run.config.evaluation.every, run.steps
+        times = 1 if every is None else -(-steps // every)
+        share = times * total / (steps + times * total)
+        text = f"{times:,} evaluations: about {share:.1%} of the run's arithmetic"
+        if any(task.generated for task in prepared.tasks):
+            text += "; a continued token is a forward pass of its own, which costs more time than its arithmetic"
+        yield Entry("tasks", text, {"evaluations": times, "share": share})
+
+
+def task_lines(prepared: PreparedRun) -> Iterator[str]:
+    """The same as lines of a run that starts."""
+    yield from (f"{entry.label} {entry.text}" for entry in task_entries(prepared))

@@ -1,0 +1,113 @@
+"""Tasks in training runs: the journal's figures are those of the exported model, and no step is evaluated twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.runtime.metrics.journal import read_rows
+from tests import warm
+from tests.conftest import launch, losses, start, tiny_config, write_config
+from tests.evaluation.tasks.test_encode import questions
+from tests.evaluation.tasks.test_questions import write
+from tests.support import output_of, refusal_of
+
+
+def config_of(work: Path, tokens: Path, **keys: Any) -> Path:
+    ranked = write(work / "mills.jsonl", *questions())
+    prompts = [{"prompt": f"The mill at race {n} turns{' often' * n}", "answers": [" times"]} for n in range(5)]
+    generated = {"file": str(write(work / "prompts.jsonl", *prompts)), "new_tokens": 6, "match": "contains"}
+    evaluation = {"every": 4, "samples": 2, "tasks": [{"file": str(ranked)}, generated]}
+    config = tiny_config(tokens, work / "run", evaluation=evaluation, scheduler=None, **keys)
+    config["data"]["sequence_length"] = 48
+    config["run"] |= {"steps": 8, "checkpoint_every": 4}
+    return write_config(work / "c.json", config)
+
+
+def rows_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return read_rows(run_dir, kind=f"task/{name}")
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run on two ranks with ZeRO-3 by DeepSpeed: its directory, and what it printed."""
+    work = tmp_path_factory.mktemp("run")
+    output = launch("train.py", config_of(work, tokens, tensorboard={"enabled": True}), processes=2)
+    return work / "run", output
+
+
+def test_figures_are_in_the_journal_and_said_with_their_cost(run: tuple[Path, str]) -> None:
+    run_dir, output = run
+    for name, figure in (("mills", "accuracy"), ("prompts", "exact_match")):
+        rows = rows_of(run_dir, name)
+        assert [(row["step"], row["samples"]) for row in rows] == [(4, 5), (8, 5)]
+        assert all(0 <= row[f"{figure}_low"] <= row[figure] <= row[f"{figure}_high"] <= 1 for row in rows)
+    assert "task mills: 5 samples, 15 requests, " in output
+    assert "3 truncated on the left: the arithmetic of" in output
+    assert "tasks 2 evaluations: about" in output
+    assert "step 8: mills: accuracy " in output
+    assert list((run_dir / "tensorboard").rglob("events.*"))
+
+
+def test_the_exported_model_has_the_figures_of_the_last_step(run: tuple[Path, str]) -> None:
+    run_dir, _ = run
+    model = run_dir.parent / "model"
+    output_of(warm.run("-m", "pipeline", "export", run_dir, model))
+    words = ("eval", "--model", f"own={model}", "--tasks", run_dir.parent / "c.json", "--json")
+    found = json.loads(output_of(warm.run("-m", "pipeline", *words)))["own"]
+    for name in ("mills", "prompts"):
+        (*_, row) = rows_of(run_dir, name)
+        assert found[name]["sequence_length"] == 48
+        for figure, metric in found[name]["metrics"].items():
+            assert metric["value"] == pytest.approx(row[figure], rel=1e-5), figure
+
+
+def test_a_resumed_run_evaluates_what_is_missing_and_nothing_twice(run: tuple[Path, str]) -> None:
+    run_dir, _ = run
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines]
+    (lost,) = [row for row in rows if row["kind"] == "task/prompts" and row["step"] == 8]
+    kept = lines[: rows.index(lost)]
+    path.write_text("".join(kept))  # killed after the first task of the last step
+    launch("train.py", run_dir.parent / "c.json", processes=2)
+    (*_, again) = rows_of(run_dir, "prompts")
+    timeless = {"time": None, "seconds": None}
+    assert {**again, **timeless} == {**lost, **timeless}
+    assert [row["step"] for row in rows_of(run_dir, "mills")] == [4, 8]
+    assert [row["step"] for row in read_rows(run_dir, kind="eval")] == [4, 8]
+    assert len(losses(run_dir)) == 8
+
+
+def test_the_report_has_a_chart_for_each_task(run: tuple[Path, str], tmp_path: Path) -> None:
+    output_of(warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"a={run[0]}"))
+    page = (tmp_path / "r.html").read_text()
+    assert "<h3>mills: accuracy</h3>" in page
+    assert "<h3>prompts: exact match</h3>" in page
+
+
+def test_a_bad_line_is_refused_before_training(tokens: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokens)
+    file = tmp_path / "mills.jsonl"
+    file.write_text(file.read_text() + '{"context": "a", "choices": [" b"], "answer": 1}\n')
+    refused = refusal_of(start("train.py", config))
+    assert f"{file}:6: answer is the number of the right choice" in refused
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_are_refused_where_the_layout_cannot_continue_them(tokens: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokens, engine="torch")
+    refused = refusal_of(start("train.py", config, "parallel.pp=2", processes=2))
+    assert "parallel.pp = 2" in refused
+    assert "a prompt is not continued there" in refused
+    assert "remove the task prompts" in refused
+
+
+def test_two_tasks_of_one_name_are_refused(tokens: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tokens)
+    refused = refusal_of(start("train.py", config, 'evaluation.tasks=[{"name": "sciq"}, {"file": "sciq.jsonl"}]'))
+    assert "two tasks have the name sciq" in refused
+    assert "a task has a name" in refusal_of(start("train.py", config, 'evaluation.tasks=[{"samples": 5}]'))
