@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_name(repository: str) -> None:
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
-    from huggingface_hub.utils import validate_repo_id  # noqa: PLC0415
+    from huggingface_hub.utils._validators import validate_repo_id  # noqa: PLC0415
 
     try:
         validate_repo_id(repository)
@@ -142,12 +142,11 @@ def _check_others(there: list[str], names: list[str], place: str) -> None:
 @contextmanager
 def _explained(repository: str) -> Iterator[None]:
     """Says what an error of the Hub means."""
-    import httpx  # noqa: PLC0415
-    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # noqa: PLC0415
 
     try:
         yield
-    except (HfHubHTTPError, httpx.HTTPError, RuntimeError, ValueError) as error:
+    except (HfHubHTTPError, HTTPError, RuntimeError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
@@ -158,7 +157,7 @@ def _explained(repository: str) -> Iterator[None]:
             raise DataError(f"{repository}: the token may not write there: {said}\n  try: {remedy}") from None
         if status == 412:
             raise DataError(f"{repository}: it was committed to meanwhile: {said}\n  try: push again") from None
-        if isinstance(cause, httpx.HTTPError):
+        if isinstance(cause, HTTPError):
             raise StorageError(f"{repository}: {said}\n  try: push again; what is there is not sent again") from None
         if isinstance(error, ValueError) and CARD in str(error):
             raise DataError(f"{repository}: the Hub refuses the card: {error}\n  try: mend {CARD}") from None

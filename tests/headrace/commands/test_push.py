@@ -131,3 +131,14 @@ def test_a_directory_that_is_not_whole_is_refused_before_the_network(hub: Writab
     (made / "a.bin").write_bytes(b"x")
     assert "truncated or overwritten" in push(made, "me/river", env=env, code=2)
     assert hub.repositories == {}
+
+
+def test_a_commit_of_another_writer_meanwhile_and_a_hub_that_is_away_say_push_again(
+    hub: WritableHub, tmp_path: Path
+) -> None:
+    env = environment(hub, tmp_path)
+    hub.moves = True
+    assert "it was committed to meanwhile" in push(directory(tmp_path), "me/river", env=env, code=2)
+    assert "old.bin" in hub.repositories["models/me/river"].branches["main"][-1]
+    gone = environment(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")  # the discard port: nobody listens
+    assert "what is there is not sent again" in push(tmp_path / "model", "me/river", env=gone, code=2)

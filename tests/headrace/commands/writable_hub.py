@@ -30,13 +30,17 @@ class Repository:
 
 @dataclass
 class WritableHub:
-    """What was stored and asked for; with `hang_after` uploads the next waits, and sets `stuck`."""
+    """What was stored and asked for.
+
+    With `hang_after` uploads the next waits, and sets `stuck`; with `moves` another writer commits first.
+    """
 
     address: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     uploads: list[str] = field(default_factory=list)
     hang_after: int | None = None
+    moves: bool = False
     started: Iterator[int] = field(default_factory=itertools.count)
     stuck: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
@@ -181,6 +185,8 @@ class _CommitHandler(BaseHTTPRequestHandler):
         self._json(200, {"transfer": "basic", "objects": [entry(each) for each in asked["objects"]]})
 
     def _commit(self, repository: Repository, branch: str, lines: list[dict[str, Any]], url: str) -> None:
+        if self.hub.moves:
+            repository.branches[branch].append(repository.branches[branch][-1] | {"old.bin": b"1"})
         files = dict(repository.branches[branch][-1])
         if lines[0]["value"].get("parentCommit") != commit_id(files):
             return self._json(412, {"error": "the branch has moved"})
