@@ -142,7 +142,10 @@ def _check_others(there: list[str], names: list[str], place: str) -> None:
 @contextmanager
 def _explained(repository: str) -> Iterator[None]:
     """Says what an error of the Hub means."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        HTTPError,  # type: ignore[attr-defined]  # of httpx or httpx2, by its version
+    )
 
     try:
         yield
