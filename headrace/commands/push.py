@@ -142,16 +142,14 @@ def _check_others(there: list[str], names: list[str], place: str) -> None:
 @contextmanager
 def _explained(repository: str) -> Iterator[None]:
     """Says what an error of the Hub means."""
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HfHubHTTPError,
-        HTTPError,  # type: ignore[attr-defined]  # of httpx or httpx2, by its version
-    )
+    from huggingface_hub import errors  # noqa: PLC0415
 
+    http_error = errors.HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2, by its version
     try:
         yield
-    except (HfHubHTTPError, HTTPError, RuntimeError, ValueError) as error:
+    except (errors.HfHubHTTPError, http_error, RuntimeError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        status = cause.response.status_code if isinstance(cause, errors.HfHubHTTPError) else None
         said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         if status == 401:
             raise DataError(f"{repository}: the Hub does not accept the token: {said}\n  try: hf auth login") from None
@@ -160,7 +158,7 @@ def _explained(repository: str) -> Iterator[None]:
             raise DataError(f"{repository}: the token may not write there: {said}\n  try: {remedy}") from None
         if status == 412:
             raise DataError(f"{repository}: it was committed to meanwhile: {said}\n  try: push again") from None
-        if isinstance(cause, HTTPError):
+        if isinstance(cause, http_error):
             raise StorageError(f"{repository}: {said}\n  try: push again; what is there is not sent again") from None
         if isinstance(error, ValueError) and CARD in str(error):
             raise DataError(f"{repository}: the Hub refuses the card: {error}\n  try: mend {CARD}") from None
