@@ -171,6 +171,12 @@ VERBS = (
         "headrace.commands.copy",
     ),
     Verb(
+        "push",
+        "push a model or tokens, with its card, to the Hugging Face Hub, in one commit",
+        MODELS,
+        "headrace.commands.push",
+    ),
+    Verb(
         "prune",
         "cut channels, heads, experts and layers out of a finished model",
         COMPRESSION,
