@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -27,37 +27,33 @@ class Foreign:
         name: what it is, and whose.
         marks: patterns of paths in it, `/` for a folder below; each has to be there.
         remedy: what to do.
+        checkpoint: whether `headrace import` takes its optimizer state and step, too.
     """
 
     name: str
     marks: tuple[str, ...]
     remedy: str
+    checkpoint: bool = False
 
 
 _TOKENS = 'then run headrace prep over it, with a source {"type": "jsonl", "path": "texts.jsonl"}'
 _IMPORT = "headrace import FOLDER OUT --tokenizer ITS_TOKENIZER, which keeps its documents"
 _TEXT_OR_IDS = f"{_IMPORT}, where it holds ids; text: export it to JSON lines, {_TOKENS}"
 _WEIGHTS = 'then give the folder as "model": {"path": ...}: its weights are taken, its optimizer state is not'
-_UNIVERSAL = (
-    "python -m deepspeed.utils.zero_to_fp32 FOLDER OUT --safe_serialization on the ZeRO checkpoint that it was made of,"
-    f" copy config.json and the tokenizer to OUT, {_WEIGHTS}"
+_RESUMED = (
+    "headrace import FOLDER RUN_DIR --config train.json, which takes weights, optimizer state and step; for the weights"
+    " alone headrace export RUN_DIR OUT after that, and OUT as model.path"
 )
 
 KINDS = (
+    Foreign("a checkpoint of DeepSpeed (ZeRO)", ("*/*zero_pp_rank_*_optim_states.pt",), _RESUMED, checkpoint=True),
     Foreign(
-        "a checkpoint of DeepSpeed (ZeRO)",
-        ("*/*zero_pp_rank_*_optim_states.pt",),
-        "python FOLDER/zero_to_fp32.py FOLDER OUT --safe_serialization, copy config.json and the tokenizer to OUT,"
-        f" {_WEIGHTS}",
+        "a checkpoint of DeepSpeed (ZeRO), of one step", ("*zero_pp_rank_*_optim_states.pt",), _RESUMED, checkpoint=True
     ),
+    Foreign("a universal checkpoint of DeepSpeed", ("zero/*", "*_model_states.pt"), _RESUMED, checkpoint=True),
     Foreign(
-        "a checkpoint of DeepSpeed (ZeRO), of one step",
-        ("*zero_pp_rank_*_optim_states.pt",),
-        "python -m deepspeed.utils.zero_to_fp32 FOLDER_ABOVE OUT --safe_serialization, copy config.json and the"
-        f" tokenizer to OUT, {_WEIGHTS}",
+        "a folder of universal checkpoints of DeepSpeed", ("*/zero", "latest_universal"), _RESUMED, checkpoint=True
     ),
-    Foreign("a universal checkpoint of DeepSpeed", ("zero/*", "mp_rank_*_model_states.pt"), _UNIVERSAL),
-    Foreign("a folder of universal checkpoints of DeepSpeed", ("*/zero", "latest_universal"), _UNIVERSAL),
     Foreign(
         "a checkpoint of DeepSpeed without ZeRO",
         ("*/mp_rank_*_model_states.pt",),
@@ -145,8 +141,8 @@ def recognise(folder: Path) -> Foreign | None:
         return None
     for kind in KINDS:
         if all(any(fnmatchcase(name, mark) for name in names) for mark in kind.marks):
-            named = kind.remedy.replace("FOLDER_ABOVE", str(folder.parent)).replace("FOLDER", str(folder))
-            return Foreign(kind.name, kind.marks, named)
+            named = kind.remedy.replace("FOLDER", str(folder))
+            return replace(kind, remedy=named)
     return None
 
 

@@ -1,0 +1,238 @@
+"""A run goes on from a checkpoint of another trainer with the losses that the other trainer has in its next steps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.base.directory import read_manifest
+from headrace.commands.app import run as headrace
+from pipeline.config.load import load_config
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.data.skips import Skips
+from pipeline.engines.build import build_engine
+from pipeline.engines.objective import CrossEntropy
+from pipeline.models.build.initial_values import Zeros
+from pipeline.models.build.meta import parameter_shapes
+from pipeline.models.card.lineage import training_lineage
+from pipeline.plan.proof.tokens import write_tokens
+from pipeline.plan.proof.tolerance import LOSS_FP32, UNIT_ROUNDOFF
+from pipeline.run.batches import RankBatches
+from pipeline.run.prepare import PreparedRun, prepare
+from tests import warm
+from tests.checkpoint.importing.source_trainers import BATCH, DECAY, LR, MODEL, SEED, SEQUENCE, VOCABULARY
+from tests.conftest import selected
+from tests.support import output_of
+
+SAVED, STEPS = 3, 6
+BF16 = {"bf16": {"enabled": True}}
+
+
+def zero(stage: int, **config: Any) -> dict[str, Any]:
+    """A case of DeepSpeed's engine."""
+    return {"kind": "deepspeed", "config": {"zero_optimization": {"stage": stage}, **config}}
+
+
+QUICK = {"ZeRO-1": zero(1), "ZeRO-3, bf16": zero(3, **BF16)}
+CASES = {
+    **QUICK,
+    "ZeRO-2": zero(2),
+    "ZeRO-3": zero(3),
+    "ZeRO-1, bf16": zero(1, **BF16),
+    "ZeRO-1, bf16 by BF16_Optimizer": zero(1, **BF16, data_types={"grad_accum_dtype": "fp32"}),
+    "ZeRO-2, bf16": zero(2, **BF16),
+    "ZeRO-2, one group": {**zero(2), "split": False},
+    "ZeRO-3 of small sub-groups": zero(3) | {"config": {"zero_optimization": {"stage": 3, "sub_group_size": 5000}}},
+    "universal of ZeRO-2": {**zero(2), "universal": True},
+    "universal of ZeRO-3": {**zero(3, **BF16), "universal": True},
+    "ZeRO-2, tied": {**zero(2), "model": {"tie_word_embeddings": True}},
+}
+NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.integration) for name in CASES]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("importing")
+    write_tokens(folder / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, work: Path) -> dict[str, list[float]]:
+    """The losses of the other trainers, whose checkpoints are in `work / NAME`."""
+    wanted = {*QUICK, *selected(request.session, test_the_next_losses_are_those_of_the_other_trainer, "name")}
+    return train_with_others(work, {name: case for name, case in CASES.items() if name in wanted}, processes=2)
+
+
+def train_with_others(
+    work: Path, cases: dict[str, Any], *, processes: int, saved: int = SAVED, steps: int = STEPS
+) -> dict[str, list[float]]:
+    """Trains cases in one launch; the losses of their steps."""
+    common = {"tokens": str(work / "tokens"), "saved": saved, "steps": steps}
+    (work / "cases.json").write_text(
+        json.dumps({name: {"folder": str(work / name), **common, **case} for name, case in cases.items()})
+    )
+    worker = Path(__file__).with_name("source_trainers.py")
+    done = warm.run(worker, work / "cases.json", work / "out.json", processes=processes, merged=True, timeout_s=500)
+    output_of(done)
+    losses: dict[str, list[float]] = json.loads((work / "out.json").read_text())
+    return losses
+
+
+def config_of(case: dict[str, Any], work: Path, run_dir: Path, *, steps: int = STEPS) -> Path:
+    """A config file of the run that goes on from a case."""
+    config = {
+        "engine": "reference",
+        "model": {"config": {**MODEL, **case.get("model", {})}},
+        "data": {"sources": [{"path": str(work / "tokens")}], "sequence_length": SEQUENCE},
+        "run": {"dir": str(run_dir), "steps": steps, "seed": SEED},
+        "evaluation": {"samples": 0},
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY if case.get("split", True) else 0.0}},
+        "bf16": case.get("config", {}).get("bf16", {"enabled": False}),
+    }
+    path = run_dir.with_suffix(".json")
+    path.write_text(json.dumps(config))
+    return path
+
+
+def resolved(config: Path) -> ResolvedRun:
+    return resolve(load_config(config), world_size=1)
+
+
+def next_losses(prepared: PreparedRun) -> list[float]:
+    """Resumes a run from its newest checkpoint, as `run.session` does; the losses of the steps to its end."""
+    run, [checkpoint, *_] = prepared.run, prepared.store.checkpoints()
+    zeros = Zeros(parameter_shapes(prepared.model))
+    engine = build_engine(run, prepared.model, zeros, CrossEntropy(), device=torch.device("cpu"))
+    engine.load(checkpoint.path)
+    skips = Skips.of(checkpoint.manifest.details["skips"])
+    batches = RankBatches(prepared, 0).training(first_step=checkpoint.step + 1, skips=skips)
+    return [engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss for batch in batches]
+
+
+def tolerance(case: dict[str, Any]) -> float:
+    return UNIT_ROUNDOFF["bf16"] if case.get("config", {}).get("bf16", {}).get("enabled") else LOSS_FP32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_next_losses_are_those_of_the_other_trainer(
+    trained: dict[str, list[float]], work: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES[name]
+    config = config_of(case, work, tmp_path / "run")
+    assert headrace(["import", str(work / name), str(tmp_path / "run"), "--config", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert f"step {SAVED}, {SAVED * BATCH} samples" in said
+    assert "exp_avg, exp_avg_sq, optimizer step 3" in said
+    assert "DIFFERENT" not in said
+    assert "differs" not in said
+    assert next_losses(prepare(resolved(config))) == pytest.approx(trained[name][SAVED:], rel=tolerance(case))
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert headrace(["import", *words]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def copied(trained: dict[str, list[float]], work: Path, tmp_path: Path) -> Path:
+    """A checkpoint of ZeRO-1 on two ranks, to be damaged."""
+    assert trained["ZeRO-1"]
+    return Path(shutil.copytree(work / "ZeRO-1", tmp_path / "copied"))
+
+
+def test_missing_files_of_ranks_are_named(
+    copied: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(copied), str(tmp_path / "run"), "--config", str(config_of({}, work, tmp_path / "run"))]
+    (copied / "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    said = refusal(words, capsys)
+    assert "is of 2 ranks, and 1 of their files are missing: zero_pp_rank_1_mp_rank_00_optim_states.pt" in said
+    (copied / "global_step3/mp_rank_00_model_states.pt").unlink()
+    assert "lacks mp_rank_00_model_states.pt" in refusal(words, capsys)
+    (copied / "latest").write_text("global_step9")
+    assert "names global_step9, which is missing" in refusal(words, capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_of_more_ranks_than_there_were_are_refused(
+    copied: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "global_step3/zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    shutil.copy(copied / name.format(1), copied / name.format(2))
+    words = [str(copied), str(tmp_path / "run"), "--config", str(config_of({}, work, tmp_path / "run"))]
+    assert "is of 2 ranks, and has files of more: zero_pp_rank_2" in refusal(words, capsys)
+
+
+def test_a_damaged_file_and_one_that_would_execute_code_are_refused(
+    copied: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(copied), str(tmp_path / "run"), "--config", str(config_of({}, work, tmp_path / "run"))]
+    path = copied / "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert f"{path} is damaged, or no file of torch.save" in refusal(words, capsys)
+    torch.save({"optimizer_state_dict": Path("x")}, path)
+    assert f"{path} names pathlib" in refusal(words, capsys)
+
+
+def test_another_model_is_refused_with_both_sides(
+    copied: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = config_of({"model": {"intermediate_size": 48}}, work, tmp_path / "run")
+    said = refusal([str(copied), str(tmp_path / "run"), "--config", str(other)], capsys)
+    assert "holds another model than the config's" in said
+    assert "model.layers.0.mlp.gate_proj.weight: checkpoint (64, 32), config (48, 32)" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_optimizer_and_a_shorter_run_are_refused(
+    copied: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of({}, work, tmp_path / "run")
+    words = [str(copied), str(tmp_path / "run"), "--config", str(config)]
+    muon = ["--set", 'optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}']
+    said = refusal([*words, *muon], capsys)
+    assert "the optimizer states: exp_avg, exp_avg_sq; the config's SGD keeps momentum_buffer" in said
+    assert "global_step3 is of step 3" in refusal([*words, "--set", "run.steps=3"], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_differs_and_where_the_data_goes_on_is_said(
+    copied: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of({}, work, tmp_path / "run")
+    words = ["--set", "optimizer.params.lr=1e-3", "--set", "optimizer.params.betas=[0.9, 0.95]"]
+    command = ["import", str(copied), str(tmp_path / "run"), "--config", str(config), *words]
+    assert headrace([*command, "--set", "train_batch_size=5"]) == 0
+    said = capsys.readouterr().out
+    assert "learning rate of step 4: 0.001 by the config, 0.002 by its schedule; DIFFERENT" in said
+    assert "optimizer.params.betas: checkpoint (0.9, 0.999), config (0.9, 0.95)" in said
+    assert "goes on with sample 25 of this run's order, by whole batches of 5; it was trained on 24" in said
+    again = refusal(command[1:], capsys)
+    assert "exists already" in again
+
+
+def test_a_checkpoint_without_a_config_is_named(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal([str(copied), str(tmp_path / "run")], capsys)
+    assert "is a checkpoint of DeepSpeed (ZeRO)" in said
+    assert "--config FILE" in said
+
+
+def test_the_run_and_its_later_checkpoints_say_what_they_go_on_from(copied: Path, work: Path, tmp_path: Path) -> None:
+    config = config_of({}, work, tmp_path / "run")
+    assert headrace(["import", str(copied), str(tmp_path / "run"), "--config", str(config)]) == 0
+    assert headrace(["checkpoint", "verify", str(tmp_path / "run")]) == 0
+    output_of(warm.run("pipeline/train.py", "--config", config))
+    newest = read_manifest(tmp_path / "run/checkpoints/step-00000006", kind="checkpoint")
+    assert newest.details["imported"]["kind"] == "DeepSpeed ZeRO-1 of 2 ranks"
+    [given, training] = training_lineage(newest)["steps"]
+    assert (given["step"], training["step"]) == ("given", "training")
+    assert "DeepSpeed ZeRO-1 of 2 ranks, step 3" in given["what"]
