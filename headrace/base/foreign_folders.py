@@ -54,11 +54,7 @@ KINDS = (
     Foreign(
         "a folder of universal checkpoints of DeepSpeed", ("*/zero", "latest_universal"), _RESUMED, checkpoint=True
     ),
-    Foreign(
-        "a checkpoint of DeepSpeed without ZeRO",
-        ("*/mp_rank_*_model_states.pt",),
-        "load its key module with torch.load, save it by your model's save_pretrained, " + _WEIGHTS,
-    ),
+    Foreign("a checkpoint of DeepSpeed without ZeRO", ("*/mp_rank_*_model_states.pt",), _RESUMED, checkpoint=True),
     Foreign(
         "a checkpoint of Megatron-LM (torch)",
         ("*/mp_rank_*/model_optim_rng.pt",),
@@ -69,22 +65,21 @@ KINDS = (
         ("latest_checkpointed_iteration.txt",),
         f"convert it to a Hugging Face folder with Megatron-LM's tools/checkpoint or Megatron Bridge, {_WEIGHTS}",
     ),
-    Foreign(
-        "a distributed checkpoint of torch (DCP)",
-        (".metadata", "*.distcp"),
-        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt, load it into your model, save"
-        f" it by save_pretrained, {_WEIGHTS}",
-    ),
+    Foreign("a distributed checkpoint of torch (DCP)", (".metadata", "*.distcp"), _RESUMED, checkpoint=True),
+    Foreign("a folder of checkpoints of torchtitan", ("step-*/.metadata",), _RESUMED, checkpoint=True),
     Foreign(
         "the output folder of the Hugging Face Trainer",
         ("checkpoint-*/trainer_state.json",),
-        "name one of its checkpoints, FOLDER/checkpoint-N, as model.path: its weights are taken, its optimizer,"
-        " schedule and step are not",
+        "headrace import FOLDER/checkpoint-N RUN_DIR --config train.json, which takes weights, optimizer state and"
+        " step; or FOLDER/checkpoint-N as model.path, for its weights alone",
+        checkpoint=True,
     ),
     Foreign(
         "a checkpoint of the Hugging Face Trainer",
         ("trainer_state.json",),
-        "give it as model.path: its weights are taken, its optimizer, schedule and step are not",
+        "headrace import FOLDER RUN_DIR --config train.json, which takes weights, optimizer state and step; or as"
+        " model.path, for its weights alone",
+        checkpoint=True,
     ),
     Foreign("a folder of chunks of litdata", ("index.json", "chunk-*.bin"), _TEXT_OR_IDS),
     Foreign("a folder of chunks of litdata, by split", ("*/index.json", "*/chunk-*.bin"), _TEXT_OR_IDS),

@@ -15,9 +15,9 @@ from headrace.base.directory import fingerprint_of
 from headrace.base.errors import ConfigError, DataError
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.naming import finished_checkpoints
-from pipeline.checkpoint.importing.find import open_checkpoint
-from pipeline.checkpoint.importing.match import Wanted, check_config, matched_state
-from pipeline.checkpoint.importing.source import SourceCheckpoint
+from pipeline.checkpoint.importing.find import check_known, open_checkpoint
+from pipeline.checkpoint.importing.match import check_config, matched_state
+from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
 from pipeline.checkpoint.importing.write import write_tensors
 from pipeline.checkpoint.named_state import LOSS_SCALE, OPTIMIZER_STEP
 from pipeline.config.load import read_config
@@ -57,12 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     if existing := finished_checkpoints(out):
         raise DataError(f"{existing[0][1]} exists already\n  try: another run directory")
     overrides = [*arguments.overrides, f"run.dir={out}"]
-    source = open_checkpoint(Path(arguments.tokens))
+    folder = Path(arguments.tokens)
+    check_known(folder)
     resolved = resolve(read_config(arguments.config, overrides).config, world_size=arguments.processes or 1)
     with Progress(*Progress.get_default_columns(), DownloadColumn(), transient=True) as bar:
         task = bar.add_task("writing tensors", total=None)
         imported = import_checkpoint(
-            source, prepare(resolved), lambda done, total: bar.update(task, completed=done, total=total)
+            folder, prepare(resolved), lambda done, total: bar.update(task, completed=done, total=total)
         )
     for line in imported.lines:
         print(line)
@@ -71,11 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def import_checkpoint(source: SourceCheckpoint, prepared: PreparedRun, progress: Any = lambda *_: None) -> Imported:
+def import_checkpoint(folder: Path, prepared: PreparedRun, progress: Any = lambda *_: None) -> Imported:
     """Writes a checkpoint from which `headrace train` resumes.
 
     Args:
-        source: an opened checkpoint of another trainer.
+        folder: a checkpoint of another trainer.
         prepared: the run, which has no checkpoint yet.
         progress: called with (bytes written, all bytes).
 
@@ -83,14 +84,14 @@ def import_checkpoint(source: SourceCheckpoint, prepared: PreparedRun, progress:
         ConfigError: the run has fewer steps than the checkpoint.
         CheckpointError: the checkpoint is of another model or optimizer.
     """
-    settings = prepared.run.config
+    settings, wanted = prepared.run.config, Wanted.of(prepared.model, prepared.hf_config)
+    source = open_checkpoint(folder, wanted)
     if not 0 < source.step < prepared.run.steps:
         why = f"{source.path} is of step {source.step:,}"
         raise ConfigError("run.steps", prepared.run.steps, why=why, remedy=f"use more than {source.step:,}")
-    check_config(source, prepared.hf_config)
+    check_config(source, wanted)
     matrices = matrices_of(prepared.model, settings.optimizer)
     kind = settings.optimizer.kind
-    wanted = Wanted.of(prepared.model)
     tensors = matched_state(source, wanted, lambda name: kind.of(matrix=name in matrices))
     others: dict[str, Tensor] = {}
     if kind.counts_steps:

@@ -7,35 +7,53 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.foreign_folders import what_it_is
-from pipeline.checkpoint.importing.source import SourceCheckpoint
+from pipeline.checkpoint.importing.dcp import read_dcp
+from pipeline.checkpoint.importing.replicated import read_replicated
+from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
+from pipeline.checkpoint.importing.trainer_folder import read_trainer
 from pipeline.checkpoint.importing.universal import read_universal
 from pipeline.checkpoint.importing.zero import read_zero
 
-KNOWN = "a checkpoint folder of DeepSpeed"
+KNOWN = "a checkpoint folder of DeepSpeed, of the Hugging Face Trainer, of torchtitan, or of torch (DCP)"
+Reader = Callable[[Path, Wanted], SourceCheckpoint]
 
 
-def open_checkpoint(folder: Path) -> SourceCheckpoint:
+def check_known(folder: Path) -> Reader:
+    """What opens a folder.
+
+    Raises:
+        CheckpointError: nothing known is there.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder\n  try: {KNOWN}")
+    for marks, read in _READERS:
+        if all(any(folder.glob(mark)) for mark in marks):
+            return read
+    raise CheckpointError(f"{folder} holds no checkpoint that is taken{what_it_is(folder, KNOWN)}")
+
+
+def open_checkpoint(folder: Path, wanted: Wanted) -> SourceCheckpoint:
     """Opens a checkpoint of another trainer.
+
+    Args:
+        folder: of the checkpoint.
+        wanted: the model of the config; the order of its parameters is that of optimizers that number them.
 
     Raises:
         CheckpointError: nothing known is there, or its files are missing or damaged.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder\n  try: {KNOWN}")
-    for is_of, read in _READERS:
-        if is_of(folder):
-            return read(folder)
-    raise CheckpointError(f"{folder} holds no checkpoint that is known{what_it_is(folder, KNOWN)}")
+    return check_known(folder)(folder, wanted)
 
 
-def _has(*patterns: str) -> Callable[[Path], bool]:
-    return lambda folder: all(any(folder.glob(pattern)) for pattern in patterns)
-
-
-_READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], SourceCheckpoint]], ...] = (
-    (_has("zero/*", "*_model_states.pt"), read_universal),
-    (_has("latest_universal", "*/zero"), read_universal),
-    (_has("*_optim_states.pt"), read_zero),
-    (_has("*/*_optim_states.pt"), read_zero),
+_READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
+    (("trainer_state.json",), read_trainer),
+    (("zero/*", "*_model_states.pt"), read_universal),
+    (("latest_universal", "*/zero"), read_universal),
+    (("*_optim_states.pt",), read_zero),
+    (("*/*_optim_states.pt",), read_zero),
+    (("*mp_rank_*_model_states.pt",), read_replicated),
+    (("*/*mp_rank_*_model_states.pt",), read_replicated),
+    ((".metadata", "*.distcp"), read_dcp),
+    (("step-*/.metadata",), read_dcp),
 )
-"""The first that recognises a folder opens it."""
+"""Patterns of paths that have to be there, and what then opens the folder; the first that fits."""

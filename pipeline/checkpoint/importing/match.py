@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.importing.source import SourceCheckpoint, SourceTensor
+from pipeline.checkpoint.importing.source import SourceCheckpoint, SourceTensor, Wanted
 from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.config.sections.optimizers import OptimizerKind
-from pipeline.models.build.buffers import buffer_shapes
-from pipeline.models.build.meta import parameter_shapes
 
 _SHOWN = 8
 _COMPUTED_WITH = (
@@ -35,30 +29,6 @@ _COMPUTED_WITH = (
     "query_pre_attn_scalar",
 )
 """Fields of a Hugging Face config that no shape shows, and without which the same weights are another model."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The state that a run of the config has.
-
-    Attributes:
-        parameters: name -> full shape.
-        buffers: name -> shape of every persistent buffer.
-        aliases: other name of a tied parameter -> its name.
-    """
-
-    parameters: Mapping[str, tuple[int, ...]]
-    buffers: Mapping[str, tuple[int, ...]]
-    aliases: Mapping[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Wanted:
-        """Of a model on meta."""
-        own = {name: tuple(shape) for name, shape in parameter_shapes(model).items()}
-        by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        aliases = {name: by_id[id(parameter)] for name, parameter in every if name not in own}
-        return cls(own, {name: tuple(shape) for name, shape in buffer_shapes(model).items()}, aliases)
 
 
 def matched_state(
@@ -96,7 +66,7 @@ def matched_state(
     return state | {buffer_key(name): weights[name] for name in wanted.buffers if name in weights}
 
 
-def check_config(source: SourceCheckpoint, resolved: Mapping[str, Any]) -> None:
+def check_config(source: SourceCheckpoint, wanted: Wanted) -> None:
     """Compares fields of both Hugging Face configs that no shape of a tensor shows.
 
     Raises:
@@ -104,7 +74,7 @@ def check_config(source: SourceCheckpoint, resolved: Mapping[str, Any]) -> None:
     """
     if source.hf_config is None:
         return
-    theirs = source.hf_config
+    theirs, resolved = source.hf_config, wanted.hf_config
     both = [key for key in _COMPUTED_WITH if key in theirs and key in resolved]
     lines = [
         f"{key}: checkpoint {theirs[key]!r}, config {resolved[key]!r}" for key in both if theirs[key] != resolved[key]

@@ -9,13 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.base.errors import CheckpointError
+from pipeline.models.build.buffers import buffer_shapes
+from pipeline.models.build.meta import parameter_shapes
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed alike."""
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The model of the config.
+
+    Attributes:
+        parameters: name -> full shape, in the order of the model.
+        buffers: name -> shape of every persistent buffer.
+        aliases: other name of a tied parameter -> its name.
+        hf_config: its Hugging Face config as plain JSON.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+    hf_config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, hf_config: Mapping[str, Any]) -> Wanted:
+        """Of a model on meta."""
+        own = {name: tuple(shape) for name, shape in parameter_shapes(model).items()}
+        by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        aliases = {name: by_id[id(parameter)] for name, parameter in every if name not in own}
+        return cls(own, {name: tuple(shape) for name, shape in buffer_shapes(model).items()}, aliases, hf_config)
 
 
 @dataclass(frozen=True)

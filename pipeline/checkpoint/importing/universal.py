@@ -23,6 +23,7 @@ from pipeline.checkpoint.importing.source import (
     STATES,
     SourceCheckpoint,
     SourceTensor,
+    Wanted,
     hugging_face_name,
     one_step_counter,
 )
@@ -32,7 +33,7 @@ from pipeline.checkpoint.importing.zero import buffers_of, left_out_of, loss_sca
 ZERO, WEIGHT, LATEST_UNIVERSAL, OPTIMIZER = "zero", "fp32", "latest_universal", "optimizer_state.pt"
 
 
-def read_universal(folder: Path) -> SourceCheckpoint:
+def read_universal(folder: Path, _wanted: Wanted) -> SourceCheckpoint:
     """Opens a universal checkpoint.
 
     Args:

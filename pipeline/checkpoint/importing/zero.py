@@ -26,6 +26,7 @@ from pipeline.checkpoint.importing.source import (
     STATES,
     SourceCheckpoint,
     SourceTensor,
+    Wanted,
     from_pieces,
     hugging_face_name,
     one_step_counter,
@@ -79,7 +80,7 @@ def newest_tag(folder: Path, *, latest: str = LATEST) -> Path:
     return tags[0]
 
 
-def read_zero(folder: Path) -> SourceCheckpoint:
+def read_zero(folder: Path, _wanted: Wanted) -> SourceCheckpoint:
     """Opens a checkpoint of ZeRO.
 
     Args:

@@ -37,11 +37,15 @@ DECAY = 0.1
 Losses = list[float]
 
 
-def samples(case: dict[str, Any], step: int) -> Tensor:
-    """This rank's samples of a step, from 1: int64 [n, T + 1]."""
+def all_samples(case: dict[str, Any], step: int) -> Tensor:
+    """The samples of a step, from 1: int64 [B, T + 1]."""
     data = DataSection.model_validate({"sources": [{"path": case["tokens"]}], "sequence_length": SEQUENCE})
-    whole = torch.from_numpy(open_mixture(data, seed=SEED).read(range((step - 1) * BATCH, step * BATCH)))
-    return whole.chunk(dist.get_world_size())[dist.get_rank()]
+    return torch.from_numpy(open_mixture(data, seed=SEED).read(range((step - 1) * BATCH, step * BATCH)))
+
+
+def samples(case: dict[str, Any], step: int) -> Tensor:
+    """This rank's samples of a step."""
+    return all_samples(case, step).chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def model_of(case: dict[str, Any]) -> nn.Module:
@@ -116,7 +120,172 @@ def to_universal(folder: Path) -> None:
     (folder / "latest").unlink()
 
 
-KINDS = {"deepspeed": with_deepspeed}
+def with_trainer(case: dict[str, Any]) -> Losses:
+    """The Hugging Face Trainer: DDP, or DeepSpeed where `case["deepspeed"]` has its config."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: PLC0415
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    losses: Losses = []
+
+    class InOrder(Trainer):
+        """Takes the samples in their order, and remembers the losses of all steps."""
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            loss = loss_of(model, inputs["rows"])
+            losses.append(mean(loss))
+            return loss
+
+    arguments = TrainingArguments(
+        output_dir=case["folder"],
+        per_device_train_batch_size=BATCH // dist.get_world_size(),
+        max_steps=case["steps"],
+        save_steps=case["saved"],
+        save_total_limit=None,
+        learning_rate=LR,
+        weight_decay=DECAY,
+        max_grad_norm=1.0,
+        lr_scheduler_type=case.get("schedule", "constant"),
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=SEED,
+        deepspeed=case.get("deepspeed"),
+        optim="adamw_torch",
+    )
+    rows = [row for step in range(1, case["steps"] + 1) for row in all_samples(case, step)]
+    trainer = InOrder(
+        model=model_of(case),
+        args=arguments,
+        train_dataset=[{"rows": row} for row in rows],
+        data_collator=lambda items: {"rows": torch.stack([item["rows"] for item in items])},
+    )
+    trainer.train()
+    return losses
+
+
+def with_fsdp(case: dict[str, Any]) -> Losses:
+    """FSDP of torch in a plain loop, saved in one of several ways: `case["save"]`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: PLC0415
+
+    model: Any = model_of(case)
+    if case.get("version", 2) == 1:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(groups_of(model, split=case.get("version", 2) == 2), lr=LR)
+    losses = []
+    for step in range(1, case["steps"] + 1):
+        loss = loss_of(model, samples(case, step))
+        losses.append(mean(loss))
+        loss.backward()
+        if case.get("version", 2) == 1:
+            model.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == case["saved"]:
+            SAVES[case["save"]](case, model, optimizer, step)
+    return losses
+
+
+def save_as_trainer(case: dict[str, Any], model: Any, optimizer: Any, step: int) -> None:
+    """What the Trainer calls where accelerate runs FSDP, which it does on accelerators only."""
+    from types import SimpleNamespace  # noqa: PLC0415
+
+    from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model, save_fsdp_optimizer  # noqa: PLC0415
+    from transformers import TrainerState  # noqa: PLC0415
+
+    folder = Path(case["folder"]) / f"checkpoint-{step}"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=case.get("version", 2), state_dict_type="SHARDED_STATE_DICT")
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    here = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    save_fsdp_model(plugin, here, model, str(folder))
+    save_fsdp_optimizer(plugin, here, optimizer, model, str(folder))
+    if dist.get_rank() == 0:
+        TrainerState(global_step=step).save_to_json(str(folder / "trainer_state.json"))
+    dist.barrier()
+
+
+def save_nested(case: dict[str, Any], model: Any, optimizer: Any, step: int) -> None:
+    """As torch's tutorials do: model and optimizer under their names."""
+    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415
+
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states, "step": step}, checkpoint_id=case["folder"])
+
+
+def save_as_torchtitan(case: dict[str, Any], model: Any, optimizer: Any, step: int) -> None:
+    """torchtitan's keys, names and order of rows, of a model with Hugging Face's."""
+    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights = titan_names(get_model_state_dict(model), "{}", fused=False)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    states: dict[str, Any] = {}
+    for kind in ("exp_avg", "exp_avg_sq", "step"):
+        key = f"state.{{}}.{kind}"
+        named = {n: flat[key.format(n)] for n in get_model_state_dict(model)}
+        states |= titan_names(named, key, fused=case.get("fused", False))
+    state = {
+        **weights,
+        "optimizer": states | {"param_groups.tok_embeddings.weight.lr": LR},
+        "train_state": {"step": torch.tensor(step)},
+        "lr_scheduler": {"last_epoch": step},
+    }
+    dcp.save(state, checkpoint_id=f"{case['folder']}/step-{step}")
+
+
+def titan_names(tensors: dict[str, Any], key: str, *, fused: bool) -> dict[str, Any]:
+    """Tensors under torchtitan's names, queries and keys in its order; `key` has a place for the name."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    found = {
+        key.format("tok_embeddings.weight"): whole["model.embed_tokens.weight"],
+        key.format("norm.weight"): whole["model.norm.weight"],
+        key.format("lm_head.weight" if fused else "output.weight"): whole["lm_head.weight"],
+    }
+    size = MODEL["hidden_size"] // MODEL["num_attention_heads"]
+    for layer in range(MODEL["num_hidden_layers"]):
+        own = {n.removeprefix(f"model.layers.{layer}."): t for n, t in whole.items() if f"layers.{layer}." in n}
+        q, k, v = (own[f"self_attn.{each}_proj.weight"] for each in "qkv")
+        if q.ndim:  # row 2 i + j of a head was row i + j half heads
+            q, k = (t.view(-1, 2, size // 2, t.shape[-1]).transpose(1, 2).reshape(t.shape) for t in (q, k))
+        names = {"w1": "gate", "w2": "down", "w3": "up"}
+        inner = {f"feed_forward.{n}.weight": own[f"mlp.{p}_proj.weight"] for n, p in names.items()}
+        inner |= {"attention.wo.weight": own["self_attn.o_proj.weight"]}
+        inner |= {"attention_norm.weight": own["input_layernorm.weight"]}
+        inner |= {"ffn_norm.weight": own["post_attention_layernorm.weight"]}
+        if fused:
+            kv = MODEL["num_key_value_heads"]
+            parts = (
+                [q.view(kv, -1, size, q.shape[-1]), k.view(kv, 1, size, -1), v.view(kv, 1, size, -1)] if q.ndim else []
+            )
+            together = torch.cat(parts, dim=1).reshape(-1, q.shape[-1]) if q.ndim else q
+            inner |= {"attention.qkv_linear.wqkv.weight": together}
+        else:
+            inner |= {"attention.wq.weight": q, "attention.wk.weight": k, "attention.wv.weight": v}
+        found |= {key.format(f"layers.{layer}.{name}"): tensor for name, tensor in inner.items()}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+KINDS = {"deepspeed": with_deepspeed, "trainer": with_trainer, "fsdp": with_fsdp}
+SAVES = {"trainer": save_as_trainer, "nested": save_nested, "torchtitan": save_as_torchtitan}
 
 
 def main() -> None:

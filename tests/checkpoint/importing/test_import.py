@@ -38,9 +38,28 @@ def zero(stage: int, **config: Any) -> dict[str, Any]:
     return {"kind": "deepspeed", "config": {"zero_optimization": {"stage": stage}, **config}}
 
 
-QUICK = {"ZeRO-1": zero(1), "ZeRO-3, bf16": zero(3, **BF16)}
+LINEAR = {"type": "WSD", "params": {"warmup_num_steps": 1, "decay_num_steps": STEPS, "total_num_steps": STEPS + 1}}
+"""The Trainer's linear decay without a warmup."""
+TRAINERS_ZERO = {
+    "zero_optimization": {"stage": 2},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": "auto",
+}
+QUICK = {
+    "ZeRO-1": zero(1),
+    "ZeRO-3, bf16": zero(3, **BF16),
+    "Trainer": {"kind": "trainer", "schedule": "linear", "scheduler": LINEAR},
+    "torchtitan, fused": {"kind": "fsdp", "save": "torchtitan", "fused": True},
+}
 CASES = {
     **QUICK,
+    "Trainer, DeepSpeed": {"kind": "trainer", "deepspeed": TRAINERS_ZERO},
+    "Trainer, FSDP1": {"kind": "fsdp", "save": "trainer", "version": 1, "split": False},
+    "Trainer, FSDP2": {"kind": "fsdp", "save": "trainer"},
+    "DCP": {"kind": "fsdp", "save": "nested"},
+    "torchtitan": {"kind": "fsdp", "save": "torchtitan"},
+    "no ZeRO": zero(0),
     "ZeRO-2": zero(2),
     "ZeRO-3": zero(3),
     "ZeRO-1, bf16": zero(1, **BF16),
@@ -95,6 +114,7 @@ def config_of(case: dict[str, Any], work: Path, run_dir: Path, *, steps: int = S
         "train_batch_size": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY if case.get("split", True) else 0.0}},
         "bf16": case.get("config", {}).get("bf16", {"enabled": False}),
+        **({"scheduler": case["scheduler"]} if "scheduler" in case else {}),
     }
     path = run_dir.with_suffix(".json")
     path.write_text(json.dumps(config))
@@ -126,9 +146,11 @@ def test_the_next_losses_are_those_of_the_other_trainer(
 ) -> None:
     case = CASES[name]
     config = config_of(case, work, tmp_path / "run")
-    assert headrace(["import", str(work / name), str(tmp_path / "run"), "--config", str(config)]) == 0
+    folder = next((work / name).glob("checkpoint-3"), work / name)
+    assert headrace(["import", str(folder), str(tmp_path / "run"), "--config", str(config)]) == 0
     said = capsys.readouterr().out
-    assert f"step {SAVED}, {SAVED * BATCH} samples" in said
+    assert f", step {SAVED}" in said
+    assert f"goes on with sample {SAVED * BATCH} of" in said
     assert "exp_avg, exp_avg_sq, optimizer step 3" in said
     assert "DIFFERENT" not in said
     assert "differs" not in said
