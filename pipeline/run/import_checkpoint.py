@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headrace.base.directory import fingerprint_of
 from headrace.base.errors import ConfigError, DataError
@@ -17,8 +16,8 @@ from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.checkpoint.importing.find import check_known, open_checkpoint
 from pipeline.checkpoint.importing.match import check_config, matched_state
-from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
-from pipeline.checkpoint.importing.write import write_tensors
+from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted, stored
+from pipeline.checkpoint.importing.write import write_checkpoint
 from pipeline.checkpoint.named_state import LOSS_SCALE, OPTIMIZER_STEP
 from pipeline.config.load import read_config
 from pipeline.config.rules.resolve import resolve
@@ -93,21 +92,20 @@ def import_checkpoint(folder: Path, prepared: PreparedRun, progress: Any = lambd
     matrices = matrices_of(prepared.model, settings.optimizer)
     kind = settings.optimizer.kind
     tensors = matched_state(source, wanted, lambda name: kind.of(matrix=name in matrices))
-    others: dict[str, Tensor] = {}
+    counter = source.step if source.optimizer_step is None else source.optimizer_step
     if kind.counts_steps:
-        counter = source.step if source.optimizer_step is None else source.optimizer_step
-        others[OPTIMIZER_STEP] = torch.tensor(float(counter))
+        tensors[OPTIMIZER_STEP] = stored(torch.tensor(float(counter)))
     scaler = LossScaler(settings.fp16)
     if scaler.enabled:
         own = source.loss_scale
-        others[LOSS_SCALE] = scaler.to_tensor() if own is None else torch.tensor(own, dtype=torch.float64)
+        tensors[LOSS_SCALE] = stored(scaler.to_tensor() if own is None else torch.tensor(own, dtype=torch.float64))
     skips = _skips(source, per_step=prepared.run.batch.samples)
     origin = {"kind": source.kind, "path": str(source.path), "step": source.step, "fingerprint": _print_of(source.path)}
     manifest = RunManifest(prepared, 0, imported=origin)
     info = manifest.checkpoint(source.step, skips=skips, anomalies={})
-    checkpoint = write_tensors(prepared.store, info, tensors, others, progress)
+    checkpoint = write_checkpoint(prepared.store, info, tensors, progress)
     manifest.write(source.step)
-    return Imported(checkpoint, tuple(_lines(source, prepared, skips, others)))
+    return Imported(checkpoint, tuple(_lines(source, prepared, skips)))
 
 
 def _skips(source: SourceCheckpoint, *, per_step: int) -> Skips:
@@ -122,14 +120,12 @@ def _print_of(folder: Path) -> str:
     return fingerprint_of([(str(path.relative_to(folder)), path.stat().st_size) for path in files])
 
 
-def _lines(
-    source: SourceCheckpoint, prepared: PreparedRun, skips: Skips, others: Mapping[str, Tensor]
-) -> Iterator[str]:
+def _lines(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> Iterator[str]:
     trained = "" if source.samples is None else f", {source.samples:,} samples"
     yield f"{source.path}: {source.kind}, step {source.step:,}{trained}"
     dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in source.weights.values()})
     states = ", ".join(source.states) or "no optimizer state"
-    counter = f", optimizer step {float(others[OPTIMIZER_STEP]):g}" if OPTIMIZER_STEP in others else ""
+    counter = "" if source.optimizer_step is None else f", optimizer step {source.optimizer_step:g}"
     masters = "" if dtypes == ["float32"] else " (no fp32 master weights: what rounding has lost is lost)"
     yield f"taken: {len(source.weights)} weights in {', '.join(dtypes)}{masters}, {states}{counter}"
     yield from _rates(source, prepared)

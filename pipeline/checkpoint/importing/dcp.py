@@ -30,12 +30,12 @@ from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
 from pipeline.checkpoint.importing import torchtitan
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,
-    SourceTensor,
     Wanted,
     hugging_face_name,
     one_step_counter,
 )
 from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.checkpoint.write.streamed import LazyTensor
 
 _STATE = re.compile(r"(?:^|\.)state\.(?P<name>.+)\.(?P<kind>exp_avg|exp_avg_sq|momentum_buffer|step)$")
 _GROUP = re.compile(r"(?:^|\.)param_groups\.(?P<group>.+)\.(?P<key>lr|betas|eps|weight_decay|momentum|nesterov)$")
@@ -65,8 +65,8 @@ _CLASSES = {
 class _Found:
     """What the folders hold, as it is collected."""
 
-    weights: dict[str, SourceTensor] = field(default_factory=dict)
-    states: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)
+    weights: dict[str, LazyTensor] = field(default_factory=dict)
+    states: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     counters: list[Any] = field(default_factory=list)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
@@ -128,9 +128,9 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
 
 
 def _sort_in(found: _Found, path: tuple[str, ...], value: Any) -> None:
-    """Puts an entry where it belongs: a `SourceTensor` or a plain value."""
-    dotted, tensor = ".".join(path), isinstance(value, SourceTensor) and bool(value.shape)
-    plain = value.read().item() if isinstance(value, SourceTensor) and not value.shape else value
+    """Puts an entry where it belongs: a `LazyTensor` or a plain value."""
+    dotted, tensor = ".".join(path), isinstance(value, LazyTensor) and bool(value.shape)
+    plain = value.read().item() if isinstance(value, LazyTensor) and not value.shape else value
     if match := _STATE.search(dotted):
         if match["kind"] == "step":
             found.counters.append(plain)
@@ -148,7 +148,7 @@ def _sort_in(found: _Found, path: tuple[str, ...], value: Any) -> None:
         found.left_out[path[0]] = None
 
 
-def _entries(folder: Path) -> Iterator[tuple[tuple[str, ...], SourceTensor | Any]]:
+def _entries(folder: Path) -> Iterator[tuple[tuple[str, ...], LazyTensor | Any]]:
     """Path and value of everything in a folder: tensors, which are read later, and plain values."""
     metadata = _metadata(folder)
     try:
@@ -170,7 +170,7 @@ def _entries(folder: Path) -> Iterator[tuple[tuple[str, ...], SourceTensor | Any
     reader = ShardReader(folder, table)
     for stored in table.tensors:
         read = partial(_read, reader, stored.key, stored.shape, stored.dtype)
-        yield _path(paths, stored.key), SourceTensor(tuple(stored.shape), stored.dtype, read)
+        yield _path(paths, stored.key), LazyTensor(tuple(stored.shape), stored.dtype, read)
     for key in plain:
         if key in places:
             yield _path(paths, key), _plain(folder, places[key])

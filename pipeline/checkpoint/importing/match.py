@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.importing.source import SourceCheckpoint, SourceTensor, Wanted
+from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
 from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
+from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.config.sections.optimizers import OptimizerKind
 
 _SHOWN = 8
@@ -33,8 +36,8 @@ _COMPUTED_WITH = (
 
 def matched_state(
     source: SourceCheckpoint, wanted: Wanted, kind_of: Callable[[str], OptimizerKind]
-) -> dict[str, SourceTensor]:
-    """The tensors of the checkpoint under the keys of `named_state`: what a run of the config resumes from.
+) -> dict[str, LazyTensor]:
+    """The tensors of the checkpoint under the keys of `named_state`, in fp32; buffers in their dtype.
 
     Args:
         source: the checkpoint.
@@ -53,7 +56,7 @@ def matched_state(
             f"{source.path} holds another model than the config's:\n{_listed(lines)}\n"
             f"  try: the model that it is of, as model.config, or model.path with its config.json"
         )
-    state = {weight_key(name): weights[name] for name in wanted.parameters}
+    state = {weight_key(name): weights[name].to(torch.float32) for name in wanted.parameters}
     for name in wanted.parameters:
         for moment in kind_of(name).states:
             tensor = _renamed(source.states.get(moment, {}), wanted).get(name)
@@ -62,7 +65,7 @@ def matched_state(
             if tensor.shape != wanted.parameters[name]:
                 why = f"{moment} of {name} has shape {tensor.shape}, and its weight {wanted.parameters[name]}"
                 raise CheckpointError(f"{source.path}: {why}\n  try: the checkpoint of another step")
-            state[moment_key(moment, name)] = tensor
+            state[moment_key(moment, name)] = tensor.to(torch.float32)
     return state | {buffer_key(name): weights[name] for name in wanted.buffers if name in weights}
 
 
@@ -86,13 +89,13 @@ def check_config(source: SourceCheckpoint, wanted: Wanted) -> None:
         )
 
 
-def _renamed(tensors: Mapping[str, SourceTensor], wanted: Wanted) -> dict[str, SourceTensor]:
+def _renamed(tensors: Mapping[str, LazyTensor], wanted: Wanted) -> dict[str, LazyTensor]:
     """Under the names of the model: of a tied parameter the checkpoint may have either name, or both."""
     owners = {name: tensor for name, tensor in tensors.items() if name not in wanted.aliases}
     return {wanted.aliases[name]: tensor for name, tensor in tensors.items() if name in wanted.aliases} | owners
 
 
-def _differences(found: Mapping[str, SourceTensor], needed: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _differences(found: Mapping[str, LazyTensor], needed: Mapping[str, tuple[int, ...]]) -> list[str]:
     lines = []
     for name in dict.fromkeys([*needed, *found]):
         here, there = needed.get(name), found[name].shape if name in found else None

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.importing.source import STATES, SourceTensor, stored
+from pipeline.checkpoint.importing.source import STATES, stored
+from pipeline.checkpoint.write.streamed import LazyTensor
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Of the Hugging Face Trainer (transformers 5, `get_decay_parameter_names`)."""
@@ -27,7 +28,7 @@ _RULES: tuple[Callable[[str, Shapes], bool], ...] = (
 
 def states_of(
     state: Mapping[str, Any], parameters: Shapes, where: Path
-) -> tuple[dict[str, dict[str, SourceTensor]], list[Any]]:
+) -> tuple[dict[str, dict[str, LazyTensor]], list[Any]]:
     """The optimizer states by name, and the step counters.
 
     Args:
@@ -47,7 +48,7 @@ def states_of(
             f" {len(parameters)} nor that of the usual groups (all; without norms and biases first) fits\n"
             "  try: save it by dcp.save with names, those of get_optimizer_state_dict (torch.distributed.checkpoint)"
         )
-    found: dict[str, dict[str, SourceTensor]] = {}
+    found: dict[str, dict[str, LazyTensor]] = {}
     for number, name in names.items():
         for kind in STATES:
             if (tensor := own.get(number, {}).get(kind)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.models.build.buffers import buffer_shapes
 from pipeline.models.build.meta import parameter_shapes
 
@@ -47,21 +48,6 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class SourceTensor:
-    """A tensor of the checkpoint.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: as stored.
-        read: returns it, in that shape.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
 class SourceCheckpoint:
     """What a checkpoint of another trainer holds.
 
@@ -82,8 +68,8 @@ class SourceCheckpoint:
     path: Path
     kind: str
     step: int
-    weights: Mapping[str, SourceTensor]
-    states: Mapping[str, Mapping[str, SourceTensor]]
+    weights: Mapping[str, LazyTensor]
+    states: Mapping[str, Mapping[str, LazyTensor]]
     optimizer_step: float | None = None
     groups: Sequence[Mapping[str, Any]] = ()
     samples: int | None = None
@@ -92,12 +78,12 @@ class SourceCheckpoint:
     left_out: Sequence[str] = field(default_factory=tuple)
 
 
-def stored(tensor: Tensor) -> SourceTensor:
+def stored(tensor: Tensor) -> LazyTensor:
     """A tensor as it is; of a file that is mapped into memory, it is read when it is used."""
-    return SourceTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where: Path) -> SourceTensor:
+def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where: Path) -> LazyTensor:
     """A tensor of consecutive flat pieces.
 
     Raises:
@@ -111,7 +97,7 @@ def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where
             f"  try: the checkpoint of another step; this one was not written whole"
         )
     dtype = pieces[0].dtype if pieces else torch.float32
-    return SourceTensor(shape, dtype, lambda: torch.cat([piece.reshape(-1) for piece in pieces]).view(shape))
+    return LazyTensor(shape, dtype, lambda: torch.cat([piece.reshape(-1) for piece in pieces]).view(shape))
 
 
 def hugging_face_name(name: str) -> str:

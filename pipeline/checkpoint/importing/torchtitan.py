@@ -17,7 +17,8 @@ from functools import partial
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.importing.source import SourceCheckpoint, SourceTensor, Wanted
+from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
+from pipeline.checkpoint.write.streamed import LazyTensor
 
 _WHOLE = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -72,8 +73,8 @@ def in_hugging_face_names(source: SourceCheckpoint, wanted: Wanted) -> SourceChe
     )
 
 
-def _renamed(tensors: Mapping[str, SourceTensor], heads: int, kv_heads: int) -> dict[str, SourceTensor]:
-    found: dict[str, SourceTensor] = {}
+def _renamed(tensors: Mapping[str, LazyTensor], heads: int, kv_heads: int) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         layer = _LAYER.fullmatch(name)
         inner = layer[2].replace("qkv_linear.", "") if layer else ""
@@ -94,11 +95,11 @@ def half_apart(rows: Tensor, *, heads: int) -> Tensor:
     return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
-def _changed(tensor: SourceTensor, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> SourceTensor:
-    return SourceTensor(shape, tensor.dtype, lambda: change(tensor.read()))
+def _changed(tensor: LazyTensor, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> LazyTensor:
+    return LazyTensor(shape, tensor.dtype, lambda: change(tensor.read()))
 
 
-def _split(tensor: SourceTensor, heads: int, kv_heads: int) -> dict[str, SourceTensor]:
+def _split(tensor: LazyTensor, heads: int, kv_heads: int) -> dict[str, LazyTensor]:
     """Queries, keys and values of a fused projection [kv_heads x (query heads of one + 2) x head size, D]."""
     per_key, width = heads // kv_heads, tensor.shape[1]
     size = tensor.shape[0] // (kv_heads * (per_key + 2))

@@ -25,7 +25,6 @@ from pipeline.checkpoint.importing.dcp import read_folders
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,
-    SourceTensor,
     Wanted,
     hugging_face_name,
     one_step_counter,
@@ -33,6 +32,7 @@ from pipeline.checkpoint.importing.source import (
 )
 from pipeline.checkpoint.importing.unpickle import open_saved
 from pipeline.checkpoint.importing.zero import LATEST, read_zero
+from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.models.folder.model_folder import ModelFolder
 
 STATE = "trainer_state.json"
@@ -104,19 +104,19 @@ def _replicated(folder: Path, wanted: Wanted, step: int) -> SourceCheckpoint:
     )
 
 
-def _weights(folder: Path) -> dict[str, SourceTensor]:
+def _weights(folder: Path) -> dict[str, LazyTensor]:
     """Of safetensors files, or of what older versions saved by torch.save."""
     saved = sorted(folder.glob("pytorch_model*.bin"))
     if saved and not any(folder.glob("*.safetensors")):
         opened: Iterable[Mapping[str, Any]] = map(open_saved, saved)
         return {hugging_face_name(name): stored(tensor) for each in opened for name, tensor in each.items()}
-    found: dict[str, SourceTensor] = {}
+    found: dict[str, LazyTensor] = {}
     for path in ModelFolder.open(folder).files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 part = file.get_slice(name)
                 dtype = file.get_tensor(name).dtype if not part.get_shape() else part[:0].dtype
-                found[hugging_face_name(name)] = SourceTensor(tuple(part.get_shape()), dtype, _reads(path, name))
+                found[hugging_face_name(name)] = LazyTensor(tuple(part.get_shape()), dtype, _reads(path, name))
     return found
 
 

@@ -22,13 +22,13 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.importing.source import (
     STATES,
     SourceCheckpoint,
-    SourceTensor,
     Wanted,
     hugging_face_name,
     one_step_counter,
 )
 from pipeline.checkpoint.importing.unpickle import open_saved
 from pipeline.checkpoint.importing.zero import buffers_of, left_out_of, loss_scale_of, newest_tag, read_head
+from pipeline.checkpoint.write.streamed import LazyTensor
 
 ZERO, WEIGHT, LATEST_UNIVERSAL, OPTIMIZER = "zero", "fp32", "latest_universal", "optimizer_state.pt"
 
@@ -71,13 +71,13 @@ def read_universal(folder: Path, _wanted: Wanted) -> SourceCheckpoint:
     )
 
 
-def _tensor(path: Path, shape: tuple[int, ...] | None) -> SourceTensor:
+def _tensor(path: Path, shape: tuple[int, ...] | None) -> LazyTensor:
     found = _param(path)
     shape = tuple(found.shape) if found.ndim > 1 or shape is None else shape
     if found.numel() != math.prod(shape):
         raise CheckpointError(f"{path} has {found.numel():,} elements, and {shape} is wanted\n  try: convert it again")
     # opened again when it is read: a mapping for every file of a large model would be too many
-    return SourceTensor(shape, found.dtype, lambda: _param(path).reshape(shape))
+    return LazyTensor(shape, found.dtype, lambda: _param(path).reshape(shape))
 
 
 def _param(path: Path) -> Tensor:

@@ -25,7 +25,6 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.importing.source import (
     STATES,
     SourceCheckpoint,
-    SourceTensor,
     Wanted,
     from_pieces,
     hugging_face_name,
@@ -33,6 +32,7 @@ from pipeline.checkpoint.importing.source import (
     stored,
 )
 from pipeline.checkpoint.importing.unpickle import DynamicScale, open_saved
+from pipeline.checkpoint.write.streamed import LazyTensor
 
 LATEST = "latest"
 _RANK_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -247,7 +247,7 @@ def _tensors(weight: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, Te
     yield from ((name, state[name]) for name in STATES if name in state)
 
 
-def buffers_of(head: Mapping[str, Any]) -> dict[str, SourceTensor]:
+def buffers_of(head: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """The persistent buffers in the engine's state."""
     names = set(head.get("buffer_names") or ())
     return {hugging_face_name(n): stored(t) for n, t in (head.get("module") or {}).items() if n in names}

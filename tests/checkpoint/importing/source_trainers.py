@@ -181,8 +181,10 @@ def with_fsdp(case: dict[str, Any]) -> Losses:
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW(groups_of(model, split=case.get("version", 2) == 2), lr=LR)
+    if "load" in case:
+        load_nested(case, model, optimizer)
     losses = []
-    for step in range(1, case["steps"] + 1):
+    for step in range(case.get("loaded", 0) + 1, case["steps"] + 1):
         loss = loss_of(model, samples(case, step))
         losses.append(mean(loss))
         loss.backward()
@@ -192,7 +194,7 @@ def with_fsdp(case: dict[str, Any]) -> Losses:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step == case["saved"]:
+        if step == case.get("saved"):
             SAVES[case["save"]](case, model, optimizer, step)
     return losses
 
@@ -222,6 +224,18 @@ def save_nested(case: dict[str, Any], model: Any, optimizer: Any, step: int) -> 
 
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states, "step": step}, checkpoint_id=case["folder"])
+
+
+def load_nested(case: dict[str, Any], model: Any, optimizer: Any) -> None:
+    """As torch's tutorials do."""
+    from torch.distributed import checkpoint as dcp  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: PLC0415
+
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states, "step": 0}
+    dcp.load(state, checkpoint_id=case["load"])
+    assert state["step"] == case["loaded"]
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def save_as_torchtitan(case: dict[str, Any], model: Any, optimizer: Any, step: int) -> None:

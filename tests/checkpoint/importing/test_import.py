@@ -1,8 +1,9 @@
-"""A run goes on from a checkpoint of another trainer with the losses that the other trainer has in its next steps."""
+"""Checkpoints of other trainers in, and for other trainers out; who goes on has the next losses of the other."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from headrace.base.directory import read_manifest
+from headrace.base.errors import CheckpointError
 from headrace.commands.app import run as headrace
+from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.skips import Skips
@@ -258,3 +261,89 @@ def test_the_run_and_its_later_checkpoints_say_what_they_go_on_from(copied: Path
     [given, training] = training_lineage(newest)["steps"]
     assert (given["step"], training["step"]) == ("given", "training")
     assert "DeepSpeed ZeRO-1 of 2 ranks, step 3" in given["what"]
+
+
+OUT = {
+    "dcp": {"kind": "fsdp"},
+    "universal, ZeRO-2": zero(2, checkpoint={"load_universal": True}),
+    "universal, ZeRO-1": zero(1, checkpoint={"load_universal": True}),
+    "universal, ZeRO-1, bf16": zero(1, checkpoint={"load_universal": True}, **BF16),
+}
+OUT_QUICK = ("dcp", "universal, ZeRO-2")
+OUT_NAMES = [pytest.param(name, marks=[] if name in OUT_QUICK else pytest.mark.integration) for name in OUT]
+
+
+@pytest.fixture(scope="module")
+def exported(request: pytest.FixtureRequest, trained: dict[str, list[float]], work: Path) -> dict[str, list[float]]:
+    """A checkpoint in both formats, `work / FORMAT`; the losses of other trainers that go on from them."""
+    assert trained["ZeRO-1"]
+    config = config_of({}, work, work / "exported")
+    assert headrace(["import", str(work / "ZeRO-1"), str(work / "exported"), "--config", str(config)]) == 0
+    for kind in ("dcp", "universal"):
+        assert headrace(["export", str(work / "exported"), str(work / kind), "--format", kind]) == 0
+    wanted = {*OUT_QUICK, *selected(request.session, test_other_trainers_go_on_from_an_export, "name")}
+    cases = {
+        name: {**case, "load": str(work / name.partition(",")[0]), "loaded": SAVED, "saved": 0}
+        for name, case in OUT.items()
+        if name in wanted
+    }
+    return train_with_others(work, cases, processes=2)
+
+
+@pytest.mark.parametrize("name", OUT_NAMES)
+def test_other_trainers_go_on_from_an_export(
+    trained: dict[str, list[float]], exported: dict[str, list[float]], name: str
+) -> None:
+    assert exported[name] == pytest.approx(trained["ZeRO-1"][SAVED:], rel=tolerance(OUT[name]))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "universal"])
+def test_an_export_comes_back_bit_for_bit(
+    exported: dict[str, list[float]], work: Path, tmp_path: Path, kind: str
+) -> None:
+    assert exported
+    config = config_of({}, work, tmp_path / "run")
+    assert headrace(["import", str(work / kind), str(tmp_path / "run"), "--config", str(config)]) == 0
+    states = [tmp_path / f"{n}.pt" for n in (0, 1)]
+    for run_dir, path in zip((work / "exported", tmp_path / "run"), states, strict=True):
+        assert headrace(["checkpoint", "torch", str(run_dir), str(path)]) == 0
+    before, after = map(torch.load, states)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_damaged_dcp_and_one_with_foreign_classes_are_refused(
+    exported: dict[str, list[float]], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported
+    folder = Path(shutil.copytree(work / "dcp", tmp_path / "dcp"))
+    words = [str(folder), str(tmp_path / "run"), "--config", str(config_of({}, work, tmp_path / "run"))]
+    (folder / "__0_0.distcp").rename(folder / "__7_0.distcp")
+    assert "lacks __0_0.distcp" in refusal(words, capsys)
+    (folder / ".metadata").write_bytes(pickle.dumps(shutil.rmtree))
+    assert "names shutil.rmtree, which opening it would execute: refused" in refusal(words, capsys)
+
+
+def test_what_a_format_does_not_hold_is_refused(
+    exported: dict[str, list[float]], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported
+    command = ["export", str(work / "exported"), str(tmp_path / "out"), "--format", "dcp"]
+    assert headrace([*command, "--dtype", "bf16"]) == 2
+    assert "--format dcp writes the state as it is trained, in fp32" in capsys.readouterr().err
+
+
+def test_numbered_states_are_named_by_the_rule_that_fits_and_refused_where_none_does() -> None:
+    parameters = {"embed.weight": (4, 2), "layers.0.norm.weight": (2,), "layers.0.weight": (2, 2), "lm_head": (4, 2)}
+    order = ["embed.weight", "layers.0.weight", "lm_head", "layers.0.norm.weight"]
+    state = {n: {"step": 3, "exp_avg": torch.full(parameters[name], float(n))} for n, name in enumerate(order)}
+    groups = [{"params": [0, 1, 2]}, {"params": [3]}]
+    found, counters = states_of({"state": state, "param_groups": groups}, parameters, Path("optimizer.pt"))
+    assert {name: float(tensor.read().mean()) for name, tensor in found["exp_avg"].items()} == {
+        name: float(n) for n, name in enumerate(order)
+    }
+    assert counters == [3, 3, 3, 3]
+    state[1], state[3] = state[3], state[1]
+    state[0], state[1] = state[1], state[0]
+    with pytest.raises(CheckpointError, match=r"numbers its parameters \(3 \+ 1 in 2 groups\)"):
+        states_of({"state": state, "param_groups": groups}, parameters, Path("optimizer.pt"))
