@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.checkpoint.importing.find import check_known, open_checkpoint
 from pipeline.checkpoint.importing.match import check_config, matched_state
-from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted, stored
+from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, stored
 from pipeline.checkpoint.importing.write import write_checkpoint
 from pipeline.checkpoint.named_state import LOSS_SCALE, OPTIMIZER_STEP
 from pipeline.config.load import read_config
@@ -66,8 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for line in imported.lines:
         print(line)
-    words = " ".join(f"--set {word}" for word in overrides)
-    print(f"output: {imported.checkpoint.path}; it goes on with: headrace train --config {arguments.config} {words}")
+    command = ["headrace", "train", "--config", str(arguments.config)]
+    command += [word for override in overrides for word in ("--set", override)]
+    print(f"output: {imported.checkpoint.path}; it goes on with: {shlex.join(command)}")
     return 0
 
 
@@ -83,7 +85,7 @@ def import_checkpoint(folder: Path, prepared: PreparedRun, progress: Any = lambd
         ConfigError: the run has fewer steps than the checkpoint.
         CheckpointError: the checkpoint is of another model or optimizer.
     """
-    settings, wanted = prepared.run.config, Wanted.of(prepared.model, prepared.hf_config)
+    settings, wanted = prepared.run.config, TargetModel.of(prepared.model, prepared.hf_config)
     source = open_checkpoint(folder, wanted)
     if not 0 < source.step < prepared.run.steps:
         why = f"{source.path} is of step {source.step:,}"

@@ -90,7 +90,7 @@ class TrainedState:
         """Parameter groups of torch.optim.AdamW, `params` being names: with weight decay first, then without."""
         params = self._curve["optimizer"]["params"]
         schedule = Schedule(**{**self._curve["scheduler"], "total": self._curve["scheduler"]["total"] or 0})
-        options = {
+        options: dict[str, Any] = {
             "lr": schedule.lr(self.step + 1),
             "betas": tuple(params["betas"] or (0.9, 0.999)),
             "eps": 1e-8 if params["eps"] is None else params["eps"],

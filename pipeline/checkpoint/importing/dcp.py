@@ -30,7 +30,7 @@ from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
 from pipeline.checkpoint.importing import torchtitan
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,
-    Wanted,
+    TargetModel,
     hugging_face_name,
     one_step_counter,
 )
@@ -62,7 +62,7 @@ _CLASSES = {
 
 
 @dataclass
-class _Found:
+class _Collected:
     """What the folders hold, as it is collected."""
 
     weights: dict[str, LazyTensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class _Found:
     left_out: dict[str, None] = field(default_factory=dict)
 
 
-def read_dcp(folder: Path, wanted: Wanted) -> SourceCheckpoint:
+def read_dcp(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of `dcp.save`.
 
     Args:
@@ -100,7 +100,7 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
     Raises:
         CheckpointError: as `read_dcp`.
     """
-    found = _Found()
+    found = _Collected()
     for folder in folders:
         for path, value in _entries(folder):
             _sort_in(found, path, value)
@@ -127,7 +127,7 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
     )
 
 
-def _sort_in(found: _Found, path: tuple[str, ...], value: Any) -> None:
+def _sort_in(found: _Collected, path: tuple[str, ...], value: Any) -> None:
     """Puts an entry where it belongs: a `LazyTensor` or a plain value."""
     dotted, tensor = ".".join(path), isinstance(value, LazyTensor) and bool(value.shape)
     plain = value.read().item() if isinstance(value, LazyTensor) and not value.shape else value

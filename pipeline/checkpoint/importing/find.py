@@ -9,13 +9,13 @@ from headrace.base.errors import CheckpointError
 from headrace.base.foreign_folders import what_it_is
 from pipeline.checkpoint.importing.dcp import read_dcp
 from pipeline.checkpoint.importing.replicated import read_replicated
-from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
+from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.importing.trainer_folder import read_trainer
 from pipeline.checkpoint.importing.universal import read_universal
 from pipeline.checkpoint.importing.zero import read_zero
 
 KNOWN = "a checkpoint folder of DeepSpeed, of the Hugging Face Trainer, of torchtitan, or of torch (DCP)"
-Reader = Callable[[Path, Wanted], SourceCheckpoint]
+Reader = Callable[[Path, TargetModel], SourceCheckpoint]
 
 
 def check_known(folder: Path) -> Reader:
@@ -32,7 +32,7 @@ def check_known(folder: Path) -> Reader:
     raise CheckpointError(f"{folder} holds no checkpoint that is taken{what_it_is(folder, KNOWN)}")
 
 
-def open_checkpoint(folder: Path, wanted: Wanted) -> SourceCheckpoint:
+def open_checkpoint(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of another trainer.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
+from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.config.sections.optimizers import OptimizerKind
@@ -35,7 +35,7 @@ _COMPUTED_WITH = (
 
 
 def matched_state(
-    source: SourceCheckpoint, wanted: Wanted, kind_of: Callable[[str], OptimizerKind]
+    source: SourceCheckpoint, wanted: TargetModel, kind_of: Callable[[str], OptimizerKind]
 ) -> dict[str, LazyTensor]:
     """The tensors of the checkpoint under the keys of `named_state`, in fp32; buffers in their dtype.
 
@@ -69,7 +69,7 @@ def matched_state(
     return state | {buffer_key(name): weights[name] for name in wanted.buffers if name in weights}
 
 
-def check_config(source: SourceCheckpoint, wanted: Wanted) -> None:
+def check_config(source: SourceCheckpoint, wanted: TargetModel) -> None:
     """Compares fields of both Hugging Face configs that no shape of a tensor shows.
 
     Raises:
@@ -89,7 +89,7 @@ def check_config(source: SourceCheckpoint, wanted: Wanted) -> None:
         )
 
 
-def _renamed(tensors: Mapping[str, LazyTensor], wanted: Wanted) -> dict[str, LazyTensor]:
+def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel) -> dict[str, LazyTensor]:
     """Under the names of the model: of a tied parameter the checkpoint may have either name, or both."""
     owners = {name: tensor for name, tensor in tensors.items() if name not in wanted.aliases}
     return {wanted.aliases[name]: tensor for name, tensor in tensors.items() if name in wanted.aliases} | owners

@@ -6,11 +6,17 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.importing.numbered import states_of
-from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted, hugging_face_name, one_step_counter, stored
+from pipeline.checkpoint.importing.source import (
+    SourceCheckpoint,
+    TargetModel,
+    hugging_face_name,
+    one_step_counter,
+    stored,
+)
 from pipeline.checkpoint.importing.zero import left_out_of, newest_tag, read_head
 
 
-def read_replicated(folder: Path, wanted: Wanted) -> SourceCheckpoint:
+def read_replicated(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of stage 0.
 
     Args:

@@ -22,7 +22,7 @@ _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoin
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TargetModel:
     """The model of the config.
 
     Attributes:
@@ -38,7 +38,7 @@ class Wanted:
     hf_config: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module, hf_config: Mapping[str, Any]) -> Wanted:
+    def of(cls, model: nn.Module, hf_config: Mapping[str, Any]) -> TargetModel:
         """Of a model on meta."""
         own = {name: tuple(shape) for name, shape in parameter_shapes(model).items()}
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.importing.source import SourceCheckpoint, Wanted
+from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.write.streamed import LazyTensor
 
 _WHOLE = {
@@ -47,7 +47,7 @@ def is_of(source: SourceCheckpoint) -> bool:
     return "tok_embeddings.weight" in source.weights
 
 
-def in_hugging_face_names(source: SourceCheckpoint, wanted: Wanted) -> SourceCheckpoint:
+def in_hugging_face_names(source: SourceCheckpoint, wanted: TargetModel) -> SourceCheckpoint:
     """The same checkpoint under Hugging Face names.
 
     Args:

@@ -25,7 +25,7 @@ from pipeline.checkpoint.importing.dcp import read_folders
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,
-    Wanted,
+    TargetModel,
     hugging_face_name,
     one_step_counter,
     stored,
@@ -44,7 +44,7 @@ _LEFT_OUT = {
 }
 
 
-def read_trainer(folder: Path, wanted: Wanted) -> SourceCheckpoint:
+def read_trainer(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of the Trainer.
 
     Args:
@@ -83,7 +83,7 @@ def _step(folder: Path) -> int:
         raise CheckpointError(f"{folder / STATE} is damaged: {error!r}\n  try: another checkpoint") from None
 
 
-def _replicated(folder: Path, wanted: Wanted, step: int) -> SourceCheckpoint:
+def _replicated(folder: Path, wanted: TargetModel, step: int) -> SourceCheckpoint:
     path = folder / "optimizer.pt"
     if not path.is_file():
         raise CheckpointError(

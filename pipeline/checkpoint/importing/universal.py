@@ -22,7 +22,7 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.importing.source import (
     STATES,
     SourceCheckpoint,
-    Wanted,
+    TargetModel,
     hugging_face_name,
     one_step_counter,
 )
@@ -33,7 +33,7 @@ from pipeline.checkpoint.write.streamed import LazyTensor
 ZERO, WEIGHT, LATEST_UNIVERSAL, OPTIMIZER = "zero", "fp32", "latest_universal", "optimizer_state.pt"
 
 
-def read_universal(folder: Path, _wanted: Wanted) -> SourceCheckpoint:
+def read_universal(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
     """Opens a universal checkpoint.
 
     Args:

@@ -25,7 +25,7 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.importing.source import (
     STATES,
     SourceCheckpoint,
-    Wanted,
+    TargetModel,
     from_pieces,
     hugging_face_name,
     one_step_counter,
@@ -80,7 +80,7 @@ def newest_tag(folder: Path, *, latest: str = LATEST) -> Path:
     return tags[0]
 
 
-def read_zero(folder: Path, _wanted: Wanted) -> SourceCheckpoint:
+def read_zero(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of ZeRO.
 
     Args:

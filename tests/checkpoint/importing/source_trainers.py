@@ -22,7 +22,7 @@ from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_mixture
 
 SEQUENCE, VOCABULARY, BATCH, SEED, LR = 32, 128, 8, 3, 2e-3
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -97,7 +97,7 @@ def train_with_others(
     """Trains cases in one launch; the losses of their steps."""
     common = {"tokens": str(work / "tokens"), "saved": saved, "steps": steps}
     (work / "cases.json").write_text(
-        json.dumps({name: {"folder": str(work / name), **common, **case} for name, case in cases.items()})
+        json.dumps({name: {**common, "folder": str(work / name), **case} for name, case in cases.items()})
     )
     worker = Path(__file__).with_name("source_trainers.py")
     done = warm.run(worker, work / "cases.json", work / "out.json", processes=processes, merged=True, timeout_s=500)
@@ -117,6 +117,7 @@ def config_of(case: dict[str, Any], work: Path, run_dir: Path, *, steps: int = S
         "train_batch_size": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY if case.get("split", True) else 0.0}},
         "bf16": case.get("config", {}).get("bf16", {"enabled": False}),
+        "gradient_clipping": 1.0,
         **({"scheduler": case["scheduler"]} if "scheduler" in case else {}),
     }
     path = run_dir.with_suffix(".json")
@@ -347,3 +348,50 @@ def test_numbered_states_are_named_by_the_rule_that_fits_and_refused_where_none_
     state[0], state[1] = state[1], state[0]
     with pytest.raises(CheckpointError, match=r"numbers its parameters \(3 \+ 1 in 2 groups\)"):
         states_of({"state": state, "param_groups": groups}, parameters, Path("optimizer.pt"))
+
+
+def test_a_model_that_computes_otherwise_and_weights_alone_are_refused(
+    trained: dict[str, list[float]], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained["Trainer"]
+    folder = Path(shutil.copytree(work / "Trainer/checkpoint-3", tmp_path / "checkpoint-3"))
+    words = [str(folder), str(tmp_path / "run"), "--config", str(config_of({}, work, tmp_path / "run"))]
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "rms_norm_eps": 1e-5}))
+    said = refusal(words, capsys)
+    assert "is of a model that computes otherwise than the config's" in said
+    assert "rms_norm_eps: checkpoint 1e-05, config 1e-06" in said
+    (folder / "optimizer.pt").unlink()
+    assert "has no optimizer state (optimizer.pt, optimizer_0 or global_step*)" in refusal(words, capsys)
+    assert not (tmp_path / "run").exists()
+
+
+WORLDS = {
+    f"ZeRO-{stage}{', bf16' if precision else ''}": zero(stage, **precision)
+    for stage in (1, 2, 3)
+    for precision in ({}, BF16)
+}
+TEN = {"saved": 10, "steps": 20}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_ten_steps_after_ten_steps_on_any_number_of_ranks(tmp_path: Path, processes: int) -> None:
+    """Prints the rows of the table in docs/how-to/import-checkpoints.md."""
+    work = tmp_path
+    (work / "runs").mkdir()
+    write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
+    linear = {"warmup_num_steps": 1, "decay_num_steps": TEN["steps"], "total_num_steps": TEN["steps"] + 1}
+    cases = {name: {**case, **TEN} for name, case in {**WORLDS, **(CASES if processes == 2 else {})}.items()}
+    cases = {n: {**c, "scheduler": {**LINEAR, "params": linear}} if "scheduler" in c else c for n, c in cases.items()}
+    theirs = train_with_others(work, cases, processes=processes)
+    for name, case in cases.items():
+        run_dir = work / "runs" / name
+        config = config_of(case, work, run_dir, steps=TEN["steps"])
+        folder = next((work / name).glob("checkpoint-10"), work / name)
+        assert headrace(["import", str(folder), str(run_dir), "--config", str(config)]) == 0
+        ours, after = next_losses(prepare(resolved(config))), theirs[name][TEN["saved"] :]
+        worst = max(abs(a - b) / b for a, b in zip(ours, after, strict=True))
+        losses = f"{after[0]:.6f} | {ours[0]:.6f} | {after[-1]:.6f} | {ours[-1]:.6f}"
+        print(f"| {name} | {processes} | {losses} | {worst:.1e} |")
+        assert ours == pytest.approx(after, rel=tolerance(case))
