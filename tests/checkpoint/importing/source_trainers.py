@@ -89,7 +89,7 @@ def with_deepspeed(case: dict[str, Any]) -> Losses:
     model = model_of(case)
     config = {"train_batch_size": BATCH, "gradient_clipping": 1.0, **case["config"]}
     params = groups_of(model, split=case.get("split", True))
-    optimizer = torch.optim.AdamW(params, lr=LR)
+    optimizer = torch.optim.SGD(params, **case["sgd"]) if "sgd" in case else torch.optim.AdamW(params, lr=LR)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if "load" in case:
         engine.load_checkpoint(case["load"])

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16 import loss_scaler
 
 from headrace.base.directory import read_manifest
 from headrace.base.errors import CheckpointError
 from headrace.commands.app import run as headrace
 from pipeline.checkpoint.importing.numbered import states_of
+from pipeline.checkpoint.importing.unpickle import open_saved
+from pipeline.checkpoint.importing.zero import loss_scale_of
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.skips import Skips
@@ -68,6 +71,7 @@ CASES = {
     "ZeRO-1, bf16": zero(1, **BF16),
     "ZeRO-1, bf16 by BF16_Optimizer": zero(1, **BF16, data_types={"grad_accum_dtype": "fp32"}),
     "ZeRO-2, bf16": zero(2, **BF16),
+    "ZeRO-2, SGD": {**zero(2, zero_allow_untested_optimizer=True), "sgd": {"lr": 0.05, "momentum": 0.9}},
     "ZeRO-2, one group": {**zero(2), "split": False},
     "ZeRO-3 of small sub-groups": zero(3) | {"config": {"zero_optimization": {"stage": 3, "sub_group_size": 5000}}},
     "universal of ZeRO-2": {**zero(2), "universal": True},
@@ -115,7 +119,10 @@ def config_of(case: dict[str, Any], work: Path, run_dir: Path, *, steps: int = S
         "run": {"dir": str(run_dir), "steps": steps, "seed": SEED},
         "evaluation": {"samples": 0},
         "train_batch_size": BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY if case.get("split", True) else 0.0}},
+        "optimizer": {
+            "type": "SGD" if "sgd" in case else "AdamW",
+            "params": {"lr": LR, "weight_decay": DECAY if case.get("split", True) else 0.0, **case.get("sgd", {})},
+        },
         "bf16": case.get("config", {}).get("bf16", {"enabled": False}),
         "gradient_clipping": 1.0,
         **({"scheduler": case["scheduler"]} if "scheduler" in case else {}),
@@ -155,7 +162,7 @@ def test_the_next_losses_are_those_of_the_other_trainer(
     said = capsys.readouterr().out
     assert f", step {SAVED}" in said
     assert f"goes on with sample {SAVED * BATCH} of" in said
-    assert "exp_avg, exp_avg_sq, optimizer step 3" in said
+    assert ("momentum_buffer" if "sgd" in case else "exp_avg, exp_avg_sq, optimizer step 3") in said
     assert "DIFFERENT" not in said
     assert "differs" not in said
     assert next_losses(prepare(resolved(config))) == pytest.approx(trained[name][SAVED:], rel=tolerance(case))
@@ -364,6 +371,15 @@ def test_a_model_that_computes_otherwise_and_weights_alone_are_refused(
     (folder / "optimizer.pt").unlink()
     assert "has no optimizer state (optimizer.pt, optimizer_0 or global_step*)" in refusal(words, capsys)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_loss_scale_of_deepspeed_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # rank 0 says that a step is skipped
+    scaler = loss_scaler.DynamicLossScaler(2**16, 1000, 1.0, 2, False)
+    for overflow in (False, True, False, False):
+        scaler.update_scale(overflow)
+    torch.save({"loss_scaler": scaler}, tmp_path / "x.pt")
+    assert loss_scale_of(open_saved(tmp_path / "x.pt")["loss_scaler"]) == (2**16, 2, 1)
 
 
 WORLDS = {
