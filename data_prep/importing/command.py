@@ -23,14 +23,10 @@ _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("tokens", metavar="TOKENS", type=Path, help="folder, file or PREFIX that another tool wrote")
-    parser.add_argument("out", metavar="OUT", type=Path, help="tokens directory to write")
+    parser.add_argument("tokens", metavar="SOURCE", type=Path, help="folder, file or PREFIX that another tool wrote")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     parser.add_argument(
-        "--tokenizer",
-        metavar="FOLDER",
-        type=Path,
-        required=True,
-        help="Hugging Face folder of the tokenizer they are of",
+        "--tokenizer", metavar="FOLDER", type=Path, help="of tokens: Hugging Face folder of the tokenizer they are of"
     )
     parser.add_argument(
         "--heldout", metavar="TOKENS", type=Path, help="tokens of the held-out split; default: files named val, ..."

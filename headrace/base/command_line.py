@@ -38,6 +38,7 @@ PATHS = frozenset(
         "RUN",
         "RUN|CHECKPOINT",
         "RUN_DIR",
+        "SOURCE",
         "TOKENS",
         "NAME|FILE",
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -27,42 +27,34 @@ class Foreign:
         name: what it is, and whose.
         marks: patterns of paths in it, `/` for a folder below; each has to be there.
         remedy: what to do.
+        checkpoint: whether `headrace import` takes its optimizer state and step, too.
     """
 
     name: str
     marks: tuple[str, ...]
     remedy: str
+    checkpoint: bool = False
 
 
 _TOKENS = 'then run headrace prep over it, with a source {"type": "jsonl", "path": "texts.jsonl"}'
 _IMPORT = "headrace import FOLDER OUT --tokenizer ITS_TOKENIZER, which keeps its documents"
 _TEXT_OR_IDS = f"{_IMPORT}, where it holds ids; text: export it to JSON lines, {_TOKENS}"
 _WEIGHTS = 'then give the folder as "model": {"path": ...}: its weights are taken, its optimizer state is not'
-_UNIVERSAL = (
-    "python -m deepspeed.utils.zero_to_fp32 FOLDER OUT --safe_serialization on the ZeRO checkpoint that it was made of,"
-    f" copy config.json and the tokenizer to OUT, {_WEIGHTS}"
+_RESUMED = (
+    "headrace import FOLDER RUN_DIR --config train.json, which takes weights, optimizer state and step; for the weights"
+    " alone headrace export RUN_DIR OUT after that, and OUT as model.path"
 )
 
 KINDS = (
+    Foreign("a checkpoint of DeepSpeed (ZeRO)", ("*/*zero_pp_rank_*_optim_states.pt",), _RESUMED, checkpoint=True),
     Foreign(
-        "a checkpoint of DeepSpeed (ZeRO)",
-        ("*/*zero_pp_rank_*_optim_states.pt",),
-        "python FOLDER/zero_to_fp32.py FOLDER OUT --safe_serialization, copy config.json and the tokenizer to OUT,"
-        f" {_WEIGHTS}",
+        "a checkpoint of DeepSpeed (ZeRO), of one step", ("*zero_pp_rank_*_optim_states.pt",), _RESUMED, checkpoint=True
     ),
+    Foreign("a universal checkpoint of DeepSpeed", ("zero/*", "*_model_states.pt"), _RESUMED, checkpoint=True),
     Foreign(
-        "a checkpoint of DeepSpeed (ZeRO), of one step",
-        ("*zero_pp_rank_*_optim_states.pt",),
-        "python -m deepspeed.utils.zero_to_fp32 FOLDER_ABOVE OUT --safe_serialization, copy config.json and the"
-        f" tokenizer to OUT, {_WEIGHTS}",
+        "a folder of universal checkpoints of DeepSpeed", ("*/zero", "latest_universal"), _RESUMED, checkpoint=True
     ),
-    Foreign("a universal checkpoint of DeepSpeed", ("zero/*", "mp_rank_*_model_states.pt"), _UNIVERSAL),
-    Foreign("a folder of universal checkpoints of DeepSpeed", ("*/zero", "latest_universal"), _UNIVERSAL),
-    Foreign(
-        "a checkpoint of DeepSpeed without ZeRO",
-        ("*/mp_rank_*_model_states.pt",),
-        "load its key module with torch.load, save it by your model's save_pretrained, " + _WEIGHTS,
-    ),
+    Foreign("a checkpoint of DeepSpeed without ZeRO", ("*/mp_rank_*_model_states.pt",), _RESUMED, checkpoint=True),
     Foreign(
         "a checkpoint of Megatron-LM (torch)",
         ("*/mp_rank_*/model_optim_rng.pt",),
@@ -73,22 +65,21 @@ KINDS = (
         ("latest_checkpointed_iteration.txt",),
         f"convert it to a Hugging Face folder with Megatron-LM's tools/checkpoint or Megatron Bridge, {_WEIGHTS}",
     ),
-    Foreign(
-        "a distributed checkpoint of torch (DCP)",
-        (".metadata", "*.distcp"),
-        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt, load it into your model, save"
-        f" it by save_pretrained, {_WEIGHTS}",
-    ),
+    Foreign("a distributed checkpoint of torch (DCP)", (".metadata", "*.distcp"), _RESUMED, checkpoint=True),
+    Foreign("a folder of checkpoints of torchtitan", ("step-*/.metadata",), _RESUMED, checkpoint=True),
     Foreign(
         "the output folder of the Hugging Face Trainer",
         ("checkpoint-*/trainer_state.json",),
-        "name one of its checkpoints, FOLDER/checkpoint-N, as model.path: its weights are taken, its optimizer,"
-        " schedule and step are not",
+        "headrace import FOLDER/checkpoint-N RUN_DIR --config train.json, which takes weights, optimizer state and"
+        " step; or FOLDER/checkpoint-N as model.path, for its weights alone",
+        checkpoint=True,
     ),
     Foreign(
         "a checkpoint of the Hugging Face Trainer",
         ("trainer_state.json",),
-        "give it as model.path: its weights are taken, its optimizer, schedule and step are not",
+        "headrace import FOLDER RUN_DIR --config train.json, which takes weights, optimizer state and step; or as"
+        " model.path, for its weights alone",
+        checkpoint=True,
     ),
     Foreign("a folder of chunks of litdata", ("index.json", "chunk-*.bin"), _TEXT_OR_IDS),
     Foreign("a folder of chunks of litdata, by split", ("*/index.json", "*/chunk-*.bin"), _TEXT_OR_IDS),
@@ -145,8 +136,8 @@ def recognise(folder: Path) -> Foreign | None:
         return None
     for kind in KINDS:
         if all(any(fnmatchcase(name, mark) for name in names) for mark in kind.marks):
-            named = kind.remedy.replace("FOLDER_ABOVE", str(folder.parent)).replace("FOLDER", str(folder))
-            return Foreign(kind.name, kind.marks, named)
+            named = kind.remedy.replace("FOLDER", str(folder))
+            return replace(kind, remedy=named)
     return None
 
 

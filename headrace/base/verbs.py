@@ -57,9 +57,9 @@ VERBS = (
     ),
     Verb(
         "import",
-        "turn tokens that other tools made into a tokens directory, with their document borders",
+        "turn tokens of other tools into a tokens directory, or a checkpoint of another trainer into a run",
         DATA_PREP,
-        "data_prep.importing.command",
+        "headrace.commands.import_",
     ),
     Verb(
         "plan",

@@ -8,6 +8,9 @@ from typing import Any
 
 from headrace.base.directory import Manifest, read_manifest
 
+IMPORTED = "imported"
+"""In `details` of a manifest: the checkpoint of another trainer that the run goes on from."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:

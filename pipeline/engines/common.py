@@ -15,6 +15,7 @@ from pipeline.config.sections.run import Config, ModelSection
 from pipeline.engines.base import StepMeasure, StepOutcome, StepResult
 from pipeline.engines.optim.groups import DECAYED, NOT_DECAYED, UpdateScale
 from pipeline.engines.parametrization.scales import find_parametrization
+from pipeline.models.decayed import is_decayed
 from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 
@@ -46,7 +47,7 @@ def update_scales(
     """
     matrices = {} if optimizer is None else matrices_of(model, optimizer)
     found = None if section is None else find_parametrization(section, model, optimizer)
-    decayed = {name: _is_decayed(model, name, parameter) for name, parameter in model.named_parameters()}
+    decayed = {name: is_decayed(model, name, parameter) for name, parameter in model.named_parameters()}
     scales = {
         name: (DECAYED if each else NOT_DECAYED) if found is None else found.update_scale(name, decayed=each)
         for name, each in decayed.items()
@@ -67,22 +68,6 @@ def matrices_of(model: nn.Module, optimizer: OptimizerSection) -> dict[str, Matr
         why = "no hidden matrix was found in this model: no linear layer within decoder layers, no stacked experts"
         raise ConfigError("optimizer.type", optimizer.type, why=why, remedy="use AdamW")
     return found
-
-
-_STATE_SPACE = ("A_log", "D")
-"""Not decayed in Mamba (Gu and Dao 2023, `mamba_simple.py`); some families of transformers have them without a mark."""
-
-
-def _is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    if parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False):
-        return False
-    owner, _, leaf = name.rpartition(".")
-    if leaf == "weight":  # of a layer, also one with a single output
-        return True
-    if leaf in _STATE_SPACE and hasattr(model.get_submodule(owner), "A_log"):
-        return False
-    # biases of stacked experts [E, F] and of heads [H, F]; vectors [1, 1, D]
-    return not leaf.endswith("bias") and sum(size > 1 for size in parameter.shape) >= 2
 
 
 def raise_if_non_finite(step: int, name: str, value: float) -> None:

@@ -128,7 +128,9 @@ class CheckpointSaves:
         checkpoint_or_error(saved)
 
     def _described(self, step: int) -> CheckpointInfo:
-        return self.manifest.checkpoint(step, self.stepper, groups=self.group.details() if self.group else None)
+        groups = self.group.details() if self.group else None
+        skips, anomalies = self.stepper.skips, self.stepper.state_dict()
+        return self.manifest.checkpoint(step, skips=skips, anomalies=anomalies, groups=groups)
 
     @property
     def _state(self) -> Callable[[], State]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.directory import write_manifest
-from pipeline.checkpoint.checkpoint import CheckpointInfo
+from pipeline.checkpoint.checkpoint import IMPORTED, CheckpointInfo
 from pipeline.data.dataset import tokenizer_details
-from pipeline.run.anomalies.guarded_step import GuardedStepper
+from pipeline.data.skips import Skips
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.uneven.measure_stages import MeasuredStages
 
@@ -22,11 +22,13 @@ class RunManifest:
         prepared: the run.
         rank: of this process; only rank 0 writes.
         stages: speeds of the pipeline stages, where they were measured.
+        imported: the checkpoint of another trainer that the run goes on from: what it was, and its fingerprint.
     """
 
     prepared: PreparedRun
     rank: int
     stages: MeasuredStages | None = None
+    imported: Mapping[str, Any] | None = None
 
     def write(self, step: int) -> None:
         """Records how many steps are saved, the resolved config and the parents. On every rank; rank 0 writes.
@@ -50,20 +52,23 @@ class RunManifest:
         except OSError as error:
             warn(f"warning: the manifest of {self.prepared.run_dir} cannot be written: {error}")
 
-    def checkpoint(self, step: int, stepper: GuardedStepper, *, groups: dict[str, Any] | None = None) -> CheckpointInfo:
+    def checkpoint(
+        self, step: int, *, skips: Skips, anomalies: Mapping[str, Any], groups: dict[str, Any] | None = None
+    ) -> CheckpointInfo:
         """What the manifest of the checkpoint of `step` records besides its files.
 
         Args:
             step: the last step the checkpoint holds.
-            stepper: its skipped data and anomaly statistics are part of the state.
+            skips: the data that the run has left out.
+            anomalies: statistics of losses and gradient norms, as plain JSON.
             groups: where an island or a replica of the model stands among others.
         """
         prepared, run = self.prepared, self.prepared.run
         details = {
             "step": step,
-            "samples": stepper.skips.data_step(step) * run.batch.samples,
-            "skips": stepper.skips.plain(),
-            "anomalies": stepper.state_dict(),
+            "samples": skips.data_step(step) * run.batch.samples,
+            "skips": skips.plain(),
+            "anomalies": dict(anomalies),
             "topology": str(run.topology),
             "engine": run.config.engine,
             "curve": prepared.curve,
@@ -71,5 +76,7 @@ class RunManifest:
             "generation": prepared.generation,
             "tokenizer": tokenizer_details(prepared.mixture.sources[0].manifest),
         }
+        if self.imported is not None:
+            details[IMPORTED] = dict(self.imported)
         details |= groups or {}
         return CheckpointInfo(step, run.config.model_dump(mode="json"), prepared.parents, details)

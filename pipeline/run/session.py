@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.checkpoint import IMPORTED, Checkpoint
 from pipeline.checkpoint.memory.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.rules.resolve import ResolvedRun
@@ -275,7 +275,8 @@ class Session:
             TrainingError: the run cannot go on.
         """
         prepared, run, done = self.prepared, self.prepared.run, checkpoint.step if checkpoint else 0
-        manifest = RunManifest(prepared, self.launch.rank, self.stages)
+        imported = checkpoint.manifest.details.get(IMPORTED) if checkpoint else None
+        manifest = RunManifest(prepared, self.launch.rank, self.stages, imported)
         on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has not written it yet
         skips = rollback.skips_from(done) if rollback else self._recorded_skips(checkpoint)
         with ExitStack() as stack:

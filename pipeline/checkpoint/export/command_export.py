@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headrace.base.errors import DataError
+from headrace.base.directory import commit, parent_entry, staged
+from headrace.base.errors import ConfigError, DataError
 from pipeline.models.card.facts import load_facts
 from pipeline.models.split_names import Conversion
 
@@ -13,7 +14,12 @@ from pipeline.models.split_names import Conversion
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of an export."""
     parser.add_argument("run", metavar="RUN", help="a run directory, or one of its checkpoints")
-    parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    text = (
+        "huggingface (the default): the model; dcp: a checkpoint of torch.distributed.checkpoint with optimizer state;"
+        " universal: a universal checkpoint of DeepSpeed"
+    )
+    parser.add_argument("--format", choices=("huggingface", "dcp", "universal"), default="huggingface", help=text)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of the written weights (default: as trained)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer folder (default: that of the run's dataset)")
     text = "JSON or YAML file of facts (license, provider, ...): headrace schema card"
@@ -26,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.exists() and not arguments.replace:
         raise DataError(f"{out} exists already\n  try: another folder, or --replace")
+    if arguments.format != "huggingface":
+        return _write_state(arguments, out)
     facts = load_facts(arguments.facts) if arguments.facts else None
     import torch  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415  with torch below: seconds of import
@@ -52,6 +60,39 @@ def run(arguments: argparse.Namespace) -> int:
         f" largest logit difference to the trained model {details['largest_logit_difference']:.2g}"
     )
     print(f"tokenizer: {Conversion(**_named(details['tokenizer'])).text}; model card: {out / 'README.md'}")
+    return 0
+
+
+def _write_state(arguments: argparse.Namespace, out: Path) -> int:
+    """Writes weights and optimizer states for another trainer."""
+    for name in ("dtype", "tokenizer", "facts"):
+        if getattr(arguments, name) is not None:
+            why = f"--format {arguments.format} writes the state as it is trained, in fp32"
+            raise ConfigError(f"--{name}", getattr(arguments, name), why=why, remedy="leave it out")
+    from rich.progress import DownloadColumn, Progress  # noqa: PLC0415
+
+    from pipeline.checkpoint.export.dcp_folder import write_dcp  # noqa: PLC0415  with torch: seconds of import
+    from pipeline.checkpoint.export.find import find_checkpoint  # noqa: PLC0415
+    from pipeline.checkpoint.export.trained_state import TrainedState  # noqa: PLC0415
+    from pipeline.checkpoint.export.universal import write_universal  # noqa: PLC0415
+
+    checkpoint = find_checkpoint(Path(arguments.run))
+    state = TrainedState(checkpoint)
+    write = {"dcp": write_dcp, "universal": write_universal}[arguments.format]
+    with staged(out) as staging, Progress(*Progress.get_default_columns(), DownloadColumn(), transient=True) as bar:
+        task = bar.add_task("writing tensors", total=None)
+        write(state, staging, lambda done, total: bar.update(task, completed=done, total=total))
+        manifest = commit(
+            staging,
+            out,
+            kind=arguments.format,
+            config={"format": arguments.format},
+            parents={"checkpoint": parent_entry(checkpoint.path, checkpoint.manifest.fingerprint)},
+            details={"step": state.step, "samples": state.samples},
+            replace=arguments.replace,
+        )
+    print(f"{out}: {arguments.format}, {len(state.names)} weights with exp_avg and exp_avg_sq, step {state.step:,},")
+    print(f"  {manifest.bytes / 1e9:,.3f} GB; not in it: the position in the data ({state.samples:,} samples)")
     return 0
 
 

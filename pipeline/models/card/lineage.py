@@ -62,7 +62,16 @@ def training_lineage(checkpoint: Manifest) -> Lineage:
     start = _of_parent(parents.get("model.path"))
     corpora = [*start["corpora"], *(c for c in _corpora(checkpoint, config) if c not in start["corpora"])]
     step = "distillation" if config.get("distill") else "training"
-    return {"corpora": corpora, "steps": [*start["steps"], {"step": step, **_training(checkpoint, config)}]}
+    steps = [*start["steps"], *_imported(checkpoint), {"step": step, **_training(checkpoint, config)}]
+    return {"corpora": corpora, "steps": steps}
+
+
+def _imported(checkpoint: Manifest) -> list[dict[str, Any]]:
+    """The checkpoint of another trainer that the run goes on from: nothing is known of its data."""
+    found = checkpoint.details.get("imported")
+    if found is None:
+        return []
+    return [{"step": "given", "what": f"a checkpoint of {found['kind']}, step {found['step']:,}"}]
 
 
 def _of_parent(parent: Mapping[str, Any] | None) -> Lineage:

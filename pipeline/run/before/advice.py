@@ -157,5 +157,6 @@ def _what_is_dropped(prepared: PreparedRun) -> Iterator[str]:
     if model.path is not None and not model.fresh and is_trainer_checkpoint(Path(model.path)):
         yield (
             f"{model.path} is a checkpoint of the Hugging Face Trainer: its weights are taken, its optimizer state,"
-            " schedule and step are not, so that this is a new run with a warmup of its own"
+            " schedule and step are not, so that this is a new run with a warmup of its own; to go on from it:"
+            f" headrace import {model.path} RUN_DIR --config FILE"
         )

@@ -26,6 +26,7 @@ FOLDERS = {
     "a checkpoint of Megatron-LM (torch)": ("iter_0000100/mp_rank_00/model_optim_rng.pt",),
     "a checkpoint of Megatron-LM": ("latest_checkpointed_iteration.txt", "iter_0000100/__0_0.distcp"),
     "a distributed checkpoint of torch (DCP)": (".metadata", "__0_0.distcp"),
+    "a folder of checkpoints of torchtitan": ("step-10/.metadata", "step-10/__0_0.distcp"),
     "the output folder of the Hugging Face Trainer": ("checkpoint-9/trainer_state.json", "training_args.bin"),
     "a checkpoint of the Hugging Face Trainer": ("trainer_state.json", "optimizer.pt"),
     "a folder of chunks of litdata": ("index.json", "chunk-0-0.bin"),

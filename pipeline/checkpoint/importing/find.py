@@ -1,0 +1,59 @@
+"""Recognises a checkpoint of another trainer by its files, and opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.base.errors import CheckpointError
+from headrace.base.foreign_folders import what_it_is
+from pipeline.checkpoint.importing.dcp import read_dcp
+from pipeline.checkpoint.importing.replicated import read_replicated
+from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
+from pipeline.checkpoint.importing.trainer_folder import read_trainer
+from pipeline.checkpoint.importing.universal import read_universal
+from pipeline.checkpoint.importing.zero import read_zero
+
+KNOWN = "a checkpoint folder of DeepSpeed, of the Hugging Face Trainer, of torchtitan, or of torch (DCP)"
+Reader = Callable[[Path, TargetModel], SourceCheckpoint]
+
+
+def check_known(folder: Path) -> Reader:
+    """What opens a folder.
+
+    Raises:
+        CheckpointError: nothing known is there.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder\n  try: {KNOWN}")
+    for marks, read in _READERS:
+        if all(any(folder.glob(mark)) for mark in marks):
+            return read
+    raise CheckpointError(f"{folder} holds no checkpoint that is taken{what_it_is(folder, KNOWN)}")
+
+
+def open_checkpoint(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
+    """Opens a checkpoint of another trainer.
+
+    Args:
+        folder: of the checkpoint.
+        wanted: the model of the config; the order of its parameters is that of optimizers that number them.
+
+    Raises:
+        CheckpointError: nothing known is there, or its files are missing or damaged.
+    """
+    return check_known(folder)(folder, wanted)
+
+
+_READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
+    (("trainer_state.json",), read_trainer),
+    (("zero/*", "*_model_states.pt"), read_universal),
+    (("latest_universal", "*/zero"), read_universal),
+    (("*_optim_states.pt",), read_zero),
+    (("*/*_optim_states.pt",), read_zero),
+    (("*mp_rank_*_model_states.pt",), read_replicated),
+    (("*/*mp_rank_*_model_states.pt",), read_replicated),
+    ((".metadata", "*.distcp"), read_dcp),
+    (("step-*/.metadata",), read_dcp),
+)
+"""Patterns of paths that have to be there, and what then opens the folder; the first that fits."""

@@ -1,0 +1,51 @@
+"""Checkpoints of DeepSpeed's engine without ZeRO, in fp32: a state dict and torch's own optimizer state in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.importing.numbered import states_of
+from pipeline.checkpoint.importing.source import (
+    SourceCheckpoint,
+    TargetModel,
+    hugging_face_name,
+    one_step_counter,
+    stored,
+)
+from pipeline.checkpoint.importing.zero import left_out_of, newest_tag, read_head
+
+
+def read_replicated(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
+    """Opens a checkpoint of stage 0.
+
+    Args:
+        folder: that of the engine's `save_checkpoint`, or one of its steps.
+        wanted: gives the order of the parameters.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or it is of ZeRO, parallel or 16-bit.
+    """
+    tag = newest_tag(folder)
+    if (ranks := sorted(path.name for path in tag.glob("*_model_states.pt"))) != ["mp_rank_00_model_states.pt"]:
+        why = f"its optimizer states are missing (*_optim_states.pt), or it is parallel: {', '.join(ranks[:3])}"
+        raise CheckpointError(f"{tag}: {why}\n  try: copy the files of all ranks")
+    head = read_head(tag)
+    optimizer = head.get("optimizer")
+    if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
+        why = "it has no optimizer state that torch.optim would load"
+        if head.get("optimizer") is None and head.get("param_shapes"):
+            why = "it is of ZeRO, and its optimizer states (*_optim_states.pt) are missing"
+        raise CheckpointError(f"{tag}: {why}\n  try: copy the files of all ranks, or save it with ZeRO stage 1")
+    states, counters = states_of(optimizer, wanted.parameters, tag)
+    return SourceCheckpoint(
+        path=tag,
+        kind="DeepSpeed without ZeRO",
+        step=int(head["global_steps"]),
+        weights={hugging_face_name(name): stored(tensor) for name, tensor in head["module"].items()},
+        states=states,
+        optimizer_step=one_step_counter(counters, tag),
+        groups=optimizer["param_groups"],
+        samples=head.get("global_samples"),
+        left_out=left_out_of(head),
+    )

@@ -1,0 +1,120 @@
+"""A checkpoint of another trainer, opened: names, shapes and how each tensor is read; nothing is in memory yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.write.streamed import LazyTensor
+from pipeline.models.build.buffers import buffer_shapes
+from pipeline.models.build.meta import parameter_shapes
+
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed alike."""
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """The model of the config.
+
+    Attributes:
+        parameters: name -> full shape, in the order of the model.
+        buffers: name -> shape of every persistent buffer.
+        aliases: other name of a tied parameter -> its name.
+        hf_config: its Hugging Face config as plain JSON.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+    hf_config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, hf_config: Mapping[str, Any]) -> TargetModel:
+        """Of a model on meta."""
+        own = {name: tuple(shape) for name, shape in parameter_shapes(model).items()}
+        by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        aliases = {name: by_id[id(parameter)] for name, parameter in every if name not in own}
+        return cls(own, {name: tuple(shape) for name, shape in buffer_shapes(model).items()}, aliases, hf_config)
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """What a checkpoint of another trainer holds.
+
+    Attributes:
+        path: of the checkpoint.
+        kind: whose it is, for people: "DeepSpeed ZeRO-3 of 2 ranks".
+        step: optimizer steps done.
+        weights: Hugging Face parameter name -> value; fp32 master weights where there are some.
+        states: optimizer state -> Hugging Face parameter name -> value.
+        optimizer_step: the step counter of the optimizer (bias correction); None where it keeps none.
+        groups: hyperparameters of the parameter groups: lr, betas, weight_decay, ...; lr is that of the next step.
+        samples: samples that were trained on; None where it is not recorded.
+        hf_config: its config.json; None without one.
+        loss_scale: of fp16: the scale, steps since the last overflow, overflows left before it is lowered.
+        left_out: what of it is not taken, for people.
+    """
+
+    path: Path
+    kind: str
+    step: int
+    weights: Mapping[str, LazyTensor]
+    states: Mapping[str, Mapping[str, LazyTensor]]
+    optimizer_step: float | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+    samples: int | None = None
+    hf_config: Mapping[str, Any] | None = None
+    loss_scale: tuple[float, float, float] | None = None
+    left_out: Sequence[str] = field(default_factory=tuple)
+
+
+def stored(tensor: Tensor) -> LazyTensor:
+    """A tensor as it is; of a file that is mapped into memory, it is read when it is used."""
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where: Path) -> LazyTensor:
+    """A tensor of consecutive flat pieces.
+
+    Raises:
+        CheckpointError: they are not as many elements as the tensor has.
+    """
+    shape = tuple(shape)
+    numel, found = torch.Size(shape).numel(), sum(piece.numel() for piece in pieces)
+    if found != numel:
+        raise CheckpointError(
+            f"{where}: {name} {shape} has {numel:,} elements, and the files of all ranks hold {found:,}\n"
+            f"  try: the checkpoint of another step; this one was not written whole"
+        )
+    dtype = pieces[0].dtype if pieces else torch.float32
+    return LazyTensor(shape, dtype, lambda: torch.cat([piece.reshape(-1) for piece in pieces]).view(shape))
+
+
+def hugging_face_name(name: str) -> str:
+    """A parameter's name without what DDP, FSDP, activation checkpointing and torch.compile put into it."""
+    return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
+
+
+def one_step_counter(counters: Iterable[Any], where: Path) -> float | None:
+    """The step counter that all parameters share; None where there is none.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    found = sorted({float(counter) for counter in counters if counter is not None})
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{where}: the optimizer has made {found[0]:g} steps with some parameters and {found[-1]:g} with others\n"
+            f"  try: nothing: a run has one step counter; take the weights alone, as model.path"
+        )
+    return found[0] if found else None

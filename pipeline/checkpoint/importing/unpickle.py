@@ -1,0 +1,90 @@
+"""Opens files of torch.save without executing code: plain values, tensors, and stand-ins for a few classes by name."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base.errors import CheckpointError
+
+
+class Fields:
+    """Stands for an object of which only the attributes are wanted."""
+
+
+class Fragment(Fields):
+    """Stands for DeepSpeed's `fragment_address`: a range of a flat partition.
+
+    Attributes:
+        start: first element.
+        numel: number of elements.
+    """
+
+    start: int
+    numel: int
+
+
+class StaticScale(Fields):
+    """Stands for DeepSpeed's `LossScaler`."""
+
+
+class DynamicScale(Fields):
+    """Stands for DeepSpeed's `DynamicLossScaler`.
+
+    Attributes:
+        cur_scale: the scale.
+        cur_iter: steps so far.
+        last_overflow_iter: the last of them that overflowed; -1 for none.
+        cur_hysteresis: overflows left before the scale is lowered.
+    """
+
+    cur_scale: float
+    cur_iter: int
+    last_overflow_iter: int
+    cur_hysteresis: int
+
+
+_KNOWN: Mapping[str, Any] = {
+    "deepspeed.utils.tensor_fragment.fragment_address": Fragment,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": StaticScale,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicScale,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+}
+"""Classes in files of DeepSpeed -> what is made in their place."""
+_ERRORS = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError)
+
+
+def open_saved(path: Path) -> Any:
+    """The contents of a file of torch.save. Tensors are mapped into memory: their bytes are read when they are used.
+
+    Raises:
+        CheckpointError: there is no such file, it is damaged, or it names a class or function that is not known.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing\n  try: copy the whole folder again")
+    try:
+        unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))) - _KNOWN.keys()
+    except _ERRORS as error:
+        raise _damaged(path, error) from None
+    if unknown:
+        raise CheckpointError(
+            f"{path} names {', '.join(sorted(unknown)[:4])}, which opening it would execute: refused\n"
+            f"  try: save it again without objects other than tensors, numbers, texts, lists and dicts"
+        )
+    try:
+        with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in _KNOWN.items()]):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except _ERRORS as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return CheckpointError(
+        f"{path} is damaged, or no file of torch.save: {lines[0]}\n"
+        f"  try: copy it again, or the checkpoint of another step"
+    )

@@ -1,0 +1,260 @@
+"""Checkpoints of DeepSpeed's ZeRO, stages 1 to 3, as its engine writes them on any number of ranks.
+
+    latest                                           text: the newest tag
+    global_step9/mp_rank_00_model_states.pt          steps, names and shapes of the parameters, buffers (stages 1, 2)
+    global_step9/zero_pp_rank_R_mp_rank_00_model_states.pt                               the same of rank R (stage 3)
+    global_step9/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   flat partitions of rank R: fp32 weights and states
+
+At stages 1 and 2 a partition is a range of the parameters of a group end to end, and says where in it the part of each
+parameter begins (`param_slice_mappings`). At stage 3 every parameter is divided among all ranks, in equal parts with
+padding at the end, and a partition has the rank's parts of a sub-group end to end. Seen with deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.importing.source import (
+    STATES,
+    SourceCheckpoint,
+    TargetModel,
+    from_pieces,
+    hugging_face_name,
+    one_step_counter,
+    stored,
+)
+from pipeline.checkpoint.importing.unpickle import DynamicScale, open_saved
+from pipeline.checkpoint.write.streamed import LazyTensor
+
+LATEST = "latest"
+_RANK_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_WEIGHT = "weight"
+_UNIVERSAL = (
+    "python -m deepspeed.checkpoint.ds_to_universal --input_folder FOLDER --output_folder FOLDER_universal, then"
+    " headrace import FOLDER_universal"
+)
+Pieces = dict[str, dict[str, list[Tensor]]]
+"""weight, exp_avg, ... -> parameter name -> its flat pieces, in order."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the files of all ranks hold.
+
+    Attributes:
+        pieces: of every tensor.
+        counters: step counters of the optimizer.
+        groups: parameter groups of the optimizer.
+    """
+
+    pieces: Pieces
+    counters: list[Any]
+    groups: list[Mapping[str, Any]]
+
+
+def newest_tag(folder: Path, *, latest: str = LATEST) -> Path:
+    """The folder of the step that `latest` names, or the only one; the folder itself where it is one.
+
+    Raises:
+        CheckpointError: there is no such step, or several and no `latest`.
+    """
+    if (folder / latest).is_file():
+        tag = folder / (folder / latest).read_text().strip()
+        if not tag.is_dir():
+            raise CheckpointError(f"{folder / latest} names {tag.name}, which is missing\n  try: copy it here, too")
+        return tag
+    if any(folder.glob("*_states.pt")):
+        return folder
+    tags = sorted(each for each in folder.iterdir() if each.is_dir() and any(each.glob("*_states.pt")))
+    if len(tags) != 1:
+        names = ", ".join(tag.name for tag in tags) or "none"
+        raise CheckpointError(f"{folder} has no file {latest}; its steps: {names}\n  try: the folder of one step")
+    return tags[0]
+
+
+def read_zero(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
+    """Opens a checkpoint of ZeRO.
+
+    Args:
+        folder: that of the engine's `save_checkpoint`, or one of its steps.
+
+    Raises:
+        CheckpointError: files of ranks are missing or damaged, or it is divided by tensor or pipeline parallelism.
+    """
+    tag = newest_tag(folder)
+    ranks = _files_of_ranks(tag)
+    head = read_head(tag)
+    first = open_saved(tag / ranks[0])["optimizer_state_dict"]
+    # each group may have another count, where experts are divided otherwise: all ranks are the largest
+    counts = first["partition_count"]
+    world = max(counts) if isinstance(counts, list) else int(counts)
+    _check_ranks(tag, ranks, world)
+    opened = [open_saved(tag / ranks[rank])["optimizer_state_dict"] for rank in range(world)]
+    stage = int(first.get("zero_stage", 1))  # BF16_Optimizer records none
+    _refuse_others(tag, head, first, stage)
+    found = _stage3(head["param_shapes"], opened) if stage == 3 else _stage12(opened)
+    shapes = {hugging_face_name(name): tuple(s) for group in head["param_shapes"] for name, s in group.items()}
+    tensors = {
+        kind: {name: from_pieces(name, shapes[name], pieces, tag) for name, pieces in named.items()}
+        for kind, named in found.pieces.items()
+    }
+    weights = tensors.pop(_WEIGHT, {})
+    if missing := sorted(shapes.keys() - weights.keys()):
+        raise CheckpointError(f"{tag}: no rank holds {', '.join(missing[:4])}\n  try: the checkpoint of another step")
+    return SourceCheckpoint(
+        path=tag,
+        kind=f"DeepSpeed ZeRO-{stage} of {world} rank{'s' if world > 1 else ''}",
+        step=int(head["global_steps"]),
+        weights={**weights, **buffers_of(head)},
+        states=tensors,
+        optimizer_step=one_step_counter(found.counters, tag),
+        groups=found.groups,
+        samples=head.get("global_samples"),
+        loss_scale=loss_scale_of(first.get("loss_scaler")),
+        left_out=left_out_of(head),
+    )
+
+
+def left_out_of(head: Mapping[str, Any]) -> list[str]:
+    """What of the file of the engine's state is not taken, for people."""
+    names = {"lr_scheduler": "lr_scheduler: the config's schedule goes on at the step", "data_sampler": "data_sampler"}
+    return [text for key, text in names.items() if head.get(key) is not None]
+
+
+def _files_of_ranks(tag: Path) -> dict[int, str]:
+    """Rank -> name of its file."""
+    found: dict[int, str] = {}
+    parallel: list[str] = []
+    for path in sorted(tag.glob("*_optim_states.pt")):
+        match = _RANK_FILE.fullmatch(path.name)
+        if match is None or int(match[2]) > 0:
+            parallel.append(path.name)
+        else:
+            found[int(match[1])] = path.name
+    layers = sorted(path.name for path in tag.glob("layer_*-model_*"))
+    if parallel or layers:
+        raise CheckpointError(
+            f"{tag} is divided by tensor, pipeline or expert parallelism: {', '.join([*parallel, *layers][:3])}\n"
+            f"  try: {_UNIVERSAL.replace('FOLDER', str(tag))}"
+        )
+    if not found:
+        why = "no zero_pp_rank_*_optim_states.pt in it"
+        raise CheckpointError(f"{tag} has no optimizer state: {why}\n  try: copy the files of all ranks")
+    return found if 0 in found else {0: found[min(found)], **found}
+
+
+def _check_ranks(tag: Path, ranks: Mapping[int, str], world: int) -> None:
+    there = {path.name for path in tag.glob("*_optim_states.pt")}
+    prefix = ranks[0].partition("zero_pp_rank_")[0]
+    wanted = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world)]
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        listed = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        raise CheckpointError(
+            f"{tag} is of {world} ranks, and {len(missing)} of their files are missing: {listed}\n"
+            f"  try: copy them here, from the disks of all nodes"
+        )
+    if more := sorted(there - set(wanted)):
+        raise CheckpointError(
+            f"{tag} is of {world} ranks, and has files of more: {', '.join(more[:4])}\n"
+            f"  try: remove what an older checkpoint of more ranks has left there, or another step"
+        )
+
+
+def read_head(tag: Path) -> Mapping[str, Any]:
+    """The file of the engine's state; that of rank 0 at stage 3.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    name = next((name for name in names if (tag / name).is_file()), None)
+    if name is None:
+        raise CheckpointError(f"{tag} lacks {names[0]} (stage 3: {names[1]})\n  try: copy it here, too")
+    head: Mapping[str, Any] = open_saved(tag / name)
+    return head
+
+
+def _refuse_others(tag: Path, head: Mapping[str, Any], state: Mapping[str, Any], stage: int) -> None:
+    if frozen := head.get("frozen_param_shapes"):
+        why = f"it has frozen parameters ({', '.join(list(frozen)[:3])}), and a run trains all"
+        raise CheckpointError(f"{tag}: {why}\n  try: merge adapters, and take the weights alone, as model.path")
+    if stage == 3:
+        if not state.get("fp32_flat_groups"):
+            why = "its optimizer state is on NVMe, not in it"
+            raise CheckpointError(f"{tag}: {why}\n  try: save it with zero_optimization.offload_optimizer on cpu")
+    elif "param_slice_mappings" not in state or not isinstance(state.get("base_optimizer_state"), Mapping):
+        why = f"deepspeed {state.get('ds_version') or head.get('ds_version')} wrote no param_slice_mappings into it"
+        if isinstance(state.get("base_optimizer_state"), list):
+            why = "it was saved with elastic_checkpoint, which drops where parameters begin"
+        raise CheckpointError(
+            f"{tag}: {why}\n  try: load and save it with a newer deepspeed, without elastic_checkpoint"
+        )
+
+
+def _stage12(opened: list[Any]) -> Found:
+    pieces: Pieces = {}
+    counters: list[Any] = []
+    for state in opened:
+        base = state["base_optimizer_state"]["state"]
+        for index, (weight, mapping) in enumerate(
+            zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
+        ):
+            own = base.get(index, {})
+            counters.append(own.get("step"))
+            for kind, flat in _tensors(weight, own):
+                for name, part in mapping.items():
+                    piece = flat.reshape(-1).narrow(0, part.start, part.numel)
+                    pieces.setdefault(kind, {}).setdefault(hugging_face_name(name), []).append(piece)
+    return Found(pieces, counters, list(opened[0]["base_optimizer_state"]["param_groups"]))
+
+
+def _stage3(shapes: list[Mapping[str, Any]], opened: list[Any]) -> Found:
+    pieces: Pieces = {}
+    counters: list[Any] = []
+    for rank, state in enumerate(opened):
+        base = state["optimizer_state_dict"]["state"]
+        for index, (weight, group) in enumerate(zip(state["fp32_flat_groups"], shapes, strict=True)):
+            own = base.get(index, {})
+            counters.append(own.get("step"))
+            for kind, flat in _tensors(weight, own):
+                for name, start, length in _parts(group, rank=rank, world=len(opened)):
+                    piece = flat.reshape(-1).narrow(0, start, length)
+                    pieces.setdefault(kind, {}).setdefault(hugging_face_name(name), []).append(piece)
+    return Found(pieces, counters, list(opened[0]["optimizer_state_dict"]["param_groups"]))
+
+
+def _parts(group: Mapping[str, Any], *, rank: int, world: int) -> Iterator[tuple[str, int, int]]:
+    """Of each parameter of a sub-group: name, where the rank's part begins in its partition, and its length."""
+    start = 0
+    for name, shape in group.items():
+        numel = torch.Size(shape).numel()
+        part = -(-numel // world)
+        yield name, start, max(0, min(part, numel - rank * part))
+        start += part
+
+
+def _tensors(weight: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    yield _WEIGHT, weight
+    yield from ((name, state[name]) for name in STATES if name in state)
+
+
+def buffers_of(head: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """The persistent buffers in the engine's state."""
+    names = set(head.get("buffer_names") or ())
+    return {hugging_face_name(n): stored(t) for n, t in (head.get("module") or {}).items() if n in names}
+
+
+def loss_scale_of(scaler: Any) -> tuple[float, float, float] | None:
+    """That of a dynamic loss scaler; None for a static one. See `SourceCheckpoint.loss_scale`."""
+    if not isinstance(scaler, DynamicScale):
+        return None
+    return scaler.cur_scale, scaler.cur_iter - 1 - scaler.last_overflow_iter, scaler.cur_hysteresis

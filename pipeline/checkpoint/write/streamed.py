@@ -1,0 +1,106 @@
+"""Writes tensors that are read one by one, in one process: in the memory of the largest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from pipeline.checkpoint.format.shard_table import CheckpointMetadata
+from pipeline.checkpoint.format.shards import NamedShard
+from pipeline.checkpoint.write.locations import MetadataWriter
+from pipeline.checkpoint.write.plan import make_write_plan
+from pipeline.checkpoint.write.write_shards import write_shards
+from pipeline.models.build.rectangle import Rectangle
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes written, all bytes)."""
+_SHARD_BYTES = 64 << 20
+"""A rank that needs a part of a shard reads all of it."""
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that lies elsewhere.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of what `read` returns.
+        read: returns it, in that shape.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def to(self, dtype: torch.dtype) -> LazyTensor:
+        """The same in another dtype."""
+        return self if dtype == self.dtype else LazyTensor(self.shape, dtype, lambda: self.read().to(dtype))
+
+
+def write_streamed(
+    tensors: Mapping[str, LazyTensor], directory: Path, progress: Progress = lambda _done, _total: None
+) -> tuple[CheckpointMetadata, dict[str, str]]:
+    """Writes tensors into a file of torch.distributed.checkpoint, without metadata.
+
+    Args:
+        tensors: key -> tensor.
+        directory: exists.
+        progress: called as they are written.
+
+    Returns:
+        what lies where, and the checksum of every file.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError, RuntimeError: the file cannot be written.
+    """
+    plan = make_write_plan({key: _in_rows(tensor) for key, tensor in tensors.items()})
+    written = write_shards(plan, _Reader(tensors, progress), directory)
+    assert plan.division is not None
+    assert written.locations is not None
+    metadata = MetadataWriter(plan.division)
+    metadata.update({plan.rank: written.locations})
+    return metadata.metadata(), written.sha256
+
+
+class _Reader:
+    """Returns the values of a shard; of a tensor in several shards, which follow each other, it is read once."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor], progress: Progress) -> None:
+        self._tensors, self._progress = tensors, progress
+        self._key, self._value = "", torch.empty(0)
+        self._done, self._total = 0, sum(each.nbytes for each in tensors.values())
+
+    def __call__(self, item: WriteItem) -> Tensor:
+        key = item.index.fqn
+        if key != self._key:
+            self._value = torch.empty(0)  # the one before is freed first: two large ones might not fit
+            self._key, self._value = key, self._tensors[key].read()
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        value = self._value[Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)).slices]
+        self._done += value.nbytes
+        self._progress(self._done, self._total)
+        return value
+
+
+def _in_rows(tensor: LazyTensor) -> NamedShard:
+    """The shards of a tensor, without values: some of its rows each."""
+    shape = tensor.shape
+    whole = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    made = NamedShard(shape, start=0, values=whole.view(-1))
+    if shape and whole.nbytes > _SHARD_BYTES:
+        rows = max(1, shape[0] * _SHARD_BYTES // whole.nbytes)
+        starts = range(0, shape[0], rows)
+        made.parts = {(at, *(0,) * (len(shape) - 1)): whole[at : at + rows] for at in starts}
+    return made

@@ -1,0 +1,21 @@
+"""Which parameters an optimizer decays."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_STATE_SPACE = ("A_log", "D")
+"""Not decayed in Mamba (Gu and Dao 2023, `mamba_simple.py`); some families of transformers have them without a mark."""
+
+
+def is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies to a parameter of a model that is whole: not to norms and biases."""
+    if parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False):
+        return False
+    owner, _, leaf = name.rpartition(".")
+    if leaf == "weight":  # of a layer, also one with a single output
+        return True
+    if leaf in _STATE_SPACE and hasattr(model.get_submodule(owner), "A_log"):
+        return False
+    # biases of stacked experts [E, F] and of heads [H, F]; vectors [1, 1, D]
+    return not leaf.endswith("bias") and sum(size > 1 for size in parameter.shape) >= 2

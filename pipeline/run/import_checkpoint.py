@@ -1,0 +1,172 @@
+"""`headrace import CHECKPOINT RUN_DIR --config FILE`: a run that goes on from a checkpoint of another trainer."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base.directory import fingerprint_of
+from headrace.base.errors import ConfigError, DataError
+from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.format.naming import finished_checkpoints
+from pipeline.checkpoint.importing.find import check_known, open_checkpoint
+from pipeline.checkpoint.importing.match import check_config, matched_state
+from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, stored
+from pipeline.checkpoint.importing.write import write_checkpoint
+from pipeline.checkpoint.named_state import LOSS_SCALE, OPTIMIZER_STEP
+from pipeline.config.load import read_config
+from pipeline.config.rules.resolve import resolve
+from pipeline.data.skips import NO_SKIPS, Skip, Skips
+from pipeline.engines.common import matrices_of
+from pipeline.engines.loss_scale import LossScaler
+from pipeline.run.manifest import RunManifest
+from pipeline.run.prepare import PreparedRun, prepare
+
+_SAME = 1e-6
+"""Largest relative difference of two learning rates that are the same: formulas differ in their order."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A checkpoint that was made from one of another trainer.
+
+    Attributes:
+        checkpoint: what was made.
+        lines: what was taken, what differs and what was left out, for people.
+    """
+
+    checkpoint: Checkpoint
+    lines: tuple[str, ...]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Imports, and prints what was taken and what was not.
+
+    Raises:
+        DataError: the run has checkpoints already.
+    """
+    from rich.progress import DownloadColumn, Progress  # noqa: PLC0415
+
+    out = Path(arguments.out)
+    if existing := finished_checkpoints(out):
+        raise DataError(f"{existing[0][1]} exists already\n  try: another run directory")
+    overrides = [*arguments.overrides, f"run.dir={out}"]
+    folder = Path(arguments.tokens)
+    check_known(folder)
+    resolved = resolve(read_config(arguments.config, overrides).config, world_size=arguments.processes or 1)
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), transient=True) as bar:
+        task = bar.add_task("writing tensors", total=None)
+        imported = import_checkpoint(
+            folder, prepare(resolved), lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    for line in imported.lines:
+        print(line)
+    command = ["headrace", "train", "--config", str(arguments.config)]
+    command += [word for override in overrides for word in ("--set", override)]
+    print(f"output: {imported.checkpoint.path}; it goes on with: {shlex.join(command)}")
+    return 0
+
+
+def import_checkpoint(folder: Path, prepared: PreparedRun, progress: Any = lambda *_: None) -> Imported:
+    """Writes a checkpoint from which `headrace train` resumes.
+
+    Args:
+        folder: a checkpoint of another trainer.
+        prepared: the run, which has no checkpoint yet.
+        progress: called with (bytes written, all bytes).
+
+    Raises:
+        ConfigError: the run has fewer steps than the checkpoint.
+        CheckpointError: the checkpoint is of another model or optimizer.
+    """
+    settings, wanted = prepared.run.config, TargetModel.of(prepared.model, prepared.hf_config)
+    source = open_checkpoint(folder, wanted)
+    if not 0 < source.step < prepared.run.steps:
+        why = f"{source.path} is of step {source.step:,}"
+        raise ConfigError("run.steps", prepared.run.steps, why=why, remedy=f"use more than {source.step:,}")
+    check_config(source, wanted)
+    matrices = matrices_of(prepared.model, settings.optimizer)
+    kind = settings.optimizer.kind
+    tensors = matched_state(source, wanted, lambda name: kind.of(matrix=name in matrices))
+    counter = source.step if source.optimizer_step is None else source.optimizer_step
+    if kind.counts_steps:
+        tensors[OPTIMIZER_STEP] = stored(torch.tensor(float(counter)))
+    scaler = LossScaler(settings.fp16)
+    if scaler.enabled:
+        own = source.loss_scale
+        tensors[LOSS_SCALE] = stored(scaler.to_tensor() if own is None else torch.tensor(own, dtype=torch.float64))
+    skips = _skips(source, per_step=prepared.run.batch.samples)
+    origin = {"kind": source.kind, "path": str(source.path), "step": source.step, "fingerprint": _print_of(source.path)}
+    manifest = RunManifest(prepared, 0, imported=origin)
+    info = manifest.checkpoint(source.step, skips=skips, anomalies={})
+    checkpoint = write_checkpoint(prepared.store, info, tensors, progress)
+    manifest.write(source.step)
+    return Imported(checkpoint, tuple(_lines(source, prepared, skips)))
+
+
+def _skips(source: SourceCheckpoint, *, per_step: int) -> Skips:
+    """The data that the run passes over, so that it goes on behind as many samples as the checkpoint was trained on."""
+    ahead = -(-(source.samples or 0) // per_step) - source.step
+    return Skips((Skip(source.step + 1, ahead),)) if ahead > 0 else NO_SKIPS
+
+
+def _print_of(folder: Path) -> str:
+    """Names and sizes of its files; the content is in the checksums of what was written."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return fingerprint_of([(str(path.relative_to(folder)), path.stat().st_size) for path in files])
+
+
+def _lines(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> Iterator[str]:
+    trained = "" if source.samples is None else f", {source.samples:,} samples"
+    yield f"{source.path}: {source.kind}, step {source.step:,}{trained}"
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in source.weights.values()})
+    states = ", ".join(source.states) or "no optimizer state"
+    counter = "" if source.optimizer_step is None else f", optimizer step {source.optimizer_step:g}"
+    masters = "" if dtypes == ["float32"] else " (no fp32 master weights: what rounding has lost is lost)"
+    yield f"taken: {len(source.weights)} weights in {', '.join(dtypes)}{masters}, {states}{counter}"
+    yield from _rates(source, prepared)
+    yield from _differing(source, prepared)
+    yield f"data: {_position(source, prepared, skips)}; the order of its own sampler is not taken"
+    for text in source.left_out:
+        yield f"not taken: {text}"
+
+
+def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> str:
+    """Where in the data the run goes on."""
+    samples = skips.data_step(source.step + 1) * prepared.run.batch.samples - prepared.run.batch.samples
+    text = f"goes on with sample {samples:,} of this run's order"
+    if source.samples is None or samples == source.samples:
+        return text
+    return f"{text}, by whole batches of {prepared.run.batch.samples:,}; it was trained on {source.samples:,}"
+
+
+def _rates(source: SourceCheckpoint, prepared: PreparedRun) -> Iterator[str]:
+    step = source.step + 1
+    ours, theirs = prepared.run.schedule.lr(step), sorted({float(g["lr"]) for g in source.groups if "lr" in g})
+    if not theirs:
+        return
+    text = f"learning rate of step {step:,}: {ours:.6g} by the config, {', '.join(f'{t:.6g}' for t in theirs)} by its"
+    same = any(abs(rate - ours) <= _SAME * max(abs(ours), abs(rate)) for rate in theirs)
+    yield f"{text} schedule{'' if same else '; DIFFERENT: the scheduler section decides'}"
+
+
+def _differing(source: SourceCheckpoint, prepared: PreparedRun) -> Iterator[str]:
+    """Hyperparameters of the optimizer that the config has otherwise."""
+    params = prepared.run.config.optimizer.params
+    for name in ("betas", "eps", "weight_decay", "momentum", "nesterov"):
+        ours, found = getattr(params, name, None), [group[name] for group in source.groups if name in group]
+        theirs = list(dict.fromkeys(tuple(v) if isinstance(v, list | tuple) else v for v in found))
+        # of two groups one usually has no weight decay: norms and biases
+        theirs = [max(theirs)] if name == "weight_decay" and theirs else theirs
+        if ours is not None and theirs and theirs != [tuple(ours) if isinstance(ours, list | tuple) else ours]:
+            shown = ", ".join(map(str, theirs))
+            yield f"differs: optimizer.params.{name}: checkpoint {shown}, config {ours}; the config's is used"
+    decays = [group.get("weight_decay", 0.0) for group in source.groups]
+    if decays and min(decays) > 0:
+        yield "differs: weight decay: the checkpoint's optimizer decays norms and biases, too; a run does not"
