@@ -32,6 +32,7 @@ ON_TWO = {
     "1f1b, 20 steps": {**parallel(3, pp=2), "steps": 20},
     "interleaved 1f1b": parallel(2, pp=2, schedule="interleaved_1f1b"),
     "zero bubble": parallel(2, pp=2, schedule="zero_bubble"),
+    "dualpipev": parallel(0, pp=2, schedule="dualpipev"),
     "pipeline, 3 times as fast on the first rank": parallel(2, pp=2, stage_speeds=[3, 1]),
     "interleaved 1f1b, twice as fast on the last rank": {
         **parallel(2, pp=2, schedule="interleaved_1f1b", stage_speeds=[1, 2]),
@@ -57,6 +58,16 @@ ON_FOUR = {
     },
     "pp 2 x cp 2, interleaved, activation checkpointing": {
         **parallel(3, pp=2, cp=2, schedule="interleaved_1f1b"),
+        "memory": {"activation_checkpointing": "full"},
+    },
+    "pp 4, dualpipev, clipped, 20 steps": {
+        **parallel(2, pp=4, schedule="dualpipev"),
+        "model": {"num_hidden_layers": 8},
+        "gradient_clipping": 0.1,
+        "steps": 20,
+    },
+    "pp 2 x tp 2, dualpipev, activation checkpointing": {
+        **parallel(2, pp=2, tp=2, schedule="dualpipev"),
         "memory": {"activation_checkpointing": "full"},
     },
     "experts": layout(3, model=EXPERTS),
