@@ -80,13 +80,14 @@ ALWAYS = {
     "bf16, reduced in bf16",
     "hpZ, 2 of 4",
     "bf16 pipeline",
+    "dualpipev",
     "pipeline, 3 times as fast on the first rank",
     "fp16",
     "hybrid sharding 2 x 2",
     "pp 2 x tp 2, untied",
     "experts",
 }
-"""Layouts that `tests/parity` does not cover, and one pipeline; the others run with `make sweep-tests`."""
+"""Layouts that `tests/parity` does not cover, and two pipelines; the others run with `make sweep-tests`."""
 
 
 found = differences_fixture("test_a_layout_follows_one_process", {"torch": {2: ON_TWO, 4: ON_FOUR}}, ALWAYS)
