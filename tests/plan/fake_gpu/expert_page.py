@@ -31,7 +31,12 @@ ROWS = {
     "qwen3_moe_30b.json, as shipped": (*QWEN, ()),
     "the same, layers wait for the exchange": (*QWEN, ("parallel.ep_overlap=false",)),
     "deepseek_v3_671b.json, as shipped": (*DEEPSEEK, ()),
-    "the same, ep 64": (*DEEPSEEK, ("parallel.ep=64",)),
+    "the same, dualpipev": (*DEEPSEEK, ("parallel.schedule=dualpipev",)),
+    "the same, dualpipev, the exchange beside another micro-batch": (
+        *DEEPSEEK,
+        ("parallel.schedule=dualpipev", "parallel.ep_overlap=true"),
+    ),
+    "deepseek_v3_671b.json, ep 64": (*DEEPSEEK, ("parallel.ep=64",)),
 }
 """Name -> config, ranks, what differs from it."""
 
