@@ -80,18 +80,6 @@ GATING = {
             "memory.activation_checkpointing=none",
         ),
     ),
-    "expert parallelism beside another micro-batch of a pipeline": (
-        "deepseek_v3_671b.json",
-        0,
-        (
-            "parallel.pp=2",
-            "parallel.schedule=dualpipev",
-            "parallel.ep_overlap=true",
-            "model.config.num_hidden_layers=4",
-            "model.config.first_k_dense_replace=1",
-            "train_batch_size=4096",
-        ),
-    ),
     "expert parallelism, selective": (
         "qwen3_moe_30b.json",
         0,
