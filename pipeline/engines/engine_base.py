@@ -70,10 +70,10 @@ class EngineBase(TrainsStepByStep):
         self._measures = [each for each in measures if each is not None]
         self._matrices = matrices_of(model, config.optimizer)
         self._update_scales = update_scales(model, config.model, config.optimizer)
-        self._tied_group = tied_weights_group(topology) if topology.pp > 1 and is_tied(model) else None
+        self._tied_group = tied_weights_group(run) if topology.pp > 1 and is_tied(model) else None
         coordinates = topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts
-        self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == topology.pp - 1
+        self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == run.rank_of_stage(-1)
         self._build(run, model, values)
         if self._qk_clip is not None:
             for decoder in self.decoders:

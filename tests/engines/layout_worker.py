@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,10 @@ def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device:
     values = RecordedValues(InitByName(model, seed=3))
     engine: Any = build_engine(run, model, values, objective, device=device)
     if not run.alone and run.config.engine == "torch":
-        assert values.asked == {shard.name: shard.master.numel() for shard in engine._shards}
+        own = Counter[str]()
+        for shard in [*engine._shards, *(copy for _, copy in engine._copies)]:
+            own[shard.name] += shard.master.numel()
+        assert values.asked == own
     zero = run.config.zero_optimization
     if run.config.engine == "deepspeed" and zero.stage < 3:
         parameters = engine._local_model.decoder.parameters_by_name()

@@ -97,6 +97,11 @@ TORCH_FOUR = {
     "ep 2, pp 2, gathered per step": ep(2, 2, pp=2),
     "ep 2, pp 2, interleaved": ep(2, pp=2, schedule="interleaved_1f1b"),
     "ep 2, pp 2, zero bubble": ep(2, 2, pp=2, schedule="zero_bubble"),
+    "ep 2, pp 2, dualpipev": ep(2, 2, pp=2, schedule="dualpipev"),
+    "ep 2, pp 2, dualpipev, overlapped": ep(2, 2, pp=2, schedule="dualpipev", **BESIDE),
+    "ep 2, pp 2, dualpipev, overlapped, mixtral, full": ep(
+        2, 0, pp=2, schedule="dualpipev", model=FAMILIES["mixtral"], more=FULL, **BESIDE
+    ),
     "ep 2, Muon, edp 2 over 1 expert each": ep(2, model=TWO_EXPERTS, more=MUON),
     "ep 2 x edp 2, Muon": ep(2, more=MUON),
     "ep 2, Muon, pp 2, tp 2": ep(2, 2, pp=2, tp=2, more=MUON),
@@ -148,6 +153,7 @@ ALWAYS = {
     "ep 2, selective activation checkpointing",
     "ep 2 x edp 2",
     "ep 2, pp 2, 1f1b",
+    "ep 2, pp 2, dualpipev, overlapped",
     "ep 2, Muon, edp 2 over 1 expert each",
     "zero 0, ep 2 x edp 2, clipped",
     "zero 2, ep 2, tp 2",

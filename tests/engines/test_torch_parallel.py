@@ -32,6 +32,7 @@ ON_TWO = {
     "1f1b, 20 steps": {**parallel(3, pp=2), "steps": 20},
     "interleaved 1f1b": parallel(2, pp=2, schedule="interleaved_1f1b"),
     "zero bubble": parallel(2, pp=2, schedule="zero_bubble"),
+    "dualpipev": parallel(0, pp=2, schedule="dualpipev"),
     "pipeline, 3 times as fast on the first rank": parallel(2, pp=2, stage_speeds=[3, 1]),
     "interleaved 1f1b, twice as fast on the last rank": {
         **parallel(2, pp=2, schedule="interleaved_1f1b", stage_speeds=[1, 2]),
@@ -59,6 +60,16 @@ ON_FOUR = {
         **parallel(3, pp=2, cp=2, schedule="interleaved_1f1b"),
         "memory": {"activation_checkpointing": "full"},
     },
+    "pp 4, dualpipev, clipped, 20 steps": {
+        **parallel(2, pp=4, schedule="dualpipev"),
+        "model": {"num_hidden_layers": 8},
+        "gradient_clipping": 0.1,
+        "steps": 20,
+    },
+    "pp 2 x tp 2, dualpipev, activation checkpointing": {
+        **parallel(2, pp=2, tp=2, schedule="dualpipev"),
+        "memory": {"activation_checkpointing": "full"},
+    },
     "experts": layout(3, model=EXPERTS),
 }
 
@@ -69,13 +80,14 @@ ALWAYS = {
     "bf16, reduced in bf16",
     "hpZ, 2 of 4",
     "bf16 pipeline",
+    "dualpipev",
     "pipeline, 3 times as fast on the first rank",
     "fp16",
     "hybrid sharding 2 x 2",
     "pp 2 x tp 2, untied",
     "experts",
 }
-"""Layouts that `tests/parity` does not cover, and one pipeline; the others run with `make sweep-tests`."""
+"""Layouts that `tests/parity` does not cover, and two pipelines; the others run with `make sweep-tests`."""
 
 
 found = differences_fixture("test_a_layout_follows_one_process", {"torch": {2: ON_TWO, 4: ON_FOUR}}, ALWAYS)

@@ -99,7 +99,7 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
     if values["extra"] == "shard":
         parallel["hybrid_shard_size"] = 2
     if values.get("ep"):
-        parallel["ep"] = values["ep"]
+        parallel |= {"ep": values["ep"], "ep_overlap": bool(values.get("overlap"))}
     loss = {"z_loss": values["z_loss"]} | ({"chunk": values["chunk"]} if values["chunk"] else {})
     config = {
         "engine": engine,

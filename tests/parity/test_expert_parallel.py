@@ -28,6 +28,7 @@ CELLS = [  # all others: `make sweep-parity`
     cell("torch-3", dp=4, extra="shard", ep=2),
     cell("torch-3", dp=2, cp="ring-2", ep=4, activation_checkpointing="selective"),
     cell("torch-2", dp=2, pipeline="zero_bubble-2", accumulation=2, ep=2),
+    cell("torch-2", dp=2, pipeline="dualpipev-2", accumulation=4, ep=2, overlap=True),
     cell("torch-0", dp=2, tp=2, pipeline="interleaved_1f1b-2", accumulation=2, ep=4),
     cell("deepspeed-3", dp=4, ep=2),
     cell("deepspeed-0", dp=2, tp=2, ep=4),

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
+from pipeline.plan.predict.closed_form_times import pipeline_step
 from pipeline.plan.predict.passes import PassKind
 from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
 from pipeline.plan.predict.schedule_programs import make_program, program_of
@@ -56,6 +57,19 @@ def test_the_zero_bubble_schedule_has_the_bubble_of_zb1p(ranks: int, micro_batch
     assert found.seconds == pytest.approx(3 * micro_batches + (ranks - 1) * (1 + 1 - 1) / 2)
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (2, 7), (4, 8), (8, 32)])
+def test_dualpipev_has_its_papers_bubble_and_keeps_as_many_activations_on_every_rank(
+    ranks: int, micro_batches: int
+) -> None:
+    found = simulated("torch", "dualpipev", ranks, micro_batches, 2)
+    # DeepSeek-AI 2024 (arXiv:2412.19437), table 2, with ranks that have two stages: (p - 1) (T_F + 2 T_B - 3 T_W)
+    assert found.seconds == pytest.approx(3 * micro_batches + (ranks - 1) * (1 + 2 * 2 - 3) / 2)
+    closed = pipeline_step("dualpipev", ranks, micro_batches, 1.0, 2.0, 0.0, virtual_stages=2)
+    assert closed.seconds == pytest.approx(found.seconds)
+    # 2 p - r of the first stage and r + 1 of the second, as `sizes.activations` has it
+    assert [found.peak_in_flight(rank) for rank in range(ranks)] == [2 * ranks + 1] * ranks
+
+
 def test_transfers_lengthen_the_way_through_the_stages() -> None:
     program = make_program("torch", "1f1b", ranks=2, micro_batches=2)
     times = [StageTimes(1.0, 2.0)] * 2
@@ -82,6 +96,7 @@ CASES = [
     ("torch", "1f1b", 4, 1, 0),
     ("torch", "interleaved_1f1b", 2, 2, 3),
     ("torch", "zero_bubble", 2, 2, 2),
+    ("torch", "dualpipev", 2, 2, 0),
     ("deepspeed", "1f1b", 2, 1, 1),
 ]
 

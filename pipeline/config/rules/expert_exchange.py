@@ -69,6 +69,10 @@ def check_overlap(config: Config, topology: Topology, batch: BatchSizes, *, elas
     if (name := expert_exchange(config)) != "all_to_all":
         why = f"parallel.ep_exchange is {name}, for whose kernels the layers wait"
         raise ConfigError(_OVERLAP, True, why=why, remedy="remove it, or use parallel.ep_exchange all_to_all")
+    if topology.pp > 1 and not config.parallel.schedule_kind.overlaps:
+        why = f"schedule {config.parallel.schedule} runs no forward pass beside a backward pass"
+        remedy = "use parallel.schedule dualpipev, or parallel.ep_overlap false"
+        raise ConfigError(_OVERLAP, True, why=why, remedy=remedy)
     if batch.accumulation == 1 and not elastic:
         why = f"a step has one micro-batch, of {batch.micro} samples, and none to run beside it"
         smaller = f"use a train_micro_batch_size_per_gpu of {batch.micro // 2} or less, or "

@@ -264,6 +264,8 @@ def micro_batch_constraints(parallel: ParallelSection, topology: Topology) -> tu
     """The smallest number of micro-batches that the pipeline schedule needs, and what it has to be a multiple of."""
     if topology.pp == 1 or parallel.schedule_kind.any_number:
         return 1, 1
+    if parallel.schedule_kind.v_shaped:
+        return 2 * topology.pp, 1
     return topology.pp, topology.pp if parallel.schedule_kind.virtual_stages else 1
 
 
@@ -286,6 +288,9 @@ def check_schedule(parallel: ParallelSection, topology: Topology, batch: BatchSi
         why = f"{name} runs {'several virtual stages' if several else 'one virtual stage'} per rank"
         remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
         raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy=remedy)
+    if parallel.schedule_kind.v_shaped and chunks not in (None, 2):
+        why = f"{name} runs two virtual stages per rank"
+        raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy="remove it")
     if parallel.schedule_kind.splits_backward and memory.activation_checkpointing == "selective":
         why = f"{name} splits the backward pass in two, and torch's selective checkpointing recomputes only once"
         remedy = "use full, or schedule interleaved_1f1b"
@@ -293,12 +298,14 @@ def check_schedule(parallel: ParallelSection, topology: Topology, batch: BatchSi
     if batch.accumulation % multiple_of:
         raise _micro_batches(batch, pp, why=f"{name} needs a multiple of pp {pp} micro-batches")
     if batch.accumulation < min_micro_batches:
-        raise _micro_batches(batch, pp, why=f"{name} needs at least pp {pp} micro-batches")
+        least = f"pp {pp}" if min_micro_batches == pp else f"2 pp, {min_micro_batches},"
+        raise _micro_batches(batch, min_micro_batches, why=f"{name} needs at least {least} micro-batches")
 
 
-def _micro_batches(batch: BatchSizes, pp: int, *, why: str) -> ConfigError:
+def _micro_batches(batch: BatchSizes, of: int, *, why: str) -> ConfigError:
+    """Names the nearest multiples of so many micro-batches."""
     each = batch.dp * batch.micro
-    below, above = (n // pp * pp * each for n in (batch.accumulation, batch.accumulation + pp))
+    below, above = (n // of * of * each for n in (batch.accumulation, batch.accumulation + of))
     near = f"{below} or {above}" if below else str(above)
     why += f", and a step has {batch.accumulation} ({batch.samples} samples / micro {batch.micro} / dp {batch.dp})"
     return ConfigError(

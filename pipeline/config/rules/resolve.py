@@ -132,11 +132,9 @@ LAYOUTS = (
         "ZeRO-3: optimizer states, gradients and parameters are sharded",
         _EVERYWHERE | {"offload_optimizer", "offload_param"},
     ),
-    Layout("torch", 0, "DDP: nothing is sharded", _NATIVE),
     # the passes of two micro-batches at once need the same weights, which stage 3 frees after each pass
-    Layout("torch", 0, "DDP: nothing is sharded", _EVERYWHERE | {"ep_overlap"}),
-    Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard"}),
-    Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _EVERYWHERE | {"shard", "ep_overlap"}),
+    Layout("torch", 0, "DDP: nothing is sharded", _NATIVE | {"ep_overlap"}),
+    Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard", "ep_overlap"}),
     # where weight gradients are computed apart from input gradients, torch 2.13 does not find weights that are
     # resharded after each pass, and silently loses their gradients
     Layout(
@@ -226,7 +224,12 @@ class ResolvedRun:
         """Virtual stages (model chunks) per pipeline rank."""
         if self.topology.pp == 1:
             return 1
-        return self.config.parallel.virtual_stages or (2 if self.config.parallel.schedule_kind.virtual_stages else 1)
+        return self.config.parallel.virtual_stages or self.config.parallel.schedule_kind.number_of_stages
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that has a (virtual) stage; -1 is the last stage."""
+        count = self.topology.pp * self.virtual_stages
+        return self.config.parallel.schedule_kind.rank_of(stage % count, self.topology.pp)
 
     @property
     def stage_devices(self) -> StageDevices:

@@ -19,6 +19,10 @@ class PipelineKind:
         torch: its class in `torch.distributed.pipelining.schedules`.
         virtual_stages: a rank runs several (model chunks), on multiples of pp micro-batches.
         any_number: it runs any number of micro-batches, not pp or more.
+        v_shaped: a rank has two virtual stages, of which the second ones are placed from the last rank back to the
+            first, and runs any number of micro-batches from 2 pp.
+        overlaps: it runs the forward pass of a micro-batch in one stage beside the backward pass of another one in the
+            other stage of the rank, where `parallel.ep_overlap` says so.
         splits_backward: gradients of weights are computed apart from those of inputs, and later.
         bubble: over that of 1F1B with as many virtual stages.
         in_flight: micro-batches of a step and pp -> micro-batches whose activations a rank keeps at one time; None:
@@ -29,10 +33,22 @@ class PipelineKind:
     torch: str
     virtual_stages: bool = False
     any_number: bool = False
+    v_shaped: bool = False
+    overlaps: bool = False
     splits_backward: bool = False
     bubble: float = 1.0
     in_flight: Callable[[int, int], int] | None = None
     searched: bool = True
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The pipeline rank, of so many, that has a (virtual) stage."""
+        lap, place = divmod(stage, ranks)
+        return ranks - 1 - place if self.v_shaped and lap % 2 else place
+
+    @property
+    def number_of_stages(self) -> int:
+        """Virtual stages of a rank where the config does not say how many."""
+        return 2 if self.virtual_stages else 1
 
 
 SCHEDULES = {
@@ -45,6 +61,17 @@ SCHEDULES = {
     # three take equally long
     "zero_bubble": PipelineKind(
         "ScheduleInterleavedZeroBubble", virtual_stages=True, splits_backward=True, bubble=1 / 3, in_flight=min
+    ),
+    # DeepSeek-AI 2024 (arXiv:2412.19437), table 2, cut in half (https://github.com/deepseek-ai/DualPipe): a bubble of
+    # (p - 1) (T_F + 2 T_B - 3 T_W) of half a rank's layers, where B is I and W, to (p - 1) (T_F + T_B)
+    "dualpipev": PipelineKind(
+        "ScheduleDualPipeV",
+        virtual_stages=True,
+        v_shaped=True,
+        overlaps=True,
+        splits_backward=True,
+        bubble=2 / 3,
+        searched=False,  # its formula of memory is low on the first rank (docs/log.md)
     ),
 }
 """By `parallel.schedule`."""
@@ -86,8 +113,8 @@ class LayoutSection(Section):
     ep_overlap: bool = Field(
         False,
         description="true: expert-parallel ranks exchange the tokens of a micro-batch beside the computation of another"
-        " one, the forward pass of each beside the backward pass of the one before. Engine torch, ZeRO stage 0 or 2,"
-        " no pipeline; a step has two micro-batches or more",
+        " one, the forward pass of each beside the backward pass of the one before. Engine torch, ZeRO stage 0 or 2;"
+        " a step has two micro-batches or more, and a pipeline has schedule dualpipev",
     )
     hybrid_shard_size: Count | None = Field(
         None,
@@ -96,14 +123,14 @@ class LayoutSection(Section):
     )
     schedule: Literal[*SCHEDULES] = Field(  # type: ignore[valid-type]
         "1f1b",
-        description="Pipeline schedule: 1f1b (the default), gpipe, interleaved_1f1b or zero_bubble; all but 1f1b need"
-        " engine torch",
+        description="Pipeline schedule: 1f1b (the default), gpipe, interleaved_1f1b, zero_bubble or dualpipev; all but"
+        " 1f1b need engine torch",
     )
     virtual_stages: Count | None = Field(
         None,
         description="Virtual stages: model chunks per pipeline rank, e.g. 2. 2 when absent with schedule"
         " interleaved_1f1b or"
-        " zero_bubble, else 1. More make the pipeline bubble smaller",
+        " zero_bubble, always with dualpipev, else 1. More make the pipeline bubble smaller",
     )
     cp_method: Literal["ulysses", "ring"] = Field(
         "ulysses",

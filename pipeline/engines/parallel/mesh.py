@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import AXES, Topology
 
 
@@ -105,13 +106,15 @@ def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) 
     return Mesh(topology, device_type=device_type, shard_size=shard_size)
 
 
-def tied_weights_group(topology: Topology) -> dist.ProcessGroup | None:
-    """The first and last rank of this rank's pipeline, which both hold a copy of a tied embedding and head.
+def tied_weights_group(run: ResolvedRun) -> dist.ProcessGroup | None:
+    """The ranks of the first and the last stage of this rank's pipeline, which hold a copy of tied weights each.
 
-    Collective. None without pipeline parallelism, and on the ranks of the stages between.
+    Collective. None without pipeline parallelism, on the ranks of the stages between, and where one rank has both.
     """
+    topology, last = run.topology, run.rank_of_stage(-1)
     columns = (topology.group(rank, "pp") for rank in range(topology.world_size))
-    return _own_group(([column[0], column[-1]] for column in columns if topology.pp > 1), name="tied_weights")
+    ends = ([column[0], column[last]] for column in columns if topology.pp > 1 and last)
+    return _own_group(ends, name="tied_weights")
 
 
 def _own_group(groups: Iterable[Sequence[int]], *, name: str) -> dist.ProcessGroup | None:

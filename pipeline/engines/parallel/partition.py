@@ -1,8 +1,9 @@
 """Divides a model's decoder layers into the pipeline stages of a run: by cost, and by what the devices are like.
 
-Stage i is on pipeline rank i % pp. Its time is taken to be its cost / the speed of that rank, `parallel.stage_speeds`;
-the time of the slowest stage is minimized. With limits of memory (`parallel.stage_memory_gb`) no rank gets more layers
-than the formulas of `parallel.memory` say that it holds. Among the virtual stages of a rank these are divided evenly.
+The schedule says which pipeline rank a stage is on. Its time is taken to be its cost / the speed of that rank,
+`parallel.stage_speeds`; the time of the slowest stage is minimized. With limits of memory (`parallel.stage_memory_gb`)
+no rank gets more layers than the formulas of `parallel.memory` say that it holds. Among the virtual stages of a rank
+these are divided evenly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     Raises:
         ConfigError: no division fits the memory of the devices; see also `split_layers` and `layer_list`.
     """
-    pp, count = run.topology.pp, run.topology.pp * run.virtual_stages
+    count = run.topology.pp * run.virtual_stages
     if count == 1:
         return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
     layer_list(model)  # before anything is read from the config: the architecture may have no plan for stages
@@ -40,7 +41,7 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
         raise ConfigError("parallel.pp", run.topology.pp, why=why, remedy=remedy)
     costs, head = forward_flops(model, sequence_length=run.batch.sequence_length)
     devices = run.stage_devices
-    speeds = [devices.speeds[stage % pp] for stage in range(count)]
+    speeds = [devices.speeds[run.rank_of_stage(stage)] for stage in range(count)]
     if devices.memory is None:
         return split_layers(costs, head=head, stages=count, speeds=speeds)
     fit = _Fit(run, model, devices.memory)
@@ -88,14 +89,14 @@ class _Fit:
 
     def limit(self, stage: int, start: int) -> int:
         """The largest end of a stage that begins with a layer; `start` where not even that one fits."""
-        rank, number = stage % self._pp, stage // self._pp
+        rank, number = self._run.rank_of_stage(stage), stage // self._pp
         if self._virtual > 1:
             return start + even_parts(self._most[rank], self._virtual)[number]
         return _largest(start, self._layers, lambda end: self._holds(rank, [(start, end)]))
 
     def short(self, stages: Sequence[StageLayers]) -> dict[int, float]:
         """Pipeline rank -> bytes that it lacks, of those that lack any."""
-        by_rank = (self._peak(rank, _ranges(stages, rank, self._pp)) for rank in range(self._pp))
+        by_rank = (self._peak(rank, self._ranges(stages, rank)) for rank in range(self._pp))
         lacking = (peak - memory for peak, memory in zip(by_rank, self._memory, strict=True))
         return {rank: each for rank, each in enumerate(lacking) if each > 0}
 
@@ -104,7 +105,7 @@ class _Fit:
         short = self.short(stages)
         most = [self._capacity(rank) for rank in range(self._pp)]
         lacks = ", ".join(
-            f"rank {rank} with {_shown(_ranges(stages, rank, self._pp))} lacks {each / GB:,.3g} GB"
+            f"rank {rank} with {_shown(self._ranges(stages, rank))} lacks {each / GB:,.3g} GB"
             for rank, each in short.items()
         )
         held = ", ".join(map(str, most)) + f" ({sum(most)} in all)"
@@ -131,15 +132,15 @@ class _Fit:
         key = (rank, *(tuple(self._sizes[slice(*each)]) for each in ranges))
         if key not in self._peaks:
             count = self._pp * self._virtual
-            stages = [StageLayers(number * self._pp + rank, count, each, 0.0) for number, each in enumerate(ranges)]
+            own_stages = [stage for stage in range(count) if self._run.rank_of_stage(stage) == rank]
+            stages = [StageLayers(stage, count, each, 0.0) for stage, each in zip(own_stages, ranges, strict=False)]
             own = rank_model(self._model, self._counts, stages, before=self._before, tp=self._run.topology.tp)
             footprint = Footprint(self._widths, (own,) * self._pp)
             self._peaks[key] = peak_memory(self._run, footprint, pp_rank=rank).total
         return self._peaks[key]
 
-
-def _ranges(stages: Sequence[StageLayers], rank: int, pp: int) -> list[tuple[int, int]]:
-    return [stage.layers for stage in stages if stage.index % pp == rank]
+    def _ranges(self, stages: Sequence[StageLayers], rank: int) -> list[tuple[int, int]]:
+        return [stage.layers for stage in stages if self._run.rank_of_stage(stage.index) == rank]
 
 
 def _shown(ranges: Sequence[tuple[int, int]]) -> str:

@@ -262,13 +262,15 @@ def rank_model(
         matrices, matrix_flops = matrices + (count if of_matrix else 0), matrix_flops + of_matrix
         largest_matrix = max(largest_matrix, of_matrix // stacked)
     head = model.get_output_embeddings().weight.numel() // tp  # type: ignore[operator]
+    if tied and split_up and first and last:  # each of the two stages has a copy
+        rest += head
     return RankModel(
         layers=tuple(layers.values()),
         rest=rest,
         head=head if last else 0,
         largest=largest,
         small=small,
-        tied=head if tied and split_up and (first or last) else 0,
+        tied=head if tied and split_up and first != last else 0,
         first=first,
         last=last,
         stage_layers=tuple(len(range(*stage.layers)) for stage in stages),

@@ -82,9 +82,9 @@ class StepSizes:
     @property
     def waiting(self) -> int:
         """Micro-batches whose I (gradients of inputs) is done and whose W (of weights) is not: of zero bubble."""
-        config = self.run.config
-        if config.engine != "torch" or self.run.topology.pp == 1 or not config.parallel.schedule_kind.splits_backward:
-            return 0
+        config, kind = self.run.config, self.run.config.parallel.schedule_kind
+        if config.engine != "torch" or self.run.topology.pp == 1 or not kind.splits_backward or kind.v_shaped:
+            return 0  # DualPipeV splits backward passes where fewer activations live
         return min(self.accumulation - 1, self.pp_rank)
 
     @property
@@ -106,12 +106,18 @@ class StepSizes:
         1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
         2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
         Narayanan et al. 2021 (arXiv:2104.04473), 2.2. Other schedules say themselves (`config.sections.layout`).
+        DualPipeV begins with 2 (stages after) + this one and the ranks before it of the first stage, and as many as
+        those of the second; then it has one more of the first in each pair of passes.
         Without a pipeline it is one, which a forward pass beside it takes over layer by layer.
         """
         topology, accumulation = self.run.topology, self.accumulation
         if topology.pp == 1:
             return 2 - self.backward_share
-        in_flight = self.run.config.parallel.schedule_kind.in_flight
+        kind = self.run.config.parallel.schedule_kind
+        if kind.v_shaped:
+            first, second = self.rank.stage_layers
+            return ((2 * topology.pp - self.pp_rank) * first + (self.pp_rank + 1) * second) / (first + second)
+        in_flight = kind.in_flight
         if in_flight is not None:
             return in_flight(accumulation, topology.pp)
         after, virtual = topology.pp - self.pp_rank - 1, self.rank.stages

@@ -14,7 +14,13 @@ from pipeline.engines.torch_native.sharding import ParameterShard
 
 
 @torch.no_grad()
-def finish_reduction(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: dist.ProcessGroup | None) -> None:
+def finish_reduction(
+    shards: Sequence[ParameterShard],
+    mesh: Mesh,
+    tied_group: dist.ProcessGroup | None,
+    *,
+    copies: Sequence[tuple[ParameterShard, ParameterShard]] = (),
+) -> None:
     """After the backward passes: attaches gradients to the master weights and all-reduces what FSDP2 does not.
 
     Those are the partial gradients of tensor parallelism, and the gradients of weights tied across pipeline stages.
@@ -23,9 +29,14 @@ def finish_reduction(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: d
         shards: of this rank.
         mesh: this rank's coordinates and groups.
         tied_group: see `parallel.mesh.tied_weights_group`.
+        copies: (shard, its copy in another stage of this rank), of tied weights; the copies are not among `shards`.
     """
     for shard in shards:
         shard.attach()
+    for shard, copy in copies:
+        copy.attach()
+        if shard.master.grad is not None and copy.master.grad is not None:
+            shard.master.grad += copy.master.grad
     tp_group = mesh.group("tp")
     if tp_group is not None:
         all_reduce_gradients([g for s in shards if s.partial_gradient and (g := s.master.grad) is not None], tp_group)

@@ -60,7 +60,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         section, self._clip = run.config.optimizer, run.config.gradient_clipping
         built = [self._build_stage(run, model, values, stage) for stage in _own_stages(run, model, self._mesh)]
         self._roots = [root for root, _ in built]
-        self._shards = [shard for _, shards in built for shard in shards]
+        self._shards, self._copies = _apart([shard for _, shards in built for shard in shards])
         self.decoders = [_decoder(root) for root in self._roots]
         self._forward_backward = self._build_forward_backward(run, model)
         masters = {shard.name: shard.master for shard in self._shards}
@@ -103,14 +103,20 @@ class TorchParallel(EngineBase, ExchangedGradients):
 
     def _build_forward_backward(self, run: ResolvedRun, model: nn.Module) -> ForwardBackward:
         stage_modules = [root for root in self._roots if isinstance(root, StageModule)]
+        passes: OverlappedPasses | None = None
+        if run.overlaps_exchange:  # in a pipeline, the two passes are in two stages, whose units are not the same
+            passes = (
+                OverlappedPasses() if stage_modules else OverlappedPasses(switched=UnitStates(self._roots[0]).switch)
+            )
+        for exchange in (each for root in self._roots for each in exchanges(root)):
+            exchange.passes = passes
         if not stage_modules:
-            root, stage = self._roots[0], run.config.zero_optimization.stage
-            passes = OverlappedPasses(switched=UnitStates(root).switch) if run.overlaps_exchange else None
-            for exchange in exchanges(root):
-                exchange.passes = passes
-            return GradientAccumulation(root, stage=stage, device=self._device, passes=passes)
+            stage = run.config.zero_optimization.stage
+            return GradientAccumulation(self._roots[0], stage=stage, device=self._device, passes=passes)
         hidden_size: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
-        return PipelineSchedule(run, stage_modules, self._mesh, hidden_size=hidden_size, device=self._device)
+        return PipelineSchedule(
+            run, stage_modules, self._mesh, hidden_size=hidden_size, device=self._device, passes=passes
+        )
 
     def begin_step(
         self,
@@ -128,11 +134,11 @@ class TorchParallel(EngineBase, ExchangedGradients):
         if self._qk_clip is not None:
             self._qk_clip.begin_step()
         train = partial(self._train, scale=scale / step.targets)
-        local_gradients = partial(gradients.attached, self._shards)
+        local_gradients = partial(gradients.attached, [*self._shards, *(copy for _, copy in self._copies)])
         sums = self._exchanged(step, train(step.micro_batches), gradients=local_gradients, train=train)
         if not self._reports_loss:
             sums.zero_()
-        gradients.finish_reduction(self._shards, self._mesh, self._tied_group)
+        gradients.finish_reduction(self._shards, self._mesh, self._tied_group, copies=self._copies)
         square = gradients.own_square(self._shards, self._device)
         reduced = torch.cat([sums, square[None], to_device(host_values(), self._device)])
         dist.all_reduce(reduced)  # the only one of a step whose numbers the host reads
@@ -143,8 +149,9 @@ class TorchParallel(EngineBase, ExchangedGradients):
             self._qk_clip.reduce()
         with torch.no_grad():
             decision.step(self._optimizer, lr=lr)
+        self._update_copies()
         refresh_scales(shard.sharded for shard in self._shards)
-        for shard in self._shards:
+        for shard in [*self._shards, *(copy for _, copy in self._copies)]:
             shard.clear_gradient()
         return DeferredStep(
             step,
@@ -163,6 +170,12 @@ class TorchParallel(EngineBase, ExchangedGradients):
             return zero_sums(self._objective, self._device)
         return self._forward_backward.train(batches, self._objective, scale=scale)
 
+    @torch.no_grad()
+    def _update_copies(self) -> None:
+        for shard, copy in self._copies:
+            copy.attach()
+            copy.master.copy_(shard.master)
+
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: HSDP replicas, parameters that tp does not shard, weights tied across stages."""
         return replicas(self._shards, self._mesh, self._tied_group)
@@ -178,6 +191,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         set_step(self._shards, self._optimizer, self._kind_of, state.get(named_state.OPTIMIZER_STEP))
         for root in self._roots:
             reshard(root)
+        self._update_copies()
         refresh_scales(shard.sharded for shard in self._shards)
 
 
@@ -188,6 +202,16 @@ def _decoder(root: nn.Module) -> Decoder:
     return decoder
 
 
+def _apart(
+    shards: Sequence[ParameterShard],
+) -> tuple[list[ParameterShard], list[tuple[ParameterShard, ParameterShard]]]:
+    """The shards of each parameter once, and (shard, copy) where two stages of this rank hold tied weights."""
+    first: dict[str, ParameterShard] = {}
+    copies = [(first[each.name], each) for each in shards if first.setdefault(each.name, each) is not each]
+    return list(first.values()), copies
+
+
 def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[StageLayers]:
     """The (virtual) pipeline stages that this rank holds."""
-    return [stage for stage in pipeline_stages(run, model) if stage.index % run.topology.pp == mesh.coordinates["pp"]]
+    stages, own = pipeline_stages(run, model), mesh.coordinates["pp"]
+    return [stage for stage in stages if run.rank_of_stage(stage.index) == own]

@@ -1,12 +1,17 @@
-"""Pipeline schedules (GPipe, 1F1B, interleaved 1F1B, zero bubble) of torch.distributed.pipelining over decoder stages.
+"""Pipeline schedules of torch.distributed.pipelining over decoder stages: GPipe, 1F1B, interleaved 1F1B, zero bubble,
+DualPipeV.
 
 Stages send each other hidden states only, not labels, positions or documents: every rank of a pipeline loads the same
-micro-batches. Virtual stage i of the model is on pipeline rank i % pp.
+micro-batches. Virtual stage i of the model is on pipeline rank i % pp; of DualPipeV, the second half of the stages is
+on the ranks in reverse order, so that the last one is on the first rank, and the two in the middle are on the last.
+
+DualPipeV runs pairs of passes: the forward pass of a micro-batch in one stage of a rank, and the backward pass of
+another one in the other. With `parallel.ep_overlap` the two take turns at the exchanges of their experts.
 
 With ZeRO stages 0 to 2, torch's schedules keep weights and gradients unsharded until the last micro-batch has passed;
 then gradients are summed over the data ranks, once per step. With stage 3, weights are gathered layer by layer and
-gradients reduce-scattered after every micro-batch, as without a pipeline. That excludes the zero-bubble schedule: it
-computes weight gradients separately from input gradients, and torch 2.13 collects the weights before they are gathered,
+gradients reduce-scattered after every micro-batch, as without a pipeline. That excludes zero bubble and DualPipeV: they
+compute weight gradients separately from input gradients, and torch 2.13 collects the weights before they are gathered,
 finds none, and silently loses their gradients.
 
 Shapes: B samples, T positions of this rank, D features. Hidden states are [B, T / tp, D].
@@ -15,6 +20,7 @@ Shapes: B samples, T positions of this rank, D features. Hidden states are [B, T
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +35,7 @@ from pipeline.engines.base import Objective
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native.forward_backward import zero_sums
 
@@ -72,6 +79,7 @@ class PipelineSchedule:
         mesh: this rank's coordinates and groups.
         hidden_size: D.
         device: of this rank.
+        passes: run the two passes of a pair in turns; None: one after the other.
     """
 
     def __init__(
@@ -82,10 +90,12 @@ class PipelineSchedule:
         *,
         hidden_size: int,
         device: torch.device,
+        passes: OverlappedPasses | None = None,
     ) -> None:
         group = mesh.group("pp")
         assert group is not None
         self._stage_modules, self._group, self._device = stage_modules, group, device
+        self._run, self._passes = run, passes
         self._hidden_size, self._dtype, self._tp = hidden_size, model_dtype(run.config), run.topology.tp
         self._ids = torch.empty(
             run.batch.micro, run.batch.sequence_length // run.topology.cp, dtype=torch.int64, device="meta"
@@ -105,6 +115,9 @@ class PipelineSchedule:
         schedule_stages: Any = stages[0] if issubclass(self._kind, schedules.PipelineScheduleSingle) else stages
         # the loss is a sum over targets: gradients of micro-batches add up without division
         self._schedule = self._kind(schedule_stages, micro_batches, loss_fn=_output_is_loss, scale_grads=False)
+        if self._passes is not None:
+            pair = partial(_overlapped_pair, self._passes)
+            self._schedule.register_custom_function(schedules.OVERLAP_F_B, pair)
         self._micro_batches = micro_batches
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
@@ -122,25 +135,33 @@ class PipelineSchedule:
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
         """See `ForwardBackward.score`. Batches pass through the stages one at a time, without overlap."""
-        sums = zero_sums(objective, self._device)
+        sums, output = zero_sums(objective, self._device), None
         for module in self._stage_modules:
             module.begin([batch], objective, scale=1.0)
             stage = module.stage
-            output = module(batch.input_ids if stage.first else self._receive(batch, stage))
+            inputs = batch.input_ids if stage.first else self._receive(batch, stage, own=output)
+            output = module(inputs)
             if stage.last:
                 sums += module.sums[0]
-            else:
+            elif not self._is_here(stage.index + 1):
                 dist.send(output, dst=self._rank_of_stage(stage.index + 1), group=self._group)
         return sums
 
-    def _receive(self, batch: MicroBatch, stage: StageLayers) -> Tensor:
+    def _receive(self, batch: MicroBatch, stage: StageLayers, *, own: Tensor | None) -> Tensor:
+        """The output of the stage before: `own`, of this rank's stage before, where it is that one."""
+        if self._is_here(stage.index - 1):
+            assert own is not None, "stages are in order"
+            return own
         hidden = self._empty_hidden_states(batch.input_ids, self._device)
         dist.recv(hidden, src=self._rank_of_stage(stage.index - 1), group=self._group)
         return hidden
 
+    def _is_here(self, index: int) -> bool:
+        return any(module.stage.index == index for module in self._stage_modules)
+
     def _rank_of_stage(self, index: int) -> int:
         """Global rank of the pipeline rank that holds a stage."""
-        return dist.get_global_rank(self._group, index % dist.get_world_size(self._group))
+        return dist.get_global_rank(self._group, self._run.rank_of_stage(index))
 
     def _empty_hidden_states(self, ids: Tensor, device: torch.device | str) -> Tensor:
         samples, positions = ids.shape
@@ -157,6 +178,47 @@ class PipelineSchedule:
             output_args=torch.empty(1, device="meta", requires_grad=True) if stage.last else hidden,
             group=self._group,
         )
+
+
+def _overlapped_pair(passes: OverlappedPasses, action: Any, context: Any) -> None:
+    """Runs torch's action OVERLAP_F_B, as its `_PipelineScheduleRuntime` runs F and B, but the two in turns.
+
+    Messages that the passes need are waited for before the first turn, and given on after the last one.
+
+    Args:
+        passes: of this rank.
+        action: its sub-actions are F and B, of two stages of this rank.
+        context: the schedule, and the arguments of the step.
+    """
+    schedule, (forward, backward) = context.schedule_ref, action.sub_actions
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    first, second = stages[forward.stage_index], stages[backward.stage_index]
+    sent, returned = (first.stage_index, forward.microbatch_index), (second.stage_index, backward.microbatch_index)
+    for received, key in ((schedule.fwd_recv_ops, sent), (schedule.bwd_recv_ops, returned)):
+        if key in received:  # not from another stage of this rank
+            schedules._wait_batch_p2p(received.pop(key))
+    schedule._assert_unsharded(first)
+    schedule._assert_unsharded(second)
+    loss = schedule._maybe_get_loss(second, backward.microbatch_index)
+    schedule.backward_counter[second.stage_index] += 1
+    output = passes.run(
+        lambda: first.forward_one_chunk(
+            forward.microbatch_index,
+            context.arg_mbs[forward.microbatch_index],
+            context.kwarg_mbs[forward.microbatch_index],
+        ),
+        lambda: second.backward_one_chunk(
+            backward.microbatch_index,
+            loss=loss,
+            full_backward=True,
+            last_backward=schedule.backward_counter[second.stage_index] == schedule._n_microbatches,
+        ),
+    )
+    schedule._maybe_compute_loss(first, output, context.target_mbs, forward.microbatch_index)
+    if (following := stages.get(first.stage_index + 1)) is not None:
+        following.set_local_fwd_input(output, forward.microbatch_index)
+    if (before := stages.get(second.stage_index - 1)) is not None:
+        before.set_local_bwd_input(second.get_local_bwd_output(backward.microbatch_index), backward.microbatch_index)
 
 
 def _output_is_loss(loss: Tensor, _target: Tensor) -> Tensor:

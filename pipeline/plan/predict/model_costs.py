@@ -107,7 +107,8 @@ class ModelCosts:
         """
         if run.stage_devices.memory is not None:  # what fits depends on the whole config
             return self._counted(run)
-        key = (run.topology.tp, run.topology.ep, run.topology.pp, run.virtual_stages, *run.stage_devices.speeds)
+        topology, placed = run.topology, run.config.parallel.schedule_kind.v_shaped
+        key = (topology.tp, topology.ep, topology.pp, run.virtual_stages, placed, *run.stage_devices.speeds)
         if key not in self._shares:
             try:
                 self._shares[key] = self._counted(run)
@@ -129,5 +130,5 @@ class ModelCosts:
             last = stage.index == len(stages) - 1
             inside, scores, sparse = (sum(each[part]) for each in (linear, attention, experts))
             flops = StageFlops(len(linear[part]), inside, scores, sparse, head if last else 0.0)
-            ranks[stage.index % run.topology.pp].append(flops)
+            ranks[run.rank_of_stage(stage.index)].append(flops)
         return CostShares(footprint, tuple(map(tuple, ranks)))

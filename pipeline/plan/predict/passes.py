@@ -43,22 +43,27 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The instructions of all ranks of a pipeline in a step. Virtual stage i is on rank i % ranks.
+    """The instructions of all ranks of a pipeline in a step.
 
     Attributes:
         ranks: instructions of every rank, in order.
-        stages: number of virtual stages.
+        placed: the rank of every virtual stage.
         waits_for_sends: a rank begins its next pass when what it has sent has been received; else it computes on.
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
-    stages: int
+    placed: tuple[int, ...]
     waits_for_sends: bool
 
     def passes(self, rank: int) -> list[Instruction]:
         """A rank's passes in order, without messages."""
         return [each for each in self.ranks[rank] if each.kind not in SENDS | RECEIVES]
 
+    @property
+    def stages(self) -> int:
+        """Number of virtual stages."""
+        return len(self.placed)
+
     def rank_of(self, stage: int) -> int:
         """The rank that has a virtual stage."""
-        return stage % len(self.ranks)
+        return self.placed[stage]

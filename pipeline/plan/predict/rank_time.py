@@ -156,10 +156,12 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
 def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, exchange_s: float) -> float:
     """Seconds of the exchange of a step that are beside the passes of another micro-batch (`parallel.ep_overlap`).
 
-    Each forward pass but the first is beside a backward pass; the exchanges of each are hidden by no more than the
-    layers of the other compute, and no more than the share of communication that runs beside kernels. Of each layer a
-    pass has two, and full checkpointing repeats those of the forward pass in the backward pass: what it has more of,
-    and one of four turns without a product between, hide nothing (tests/engines/parallel/test_overlapped_passes.py).
+    Each forward pass but the first is beside a backward pass, and in a pipeline, of 2 n passes of n micro-batches in
+    two stages, 2 n - 3 pp + 1 on the first rank, which has the fewest. The exchanges of each are hidden by no more
+    than the layers of the other compute, and no more than the share of communication that runs beside kernels. Of each
+    layer a pass has two, and full checkpointing repeats those of the forward pass in the backward pass: what it has
+    more of, and one of four turns without a product between, hide nothing
+    (tests/engines/parallel/test_overlapped_passes.py).
     """
     run = work.layout.run
     if not run.overlaps_exchange:
@@ -170,7 +172,9 @@ def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, ex
     forward = sum(stage.decoder.forward for stage in stages)
     backward = sum(stage.decoder.backward for stage in stages)
     hidden = min((1 - again / 4) * of_forward, backward) + min(of_forward, forward)
-    return (count - 1) * rates.overlap * hidden
+    pp = run.topology.pp
+    beside = count - 1 if pp == 1 else (2 * count - 3 * pp + 1) / 2
+    return beside * rates.overlap * hidden
 
 
 def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 0) -> PassSeconds:

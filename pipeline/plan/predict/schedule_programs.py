@@ -63,23 +63,24 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
     if engine == "deepspeed":
         assert (schedule, virtual_stages) == ("1f1b", 1), "checked with the config"
         lists = [tuple(_deepspeed(rank, ranks, micro_batches)) for rank in range(ranks)]
-        return Program(tuple(lists), ranks, waits_for_sends=True)
+        return Program(tuple(lists), tuple(range(ranks)), waits_for_sends=True)
     from torch.distributed.pipelining import schedules  # noqa: PLC0415  imports torch
 
-    kind = getattr(schedules, SCHEDULES[schedule].torch)
+    ours = SCHEDULES[schedule]
+    kind = getattr(schedules, ours.torch)
     if issubclass(kind, schedules.PipelineScheduleSingle):
         noted = [_run_loop(kind, rank, ranks, micro_batches) for rank in range(ranks)]
         # 1F1B joins each send with the next receive, and waits for both; GPipe waits for sends at the end
-        return Program(tuple(noted), ranks, waits_for_sends=schedule == "1f1b")
-    stages = ranks * virtual_stages
-    own = [_Stage(index, stages, ranks) for index in range(0, stages, ranks)]
+        return Program(tuple(noted), tuple(range(ranks)), waits_for_sends=schedule == "1f1b")
+    placed = tuple(ours.rank_of(stage, ranks) for stage in range(ranks * virtual_stages))
+    own = [_Stage(index, len(placed), ranks, rank=rank) for index, rank in enumerate(placed) if rank == 0]
     table = kind(own, micro_batches, loss_fn=_no_loss, scale_grads=False).pipeline_order_with_comms
-    return Program(tuple(tuple(_of_table(table[rank])) for rank in range(ranks)), stages, waits_for_sends=False)
+    return Program(tuple(tuple(_of_table(table[rank])) for rank in range(ranks)), placed, waits_for_sends=False)
 
 
 def _of_table(actions: list[Any]) -> Iterator[Instruction]:
-    """A rank's actions without those that shard weights or reduce gradients."""
-    for action in actions:
+    """A rank's actions without those that shard weights or reduce gradients; of a pair of passes each."""
+    for action in (part for whole in actions for part in whole.sub_actions or (whole,)):
         kind = _TORCH_KINDS.get(action.computation_type.value)
         if kind is not None:
             yield Instruction(kind, action.stage_index, action.microbatch_index)
@@ -87,7 +88,7 @@ def _of_table(actions: list[Any]) -> Iterator[Instruction]:
 
 def _run_loop(kind: Any, rank: int, ranks: int, micro_batches: int) -> tuple[Instruction, ...]:
     """Runs a schedule's loop over a stage that only notes its calls."""
-    stage = _Stage(rank, ranks, ranks)
+    stage = _Stage(rank, ranks, ranks, rank=rank)
     schedule = kind(stage, micro_batches, scale_grads=False)
     schedule._initialize_stage = lambda *_: None
     schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, [None] * micro_batches)
@@ -104,8 +105,8 @@ class _Stage:
     submod = None
     has_backward = True
 
-    def __init__(self, index: int, stages: int, ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, index % ranks
+    def __init__(self, index: int, stages: int, ranks: int, *, rank: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, rank
         self.is_first, self.is_last = index == 0, index == stages - 1
         self.noted: list[Instruction] = []
 

@@ -13,6 +13,7 @@ longer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.closed_form_times import PipelineTime
@@ -89,12 +90,14 @@ def pipeline_timeline(run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates)
         rates: of the machine.
     """
     program = program_of(run)
-    times = [_stage_times(ranks[stage % len(ranks)], stage // len(ranks)) for stage in range(program.stages)]
+    times = [_stage_times(ranks[program.rank_of(stage)], stage // len(ranks)) for stage in range(program.stages)]
     layout = ranks[0].work.layout
     size = layout.hidden / run.topology.tp
     nodes = [run.topology.rank(pp=rank) // rates.topology.devices_per_node for rank in range(len(ranks))]
-    borders = [(stage % len(ranks), (stage + 1) % len(ranks)) for stage in range(program.stages - 1)]
-    transfers = [send_s(rates.topology, size=size, same_node=nodes[a] == nodes[b]) for a, b in borders]
+    borders = list(pairwise(program.placed))
+    transfers = [
+        send_s(rates.topology, size=size, same_node=nodes[a] == nodes[b]) if a != b else 0.0 for a, b in borders
+    ]
     return simulate_pipeline(program, times, transfers=transfers)
 
 

@@ -68,7 +68,11 @@ def layouts(
                     "parallel.pp": mesh.pp,
                     "parallel.tp": mesh.tp,
                     "parallel.cp": mesh.cp,
-                    **({"parallel.ep": ep, "parallel.ep_overlap": overlaps(mesh, ep, micro)} if experts else {}),
+                    **(
+                        {"parallel.ep": ep, "parallel.ep_overlap": overlaps(mesh, schedule, ep=ep, micro=micro)}
+                        if experts
+                        else {}
+                    ),
                     "parallel.schedule": schedule,
                     "parallel.virtual_stages": None,
                     "parallel.hybrid_shard_size": shard,
@@ -120,10 +124,11 @@ def _expert_parallel(run: ResolvedRun, machine: Machine, mesh: Axes, experts: in
     return [1, *(each for each in sizes if 1 < each <= MOST_EP and experts % each == 0 == ranks % each and experts)]
 
 
-def _overlaps(run: ResolvedRun, mesh: Axes, ep: int, micro: int, *, known: frozenset[str]) -> bool:
+def _overlaps(run: ResolvedRun, mesh: Axes, schedule: str, *, ep: int, micro: int, known: frozenset[str]) -> bool:
     """Whether experts exchange beside another micro-batch, which is faster wherever it can be."""
     several = micro < _samples_of_a_rank(run, mesh)
-    return "ep_overlap" in known and ep > 1 == mesh.pp and several and expert_exchange(run.config) == "all_to_all"
+    several = several and (mesh.pp == 1 or SCHEDULES[schedule].overlaps)
+    return "ep_overlap" in known and ep > 1 and several and expert_exchange(run.config) == "all_to_all"
 
 
 def _micro_batches(run: ResolvedRun, mesh: Axes) -> list[int]:

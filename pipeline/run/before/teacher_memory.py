@@ -80,7 +80,7 @@ def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[En
         yield Entry("matching", text, {"bytes": round(matching)})
     footprint = footprint_of(run, prepared.model)
     if memory is not None and footprint is not None:
-        own = peak_memory(run, footprint, pp_rank=run.topology.pp - 1).total + matching
+        own = peak_memory(run, footprint, pp_rank=run.rank_of_stage(-1)).total + matching
         _refuse_too_large(prepared, found, total=total, own=own, memory=memory)
 
 

@@ -65,7 +65,7 @@ class Teacher:
     def __init__(self, found: TeacherModel, run: ResolvedRun, *, device: torch.device, mesh: Mesh | None) -> None:
         self._found, self._run, self._device, self._mesh = found, teacher_run(run), device, mesh
         self._shard = run.config.distill is not None and run.config.distill.shard_teacher
-        if mesh is None or mesh.coordinates["pp"] == run.topology.pp - 1:
+        if mesh is None or mesh.coordinates["pp"] == run.rank_of_stage(-1):
             assert self._made  # before the first step, whose time it would be
 
     @property

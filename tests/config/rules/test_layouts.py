@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.config.load import load_config
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import FEATURES, LAYOUTS, resolve
+from pipeline.config.sections.layout import SCHEDULES
 from pipeline.config.topology import Topology
 from tests.conftest import ROOT, tiny_config, write_config
 
@@ -32,6 +34,7 @@ SELECTED_BY: dict[str, tuple[str, ...]] = {
     "gpipe": ("parallel.pp=2", "parallel.schedule=gpipe"),
     "interleaved_1f1b": ("parallel.pp=2", "parallel.schedule=interleaved_1f1b"),
     "zero_bubble": ("parallel.pp=2", "parallel.schedule=zero_bubble"),
+    "dualpipev": ("parallel.pp=2", "parallel.schedule=dualpipev"),
 }
 """Feature -> the overrides that select it."""
 
@@ -54,11 +57,17 @@ def test_every_feature_of_the_table_has_a_case() -> None:
     assert set(SELECTED_BY) == set(FEATURES)
 
 
+def exclusive(names: Sequence[str]) -> bool:
+    """Two schedules; or `ep_overlap` in a pipeline with one that does not overlap, see `NOT_OVERLAPPED`."""
+    schedules = {*SCHEDULES} & set(names)
+    return len(schedules) > 1 or ("ep_overlap" in names and bool(schedules - {"dualpipev"} or "pp" in names))
+
+
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row.engine}-{row.stage}")
 def test_every_layout_of_the_table_resolves(tmp_path: Path, row: Any) -> None:
     for count in (0, 1, 2):
         for names in itertools.combinations(sorted(row.features), count):
-            if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) < 2:
+            if not exclusive(names):
                 sets = [*base(row.engine, row.stage), *(each for name in names for each in SELECTED_BY[name])]
                 assert refusal(tmp_path, sets) is None, names
 
@@ -74,7 +83,7 @@ def test_a_layout_that_is_not_in_the_table_is_refused_and_its_remedies_resolve(
         selected = {*names} | {
             n for n, sets in SELECTED_BY.items() if n in ("pp", "cp", "ep") and set(sets) & set(overrides.values())
         }
-        if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) > 1 or any(f >= selected for f in here):
+        if exclusive(names) or any(f >= selected for f in here):
             continue
         sets = [*base(engine, stage), *(each for name in names for each in SELECTED_BY[name])]
         error = refusal(tmp_path, sets)
@@ -101,6 +110,7 @@ def test_pipeline_parallelism_at_zero_stage_3_is_refused_with_engine_torch_or_st
 
 
 ZERO_BUBBLE = ("engine=torch", "zero_optimization.stage=2", "parallel.pp=2", "parallel.schedule=zero_bubble")
+DUALPIPEV = (*ZERO_BUBBLE[:3], "parallel.schedule=dualpipev")
 
 AUTOEP = ("expert_parallel.enabled=true",)
 EP = ("engine=deepspeed", "parallel.ep=2")
@@ -121,6 +131,10 @@ REFUSALS = [
     (["engine=torch", "parallel.pp=4", "parallel.schedule=interleaved_1f1b", "train_batch_size=12"], "use 8 or 16"),
     (["engine=torch", "parallel.pp=2", "parallel.virtual_stages=2"], "interleaved_1f1b"),
     ([*ZERO_BUBBLE, "parallel.virtual_stages=1"], "use 2"),
+    ([*DUALPIPEV, "parallel.virtual_stages=4"], "remove it"),
+    ([*DUALPIPEV, "train_batch_size=12"], "needs at least 2 pp, 4, micro-batches"),
+    ([*DUALPIPEV, "train_batch_size=12"], "use 16, or a smaller"),
+    ([*DUALPIPEV, "parallel.ep=2", "parallel.ep_overlap=true", "zero_optimization.stage=3"], "stage 2"),
     ([*ZERO_BUBBLE, "memory.activation_checkpointing=selective"], "use full"),
     (["engine=torch", "optimizer.params.moments_dtype=bf16"], "in one process, or fp32"),
     (["parallel.cp=4", "parallel.cp_method=ring", "data.sequence_length=36"], "use 32 or 40"),
@@ -271,7 +285,12 @@ def test_deepspeeds_key_for_the_exchange_of_experts_is_parallel_ep_exchange(tmp_
 OVERLAP = ("parallel.ep=2", "parallel.ep_overlap=true")
 NOT_OVERLAPPED = {
     "stage 3": (3, OVERLAP, "use zero_optimization.stage 2, or parallel.ep_overlap false"),
-    "a pipeline": (2, (*OVERLAP, "parallel.pp=2"), "use parallel.ep_overlap false, or parallel.pp 1"),
+    "a pipeline": (2, (*OVERLAP, "parallel.pp=2"), "use parallel.schedule dualpipev, or parallel.ep_overlap false"),
+    "another schedule": (
+        0,
+        (*OVERLAP, "parallel.pp=2", "parallel.schedule=zero_bubble"),
+        "use parallel.schedule dualpipev, or parallel.ep_overlap false",
+    ),
     "no expert parallelism": (2, OVERLAP[1:], "remove it"),
     "kernels": (2, (*EXCHANGE, *OVERLAP), "remove it, or use parallel.ep_exchange all_to_all"),
     "uneven shares": (

@@ -191,6 +191,17 @@ def test_every_exchange_of_a_pair_has_work_of_the_other_pass_between_begin_and_e
     assert found == [(layers * MICRO_BATCHES * exchanges, layers * beside * (MICRO_BATCHES - 1))] * WORLD
 
 
+IN_A_PIPELINE = {"parallel": {"pp": 2, "ep": 2, "schedule": "dualpipev", "ep_overlap": True}}
+
+
+def test_every_exchange_of_a_pair_of_dualpipev_has_work_of_the_other_pass_between_begin_and_end(ranks: Ranks) -> None:
+    micro_batches = run_of(IN_A_PIPELINE, overlap=True).batch.accumulation
+    found = ranks.run(exchanges_with_work_between, IN_A_PIPELINE)
+    # a layer has two exchanges in each pass; of 2 n forward passes of a rank 2 n - 3 pp + 1 are in pairs (`rank_time`)
+    pairs = 2 * micro_batches - 3 * 2 + 1
+    assert found == [(micro_batches * 2 * 4, pairs * 4)] * WORLD
+
+
 def states(_rank: int, more: dict[str, Any], overlap: bool) -> tuple[list[float], dict[str, Tensor]]:
     run = run_of(more, overlap=overlap)
     engine = make_engine(run)

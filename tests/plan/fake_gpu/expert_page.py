@@ -31,7 +31,12 @@ ROWS = {
     "qwen3_moe_30b.json, as shipped": (*QWEN, ()),
     "the same, layers wait for the exchange": (*QWEN, ("parallel.ep_overlap=false",)),
     "deepseek_v3_671b.json, as shipped": (*DEEPSEEK, ()),
-    "the same, ep 64": (*DEEPSEEK, ("parallel.ep=64",)),
+    "the same, dualpipev": (*DEEPSEEK, ("parallel.schedule=dualpipev",)),
+    "the same, dualpipev, the exchange beside another micro-batch": (
+        *DEEPSEEK,
+        ("parallel.schedule=dualpipev", "parallel.ep_overlap=true"),
+    ),
+    "deepseek_v3_671b.json, ep 64": (*DEEPSEEK, ("parallel.ep=64",)),
 }
 """Name -> config, ranks, what differs from it."""
 
@@ -66,8 +71,11 @@ def _row(of: PlannedRun, gpu: str) -> str:
     least = step_time(of.run, works, rates, model=SIMULATED)
     computing = least.products + least.kernels + least.bubble + least.optimizer
     links = {True: 0.0, False: 0.0}
-    for each in transfers(max(works, key=lambda work: work.forward.products).layout):
-        links[max(each.ranks) < rates.topology.devices_per_node] += SIMULATED.collective(each, rates)
+    for work in works:
+        of_rank = dict.fromkeys(links, 0.0)
+        for each in transfers(work.layout):
+            of_rank[max(each.ranks) < rates.topology.devices_per_node] += SIMULATED.collective(each, rates)
+        links = {within: max(seconds, of_rank[within]) for within, seconds in links.items()}
     model = of.costs.size.flops_per_token * of.run.batch.tokens / of.run.topology.world_size / peak(of.machine)
     hidden = model / max(computing, *links.values())
     typical = typical_time(of.run, of.costs, of.machine, model=SIMULATED)
