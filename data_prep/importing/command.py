@@ -23,7 +23,7 @@ _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("tokens", metavar="TOKENS", type=Path, help="folder, file or PREFIX that another tool wrote")
+    parser.add_argument("tokens", metavar="PREFIX", type=Path, help="folder, file or PREFIX that another tool wrote")
     parser.add_argument("out", metavar="OUT", type=Path, help="tokens directory to write")
     parser.add_argument(
         "--tokenizer",
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder of the tokenizer they are of",
     )
     parser.add_argument(
-        "--heldout", metavar="TOKENS", type=Path, help="tokens of the held-out split; default: files named val, ..."
+        "--heldout", metavar="PREFIX", type=Path, help="tokens of the held-out split; default: files named val, ..."
     )
     parser.add_argument(
         "--borders",

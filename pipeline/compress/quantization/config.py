@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.base.paths import LocalPath
+from headrace.base.paths import PathOrUrl
 from headrace.base.section import Section
 from pipeline.evaluation.heldout.data import HeldOutData
 
@@ -105,11 +105,11 @@ class BudgetSection(Section):
 class QuantizeConfig(Section):
     """Quantization of linear layers: symmetric, weights rounded to the nearest or calibrated."""
 
-    model: LocalPath = Field(
+    model: PathOrUrl = Field(
         description="Floating-point model to quantize: a Hugging Face folder, e.g. out/demo/model, or a run directory"
         " or checkpoint of any layout, e.g. runs/teacher, which is exported first"
     )
-    output: LocalPath = Field(
+    output: PathOrUrl = Field(
         description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet"
     )
     scheme: SchemeName = Field(
