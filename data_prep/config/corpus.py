@@ -202,9 +202,10 @@ class TokenizerSection(Section):
 class CorpusConfig(Section):
     """Config of a data-prep job."""
 
-    output: LocalPath = Field(
+    output: PathOrUrl = Field(
         min_length=1,
-        description='path of the tokens directory to write, e.g. "out/tokens"; on a local or shared file system',
+        description='path of the tokens directory to write, e.g. "out/tokens", on a local or shared file system; or its'
+        " URL, e.g. s3://bucket/tokens: then the job works below HEADRACE_CACHE, and uploads its output at the end",
     )
     sources: list[Source] = Field(
         min_length=1, description='data sources, in input order, e.g. [{"name": "web", "path": "web/*.jsonl.zst"}]'
