@@ -1,4 +1,4 @@
-"""`headrace import TOKENS OUT`: finds what other tools wrote, checks it, and writes a tokens directory."""
+"""`headrace import PREFIX OUT`: finds what other tools wrote, checks it, and writes a tokens directory."""
 
 from __future__ import annotations
 

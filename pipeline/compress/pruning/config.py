@@ -98,10 +98,10 @@ class PruneConfig(Section):
     """Structured pruning: FFN channels, attention heads, residual channels, experts and layers are cut out."""
 
     model: PathOrUrl = Field(
-        description="Hugging Face folder of the floating-point model to prune, e.g. out/demo/models/teacher"
+        description="Hugging Face folder of the floating-point model to prune, or its URL, e.g. out/demo/models/teacher"
     )
     output: PathOrUrl = Field(
-        description="Directory of the pruned model, e.g. out/demo/models/pruned; it must not exist yet"
+        description="Directory of the pruned model, or its URL, e.g. out/demo/models/pruned; it must not exist yet"
     )
     target: TargetSection = Field(
         default_factory=TargetSection,

@@ -110,7 +110,7 @@ class QuantizeConfig(Section):
         " or checkpoint of any layout, e.g. runs/teacher, which is exported first"
     )
     output: PathOrUrl = Field(
-        description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet"
+        description="Directory of the quantized model, or its URL, e.g. s3://bucket/model-int4; it must not exist yet"
     )
     scheme: SchemeName = Field(
         description="Quantization scheme. A Hugging Face folder for vLLM and transformers: W4A16 (weights in 4-bit"

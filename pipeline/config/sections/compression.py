@@ -98,13 +98,13 @@ class DistillSection(Section):
 
     teacher: PathOrUrl | None = Field(
         None,
-        description="Hugging Face folder of the teacher model, e.g. out/demo/teacher; its weights stay frozen. With"
-        " logits it is not loaded, only compared with the one that made them",
+        description="Hugging Face folder of the teacher model, or its URL, e.g. out/demo/teacher; its weights stay"
+        " frozen. With logits it is not loaded, only compared with the one that made them",
     )
     logits: PathOrUrl | None = Field(
         None,
-        description="Directory of the teacher's cached logits, made by headrace cache-logits, in place of a teacher in"
-        " memory; e.g. out/demo/logits",
+        description="Directory of the teacher's cached logits, or its URL, made by headrace cache-logits, in place of a"
+        " teacher in memory; e.g. out/demo/logits",
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         "forward_kl",

@@ -23,7 +23,7 @@ _COUNTED_WINDOWS = 256
 class HeldOutData(Section):
     """The part of a tokens directory that a model is evaluated on."""
 
-    path: PathOrUrl = Field(description="Tokens directory written by headrace prep, e.g. out/demo/tokens")
+    path: PathOrUrl = Field(description="Tokens directory written by headrace prep, or its URL, e.g. out/demo/tokens")
     split: str = Field(default="heldout", description="Split of the tokens directory to evaluate: heldout or train")
     sequence_length: int = Field(
         default=256,
