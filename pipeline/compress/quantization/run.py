@@ -176,6 +176,6 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
 
 def _model_parents(plan: QuantizationPlan) -> dict[str, Any]:
     """The model, or the checkpoint it was exported from for this alone."""
-    if plan.source.path == Path(plan.config.model):
+    if plan.source.origin == plan.config.model:
         return {"model": parent_entry(plan.source.origin, plan.source.fingerprint())}
     return {"checkpoint": read_manifest(plan.source.path, kind="model").parents["checkpoint"]}

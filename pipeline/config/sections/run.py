@@ -49,8 +49,8 @@ class ModelSection(Section):
     )
     path: PathOrUrl | None = Field(
         None,
-        description="Hugging Face model folder, or its URL, e.g. out/demo/model: its config and, unless model.fresh, its"
-        " weights are loaded. Give it or model.config",
+        description="Hugging Face model folder, or its URL, e.g. out/demo/model: its config and, unless model.fresh,"
+        " its weights are loaded. Give it or model.config",
     )
     fresh: bool = Field(
         False, description="true: take only the config of model.path and initialize the weights randomly"

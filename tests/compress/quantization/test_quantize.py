@@ -201,7 +201,8 @@ def test_model_data_and_output_in_a_store_give_the_bytes_of_paths(
         publish(tokens, f"{store}/tokens")
         files.put(str(model), f"{store}/model", recursive=True)
         data = {"path": f"{store}/tokens", "sequence_length": SEQUENCE, "batch_size": 8}
-        config = write_config(tmp_path, model, tokens, model=f"{store}/model", output=f"{store}/small", data=data)
+        config = write_config(tmp_path, model, tokens, output=f"{store}/small", data=data)
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model": f"{store}/model"}))
         output_of(warm.run(ENTRY, "--config", config))
         fetch(f"{store}/small", tmp_path / "back")
         assert "exists already" in warm.run(ENTRY, "--config", config).stderr
