@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from headrace.base.cli import add_config_arguments
 from headrace.base.command_line import Parser, add_verbs, execute
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import CACHE
 from headrace.base.verbs import Run, Verb
 
 if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait for them
@@ -92,24 +94,24 @@ def run(args: argparse.Namespace) -> None:
     from data_prep.executors import choose  # noqa: PLC0415
     from data_prep.job import phases, prepare  # noqa: PLC0415
 
-    inspected = prepare.inspect(_config(args))
+    inspected = prepare.inspect(_config(args, hosts=args.executor != "local"))
     options = {"root": inspected.job.root, "workers": _workers(args), "address": args.address}
     if prepare.output_is_complete(inspected):
-        return _print_exists(inspected.job.output)
+        return _print_exists(inspected.job.config.output)
     with choose.open_executor(args.executor, **options) as executor, prepare.open_job(inspected, executor) as plan:
         _print_plan(plan, inspected)
         displays = phases.run_phases(inspected.job, executor)
         manifest = phases.commit_output(inspected.job, tokenizer=inspected.identity["tokenizer"])
-    _print_summary(inspected.job.output, manifest)
+    _print_summary(inspected.job.config.output, manifest)
     return _print_rate(displays[0])
 
 
 def _submit(args: argparse.Namespace) -> None:
     from data_prep.job import slurm  # noqa: PLC0415
 
-    config = _config(args)
+    config = _config(args, hosts=True)
     if _output_exists(config):
-        return _print_exists(Path(config.output))
+        return _print_exists(config.output)
     if args.address is not None:
         raise ConfigError("--address", args.address, why="--executor slurm takes no address", remedy="leave it out")
     print(slurm.submit(config, file=args.config, overrides=args.overrides, shares=_workers(args)))
@@ -152,9 +154,9 @@ def _status(args: argparse.Namespace) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     from data_prep.job import prepare  # noqa: PLC0415
 
-    inspected = prepare.inspect(_config(args))
+    inspected = prepare.inspect(_config(args, hosts=True))
     if prepare.output_is_complete(inspected):
-        return _print_exists(inspected.job.output)
+        return _print_exists(inspected.job.config.output)
     with prepare.open_job(inspected) as plan:
         return _print_plan(plan, inspected)
 
@@ -164,9 +166,9 @@ def _phase(args: argparse.Namespace) -> None:
     from data_prep.job import phases  # noqa: PLC0415
 
     _check_share(args)
-    config = _config(args)
+    config = _config(args, hosts=True)
     if _output_exists(config):
-        return _print_exists(Path(config.output))
+        return _print_exists(config.output)
     with LocalExecutor(_workers(args) or 1) as executor:
         count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
     print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
@@ -178,12 +180,12 @@ def _share(args: argparse.Namespace) -> None:
     from data_prep.job import share  # noqa: PLC0415
 
     _check_share(args)
-    config = _config(args)
+    config = _config(args, hosts=True)
     with LocalExecutor(_workers(args) or 1) as executor:
         manifest = share.run_whole_share(config, executor, share=(args.task, args.of))
     if manifest is None:
         return print(f"share {args.task} of {args.of}: finished; share 0 commits {config.output}")
-    return _print_summary(Path(config.output), manifest)
+    return _print_summary(config.output, manifest)
 
 
 def _check_share(args: argparse.Namespace) -> None:
@@ -195,10 +197,10 @@ def _check_share(args: argparse.Namespace) -> None:
 def _finish(args: argparse.Namespace) -> None:
     from data_prep.job import phases  # noqa: PLC0415
 
-    config = _config(args)
+    config = _config(args, hosts=True)
     if _output_exists(config):
-        return _print_exists(Path(config.output))
-    return _print_summary(Path(config.output), phases.commit_prepared_job(config))
+        return _print_exists(config.output)
+    return _print_summary(config.output, phases.commit_prepared_job(config))
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -250,17 +252,23 @@ COMMANDS = (
 )
 
 
-def _config(args: argparse.Namespace) -> CorpusConfig:
+def _config(args: argparse.Namespace, *, hosts: bool = False) -> CorpusConfig:
+    """The config that was given; `hosts`: processes of several hosts may work on the job."""
     from data_prep.config.corpus import load  # noqa: PLC0415
 
-    return load(args.config, args.overrides)
+    config = load(args.config, args.overrides)
+    if hosts and is_store_url(config.output) and CACHE not in os.environ:
+        why = f"the job works in a directory that all hosts have to share, and {CACHE} does not name one"
+        raise ConfigError("output", config.output, why=why, remedy=f"export {CACHE}=/shared/DIRECTORY on all hosts")
+    return config
 
 
 def _output_exists(config: CorpusConfig) -> bool:
     """For commands that do not check the inputs otherwise, as when a scheduler runs a finished job again."""
     from data_prep.job import prepare  # noqa: PLC0415
+    from data_prep.job.directory import Job  # noqa: PLC0415
 
-    return Path(config.output).exists() and prepare.output_is_complete(prepare.inspect(config))
+    return Job(config).has_output and prepare.output_is_complete(prepare.inspect(config))
 
 
 def _workers(args: argparse.Namespace) -> int | None:
@@ -298,12 +306,12 @@ def _print_plan(plan: Plan, inspected: InspectedJob) -> None:
     print("".join(f"{line}\n" for line in lines if line), end="", flush=True)
 
 
-def _print_exists(output: Path) -> None:
+def _print_exists(output: str) -> None:
     print(f"{output} exists already, made with this config from files of these names and sizes; nothing to do")
     print(f"(the input was not read again; to check the output: headrace prep verify {output})")
 
 
-def _print_summary(output: Path, manifest: Manifest) -> None:
+def _print_summary(output: str, manifest: Manifest) -> None:
     for split, entry in manifest.details["splits"].items():
         ratio = entry["bytes"] / max(1, entry["tokens"])
         counts = f"{entry['documents']:,} documents, {entry['tokens']:,} tokens, {ratio:.3f} bytes/token"

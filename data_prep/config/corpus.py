@@ -16,7 +16,7 @@ from data_prep.config.dedup import DedupSection
 from data_prep.config.text_policy import TextPolicy
 from headrace.base import configfile
 from headrace.base.errors import ConfigError
-from headrace.base.paths import LocalPath
+from headrace.base.paths import LocalPath, PathOrUrl
 from headrace.base.section import Section, parse
 
 SourceType = Literal["text", "jsonl", "parquet", "datasets"]
@@ -142,7 +142,7 @@ class TokenizerSection(Section):
     train: TrainedKind | None = Field(
         None, description='kind to train: "bpe" (byte-level), "sentencepiece-unigram" or "sentencepiece-bpe"'
     )
-    path: LocalPath | None = Field(
+    path: PathOrUrl | None = Field(
         None, description="existing tokenizer to use: a Hugging Face tokenizer folder or a sentencepiece .model file"
     )
     engine: EngineChoice = Field(
@@ -202,9 +202,10 @@ class TokenizerSection(Section):
 class CorpusConfig(Section):
     """Config of a data-prep job."""
 
-    output: LocalPath = Field(
+    output: PathOrUrl = Field(
         min_length=1,
-        description='path of the tokens directory to write, e.g. "out/tokens"; on a local or shared file system',
+        description='path of the tokens directory to write, e.g. "out/tokens", on a local or shared file system; or its'
+        " URL, e.g. s3://bucket/tokens: then the job works below HEADRACE_CACHE, and uploads its output at the end",
     )
     sources: list[Source] = Field(
         min_length=1, description='data sources, in input order, e.g. [{"name": "web", "path": "web/*.jsonl.zst"}]'

@@ -1,4 +1,4 @@
-"""`headrace import TOKENS OUT`: finds what other tools wrote, checks it, and writes a tokens directory."""
+"""`headrace import PREFIX OUT`: finds what other tools wrote, checks it, and writes a tokens directory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("tokens", metavar="SOURCE", type=Path, help="folder, file or PREFIX that another tool wrote")
+    parser.add_argument("tokens", metavar="PREFIX", type=Path, help="folder, file or PREFIX that another tool wrote")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="of tokens: Hugging Face folder of the tokenizer they are of"
     )
     parser.add_argument(
-        "--heldout", metavar="TOKENS", type=Path, help="tokens of the held-out split; default: files named val, ..."
+        "--heldout", metavar="PREFIX", type=Path, help="tokens of the held-out split; default: files named val, ..."
     )
     parser.add_argument(
         "--borders",

@@ -40,6 +40,9 @@ from data_prep.tasks.sorted_runs import task_directory
 from headrace.base.directory import fingerprint_of, sync, write_json
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import find_manifest
+from headrace.base.remote_output import local_output
 
 FORMAT = 3
 """Version of what tasks compute and of the files they leave for other tasks; a job of another one is not resumed.
@@ -56,8 +59,14 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """The tokens directory that the job makes."""
-        return Path(self.config.output)
+        """The tokens directory that the job makes; of a URL, on this host until it is uploaded."""
+        return local_output(self.config.output)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether something has the name of the output, on a disk or in the object store."""
+        url = self.config.output
+        return self.output.exists() or (is_store_url(url) and find_manifest(url) is not None)
 
     @property
     def root(self) -> Path:

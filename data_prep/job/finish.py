@@ -27,8 +27,10 @@ from data_prep.tasks.map import NAMED_DOCUMENTS, sum_counts
 from data_prep.tasks.reduce import sum_shards
 from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
-from headrace.base.directory import Manifest, commit, read_manifest
+from headrace.base.directory import Manifest, commit
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.remote_output import finished, upload_finished
+from headrace.base.storage import read_file
 
 SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"
 _MARKER_KEYS = {"runs", "counts", "skipped", "dropped", "edited", "files"}
@@ -104,6 +106,7 @@ def finish(
         job.out, job.output, kind="tokens", config=identity, parents=parents, details=details, known_sha256=known
     )
     job.remove()
+    upload_finished(job.config.output)
     return manifest
 
 
@@ -116,13 +119,14 @@ def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str,
     Raises:
         DataError: there is an output of this name that was made differently.
     """
-    if not job.output.exists():
-        return False
-    if not job.output.is_dir():
+    output = str(job.output) if job.output.exists() else job.config.output
+    if job.output.is_file():
         remedy = "choose another output; a directory is made there"
-        raise ConfigError("output", str(job.output), why="it exists, and is a file", remedy=remedy)
-    manifest = read_manifest(job.output, kind="tokens")
-    made_from = _sources(job.output / SOURCES, {s.label for s in job.config.sources if s.builder})
+        raise ConfigError("output", output, why="it exists, and is a file", remedy=remedy)
+    manifest = finished(output, kind="tokens")
+    if manifest is None:
+        return False
+    made_from = _sources(output, {s.label for s in job.config.sources if s.builder})
     inputs = _listing(made_from)
     tokenizer = manifest.parents.get(TOKENIZER_PARENT, {}).get("fingerprint")
     found = [] if inputs == identity["inputs"] else ["inputs"]
@@ -132,24 +136,24 @@ def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str,
     if found:
         changes = describe_changes(made_from, files) if "inputs" in found else ""
         raise DataError(
-            f"{job.output} exists, and was made differently: {', '.join(found)}{changes}\n"
+            f"{output} exists, and was made differently: {', '.join(found)}{changes}\n"
             "  try: remove it, or another output"
         )
     return True
 
 
-def _sources(path: Path, builders: set[str]) -> dict[tuple[str, str], int]:
+def _sources(output: str, builders: set[str]) -> dict[tuple[str, str], int]:
     """The size of each file of the sources of an output, without those of builders, in their order.
 
     Raises:
         DataError: the list is missing or damaged.
     """
+    path = f"{output}/{SOURCES}"
     try:
-        with path.open() as lines:
-            rows = [json.loads(line) for line in lines]
+        rows = [json.loads(line) for line in read_file(path).splitlines()]
         return {(row["source"], row["file"]): row["bytes"] for row in rows if row["source"] not in builders}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path} is damaged: {error}\n  try: remove {path.parent} and run again") from None
+        raise DataError(f"{path} is damaged: {error}\n  try: remove {output} and run again") from None
 
 
 def _listing(files: Mapping[tuple[str, str], int]) -> str:

@@ -30,7 +30,11 @@ from data_prep.sources.listing import ResolvedSource, listing_fingerprint, resol
 from data_prep.sources.units import Plan, group, units
 from data_prep.task import os_errors_as_data_errors, read_marker
 from data_prep.tasks.make_tokenizer import read_lines
+from headrace.base.directory import free_bytes
 from headrace.base.errors import DataError
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import check_can_publish
+from headrace.base.remote_output import upload_finished
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def output_is_complete(inspected: InspectedJob) -> bool:
     if not is_finished(job, inspected.identity, files=files_of(inspected.sources)):
         return False
     job.remove()
+    upload_finished(job.config.output)  # it was killed between the two
     return True
 
 
@@ -93,6 +98,10 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
         DataError: another process holds the lock, or the job directory belongs to another config or other inputs.
     """
     job = inspected.job
+    if is_store_url(job.config.output):
+        check_can_publish(job.config.output)
+        text = f"{job.config.output} is made in {job.output.parent}, which needs room for the job and all shards"
+        print(f"{text}: {free_bytes(job.output) / 1e9:,.1f} GB are free", file=sys.stderr, flush=True)
     with os_errors_as_data_errors(f"making {job.root}"):
         job.root.mkdir(parents=True, exist_ok=True)
     with job.locked():

@@ -74,7 +74,7 @@ def _prepared_by_share_0(config: CorpusConfig, job: Job) -> bool:
     """Waits until share 0 has prepared the job; False when its output is complete."""
     waiting = _Waiting("share 0 to prepare the job: is it running?")
     while not (job.root.is_dir() and job.saved_identity() is not None and _has_tokenizer(job)):
-        if job.output.exists() and not job.root.exists():
+        if job.has_output and not job.root.exists():
             return not prepare.output_is_complete(prepare.inspect(config))
         waiting.pause()
     return True
@@ -93,7 +93,7 @@ def _when_unlocked(job: Job, work: Callable[[], T]) -> T | None:
         except LockedError:
             waiting.pause()
         except (DataError, OSError):
-            if job.root.exists() or not job.output.exists():
+            if job.root.exists() or not job.has_output:
                 raise
             return None
 
@@ -105,7 +105,7 @@ def _others_finished(job: Job, phase: phases.Phase) -> bool:
     waiting = _Waiting(f"{phase.name} tasks of other shares")
     while left := [task for task in left if not task.finished]:
         if not job.root.exists():
-            if job.output.exists():
+            if job.has_output:
                 return False
             raise DataError(f"{job.root} has been removed\n  try: run all shares again")
         waiting.pause(f"{len(left)} ")

@@ -15,6 +15,7 @@ from data_prep.job.phases import phases_of
 from data_prep.job.slurm import CHAIN_LOG, FAILURE, last_logs
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
+from headrace.base.remote_output import finished
 from headrace.base.section import parse
 
 _LOG_LINES = 8
@@ -39,10 +40,9 @@ def report(config: CorpusConfig) -> list[str]:
     """
     job = Job(config)
     if not job.root.is_dir():
-        if not job.output.exists():
-            raise DataError(f"there is no job in {job.root}, and no {job.output}{_last_chain(job.output)}")
-        read_manifest(job.output, kind="tokens")
-        return [f"{job.output} is finished"]
+        if finished(config.output, kind="tokens") is None:
+            raise DataError(f"there is no job in {job.root}, and no {config.output}{_last_chain(job.output)}")
+        return [f"{config.output} is finished"]
     if job.saved_identity() is None:
         return [f"{job.root}: checking the inputs"]
     lines = [_line(phase) for phase in phases(job) if phase.total != 0]

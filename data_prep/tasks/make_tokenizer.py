@@ -15,6 +15,7 @@ from data_prep.sources.conversation import TEMPLATE_FILE
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Report
 from headrace.base.directory import write_json
+from headrace.base.remote_folder import local_folder
 
 _NO_END = (
     "no token that ends the assistant's turn counts in the loss, so a model does not learn to stop: put the end of "
@@ -52,7 +53,7 @@ class TokenizerTask(DirectoryTask):
         folder.mkdir()
         section = self.config.tokenizer
         if section.path is not None:
-            lines = existing.import_tokenizer(section.path, folder)
+            lines = existing.import_tokenizer(str(local_folder(section.path)), folder)
         else:
             lines = self._train(scratch, folder)
         if section.chat_template is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from data_prep.tokenizer.fingerprint import NAMED_TEMPLATES, TOKENIZER_FILES
 from headrace.base.directory import sha256_of_file
 from headrace.base.errors import ConfigError
+from headrace.base.remote_folder import local_folder
 
 _TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
 _FILES = ("config.json", *TOKENIZER_FILES, *_TEMPLATES)
@@ -20,7 +21,7 @@ def check_path(path: str) -> None:
     Raises:
         ConfigError: the path does not exist or is something else.
     """
-    root = Path(path)
+    root = local_folder(path)
     remedy = "name a local folder with a tokenizer.json, or a sentencepiece .model file"
     if not root.exists():
         raise ConfigError("tokenizer.path", path, why="there is no such file or folder", remedy=remedy)
@@ -32,7 +33,7 @@ def check_path(path: str) -> None:
 
 def content_fingerprint(path: str) -> str:
     """SHA-256 of the tokenizer's files and chat templates; model weights in the same folder are ignored."""
-    root = Path(path)
+    root = local_folder(path)
     digest = hashlib.sha256()
     for file in sorted(_files(root)) if root.is_dir() else [root]:
         name = file.relative_to(root).as_posix() if file != root else file.name

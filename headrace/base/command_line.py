@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from headrace.base.cli import guarded
-from headrace.base.errors import ConfigError
-from headrace.base.paths import refuse_url
+from headrace.base.errors import HeadraceError
+from headrace.base.paths import is_store_url, refuse_url
+from headrace.base.remote_folder import local_folder
+from headrace.base.remote_output import all_published, local_output
 from headrace.base.verbs import Declare, Verb
 
 _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
@@ -35,6 +37,7 @@ PATHS = frozenset(
         "OUT.html",
         "OUT.pt",
         "OUT.svg",
+        "PREFIX",
         "RUN",
         "RUN|CHECKPOINT",
         "RUN_DIR",
@@ -44,6 +47,13 @@ PATHS = frozenset(
     ]
 )
 """Metavars of arguments that are paths; `NAME=FOLDER` is one, too, after the `=`."""
+_OUTPUTS = ("OUT", "OUT.csv", "OUT.html", "OUT.pt", "OUT.svg")
+"""Those of outputs, which may be URLs: a verb writes to a path on this host, and what it has made is uploaded."""
+
+_FOLDERS = ("FOLDER", "MODEL")
+"""Those of models and tokenizers, which may be URLs: they are copied to this host, and read there."""
+_READ_IN_PLACE = ("TOKENS",)
+"""Those of tokens, which may be URLs: verbs read what they need of them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,12 +64,14 @@ class Parser(argparse.ArgumentParser):
         active: the parser of the verb that is typed; this one, where there is none.
         config: the kind of config file that `--set` overrides.
         has_verbs: whether it was given to `add_verbs`.
+        outputs: the outputs on the command line that are URLs.
     """
 
     def __init__(self, *, words: Iterable[str] = (), config: str = "run", **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         self.words, self.config, self.has_verbs = list(words), config, False
         self.active: Parser = self
+        self.outputs: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses, and remembers the words for an error message: verbs that a module nests have them only here."""
@@ -96,7 +108,15 @@ class Parser(argparse.ArgumentParser):
         named, _, path = kind.partition("=") if "=" in kind else ("", "", kind)
         if path in PATHS:
             given = arg_string.partition("=")[2] if named else arg_string
-            refuse_url(given, field=next(iter(action.option_strings), kind))
+            if path in _FOLDERS and is_store_url(given):
+                arg_string = arg_string.removesuffix(given) + str(local_folder(given))
+            elif path in _READ_IN_PLACE and is_store_url(given):
+                pass
+            elif path in _OUTPUTS and is_store_url(given):
+                self.outputs.append(given.rstrip("/"))
+                arg_string = str(local_output(self.outputs[-1]))
+            else:
+                refuse_url(given, field=next(iter(action.option_strings), kind))
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
@@ -161,17 +181,27 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
         return 0
     try:
         arguments, unknown = parser.parse_known_args(words)
-    except ConfigError as error:
+    except HeadraceError as error:
         refusal = error
         return guarded(lambda: _raise(refusal))
     if (verb := getattr(arguments, "_misplaced", None)) is not None:
         active.error(f"give the options after '{verb}'")
     if unknown:
         active.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return guarded(lambda: arguments._run(arguments))
+    outputs = [url for each in _with_nested(parser) if isinstance(each, Parser) for url in each.outputs]
+    return guarded(lambda: _publish_outputs(outputs, lambda: arguments._run(arguments)))
 
 
-def _raise(error: ConfigError) -> NoReturn:
+def _publish_outputs(outputs: Sequence[str], run: Callable[[], int | None]) -> int | None:
+    if not outputs:
+        return run()
+    with all_published(outputs):
+        code = run()
+    print(f"uploaded to {', '.join(outputs)}", flush=True)
+    return code
+
+
+def _raise(error: HeadraceError) -> NoReturn:
     raise error
 
 

@@ -131,7 +131,7 @@ def commit(
     return manifest
 
 
-def parent_entry(path: Path, fingerprint: str) -> dict[str, str]:
+def parent_entry(path: str | Path, fingerprint: str) -> dict[str, str]:
     """A directory that another was made from, as the manifest's `parents` name it."""
     return {"path": str(path), "fingerprint": fingerprint}
 

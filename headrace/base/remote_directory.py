@@ -48,6 +48,20 @@ def remote_manifest(url: str) -> Manifest:
     return _read_manifest(url)[1]
 
 
+def find_manifest(url: str) -> Manifest | None:
+    """The manifest of a finished directory in an object store; None where there is none.
+
+    Raises:
+        DataError: it is damaged.
+        StorageError: the store cannot be read.
+    """
+    path = f"{url.rstrip('/')}/{MANIFEST}"
+    try:
+        return parse_manifest(read_object(path), path=path)
+    except FileNotFoundError:
+        return None
+
+
 def _read_manifest(url: str) -> tuple[bytes, Manifest]:
     """The manifest's bytes, and what they say; see `remote_manifest`."""
     path = f"{url.rstrip('/')}/{MANIFEST}"
@@ -88,11 +102,7 @@ def check_can_publish(url: str) -> None:
         StorageError: the store cannot be written to.
     """
     place = url.rstrip("/")
-    try:
-        read_object(f"{place}/{MANIFEST}")
-    except FileNotFoundError:
-        pass
-    else:
+    if find_manifest(url) is not None:
         raise DataError(f"{url} exists already\n  try: delete it, or choose another place")
     probe = f"{place}/.headrace-probe-{uuid.uuid4().hex[:12]}"
     try:
@@ -126,7 +136,7 @@ def publish(directory: Path, url: str, *, progress: Progress = lambda _bytes: No
         upload(directory / name, f"{place}/{name}")
         progress(int(manifest.files[name]["bytes"]))
 
-    _for_each(send, manifest.files)
+    for_each(send, manifest.files)
     if not put_if_absent(f"{place}/{MANIFEST}", text):
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
 
@@ -154,7 +164,7 @@ def fetch(
         raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
     place, (text, manifest) = url.rstrip("/"), _read_manifest(url)
     files = [name for name in manifest.files if wanted(name)]
-    _check_room(sum(int(manifest.files[name]["bytes"]) for name in files), final)
+    require_room(sum(int(manifest.files[name]["bytes"]) for name in files), final)
     with staged(final) as staging:
         for folder in {PurePosixPath(name).parent for name in files}:
             (staging / folder).mkdir(parents=True, exist_ok=True)
@@ -168,13 +178,18 @@ def fetch(
             sync(path)
             progress(int(entry["bytes"]))
 
-        _for_each(receive, files)
+        for_each(receive, files)
         (staging / MANIFEST).write_bytes(text)
         sync(staging / MANIFEST)
         sync(staging)
         staging.rename(final)
         sync(final.parent)
     return manifest
+
+
+def cache_root() -> Path:
+    """The directory on this host for what is read of object stores, and for outputs until they are uploaded."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache/headrace")
 
 
 def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
@@ -190,8 +205,7 @@ def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
     Raises:
         DataError, StorageError: see `fetch`.
     """
-    manifest = remote_manifest(url)
-    root = Path(os.environ.get(CACHE) or Path.home() / ".cache/headrace")
+    manifest, root = remote_manifest(url), cache_root()
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"{PurePosixPath(url).name}-{manifest.fingerprint[:16]}"
     with lock_file(root / f".{final.name}.lock", doing=f"copying {url} to {root}", timeout_s=math.inf):
@@ -200,14 +214,15 @@ def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
     return final
 
 
-def _check_room(needed: int, final: Path) -> None:
+def require_room(needed: int, final: Path) -> None:
+    """Raises DataError if the disk of a path has no room for so many bytes."""
     free = free_bytes(final.parent)
     if needed > free:
         text = f"{final} needs {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free there"
         raise DataError(f"{text}; nothing was copied\n  try: a path on a larger disk")
 
 
-def _for_each(act: Callable[[str], None], names: Iterable[str]) -> None:
+def for_each(act: Callable[[str], object], names: Iterable[str]) -> None:
     """Calls a function for several names at once; the first error ends it, and is raised."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         futures = [pool.submit(partial(act, name)) for name in names]

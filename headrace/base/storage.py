@@ -108,6 +108,11 @@ def read_object(url: str) -> bytes:
         return cast(bytes, files.cat_file(inner))
 
 
+def read_file(path: str) -> bytes:
+    """The bytes of a small file or object; errors as of `read_object`, or OSError."""
+    return read_object(path) if is_remote(path) else Path(path).read_bytes()
+
+
 def read_range(url: str, start: int, size: int) -> bytes:
     """Some bytes of an object; fewer where it ends before.
 

@@ -19,8 +19,10 @@ from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.paths import is_store_url
 from pipeline.data.documents import I64, DocumentBoundaries, find_boundaries, join
 from pipeline.data.files import OpenFiles, ShardSpan, SpanReader
+from pipeline.data.remote_shards import remote_tokens
 
 
 class UnknownIdError(DataError):
@@ -120,7 +122,7 @@ class TokenDataset:
         """Opens a split, and compares the sizes of its files with the manifest.
 
         Args:
-            path: the tokens directory.
+            path: the tokens directory, or its URL: then its shards are read in place.
             split, sequence_length, source: see the attributes.
             manifest: of the directory, if it is already read.
             files: pool of open files, shared between datasets.
@@ -130,6 +132,9 @@ class TokenDataset:
         Raises:
             DataError: no such directory, split or source, a missing or truncated file, or less than one window.
         """
+        if is_store_url(str(path)):
+            path, remote = remote_tokens(str(path), stat_files=stat_files)
+            files, stat_files = remote["files"], remote["stat_files"]
         path = Path(path)
         manifest = manifest or read_manifest(path, kind="tokens")
         check_files(path, manifest, split=split, source=source, stat_files=stat_files)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.paths import is_url
-from headrace.base.remote_directory import cached
+from headrace.base.remote_folder import local_folder
 from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data import in_place
 from pipeline.data.dataset import TokenDataset, UnknownIdError, tokenizer_details
@@ -22,7 +22,7 @@ from pipeline.data.fim import Fim, make_fim
 from pipeline.data.in_place import InPlace
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.packed import PackedDataset
-from pipeline.data.remote_shards import RemoteShards, check_objects
+from pipeline.data.remote_shards import RemoteShards, remote_tokens
 from pipeline.data.sample_order import SampleLocation, SampleOrder
 
 
@@ -228,7 +228,7 @@ def _open(
     field = f"data.sources.{number}"
     about: dict[str, Any] = {"files": files, "stat_files": stat_files}
     if is_url(section.path):
-        path, about = _remote(section.path, stat_files=stat_files)
+        path, about = remote_tokens(section.path, stat_files=stat_files)
         if data.packing != "contiguous":
             why = f"{section.path} is read in place, and packings are on a disk"
             remedy = f"use contiguous, or copy it to a disk (headrace copy {section.path} DIR) and pack it there"
@@ -253,14 +253,6 @@ def _open(
     )
 
 
-def _remote(url: str, *, stat_files: bool) -> tuple[str, dict[str, Any]]:
-    """A tokens directory in an object store: what is on this host of it, and how its shards are read."""
-    path = cached(url, wanted=lambda name: name.startswith("tokenizer/"))
-    if stat_files:
-        check_objects(url, read_manifest(path, kind="tokens"))
-    return str(path), {"files": RemoteShards(url), "stat_files": False}
-
-
 def _open_in_place(
     found: InPlace, section: SourceSection, field: str, data: DataSection, *, files: OpenFiles
 ) -> TokenDataset:
@@ -276,12 +268,12 @@ def _open_in_place(
         why = f"{section.path} is a {found.kind} dataset, which is read in place and cannot be packed"
         remedy = f"use contiguous, or headrace import {section.path} OUT --tokenizer {section.tokenizer}"
         raise ConfigError("data.packing", data.packing, why=why, remedy=remedy)
-    about: dict[str, Any] = {"tokenizer": Path(section.tokenizer), "files": files}
+    about: dict[str, Any] = {"tokenizer": local_folder(section.tokenizer), "files": files}
     return _in_place(found, f"{field}.tokenizer", data.sequence_length, **about)
 
 
 def _open_heldout(path: str, field: str, length: int, *, of: TokenDataset, stat_files: bool) -> TokenDataset:
-    if (found := in_place.find(path)) is not None:
+    if not is_url(path) and (found := in_place.find(path)) is not None:
         return _in_place(found, field, length, tokenizer=of.tokenizer, split="heldout")
     _refuse_suffix(path)
     return TokenDataset.open(path, split="heldout", sequence_length=length, stat_files=stat_files)

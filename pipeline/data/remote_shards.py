@@ -20,8 +20,9 @@ import numpy.typing as npt
 from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
 from data_prep.formats.tokenfile import HEADER_BYTES, TokenFile, dtype_in_header
-from headrace.base.directory import Manifest
+from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.remote_directory import cached
 from headrace.base.storage import download, objects_below, read_range
 from pipeline.data.files import ShardSpan
 
@@ -130,3 +131,19 @@ def check_objects(url: str, manifest: Manifest) -> None:
 
 def _bytes(span: ShardSpan, suffix: str, width: int) -> Bytes:
     return f"{span.prefix}{suffix}", span.start * width, span.length * width
+
+
+def remote_tokens(url: str, *, stat_files: bool) -> tuple[str, dict[str, Any]]:
+    """A tokens directory in an object store: what is on this host of it, and how `TokenDataset.open` reads its shards.
+
+    Args:
+        url: of the directory.
+        stat_files: compare the sizes of its objects with the manifest.
+
+    Raises:
+        DataError, StorageError: see `cached` and `check_objects`.
+    """
+    path = cached(url, wanted=lambda name: name.startswith("tokenizer/"))
+    if stat_files:
+        check_objects(url, read_manifest(path, kind="tokens"))
+    return str(path), {"files": RemoteShards(url), "stat_files": False}

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.remote_folder import local_folder
 from headrace.base.section import suggest
 from pipeline.config.rules.training import POSITIONS, check_model_config
 from pipeline.config.sections.run import ModelSection
@@ -75,7 +76,8 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
         DataError: see `read_config` of model_folder.py; or its weights are quantized (except fp8).
         ConfigError: see `check_padding_id`.
     """
-    read_config(Path(folder))
+    folder = local_folder(folder)
+    read_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError) as error:

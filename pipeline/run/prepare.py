@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.errors import ConfigError
+from headrace.base.remote_folder import local_folder
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import curve_fields
 from pipeline.config.rules.fallback_layouts import naming_fallback
@@ -141,7 +142,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     sparse = {"fp8.experts": True} if experts_in_fp8(config.fp8, model) else {}
     curve = {**curve_fields(run), **sparse, "model.resolved": plain, **prints}
     check_run_dir(config.run, store, curve, steps=run.steps)
-    generation = None if config.model.path is None else read_generation(Path(config.model.path))
+    generation = None if config.model.path is None else read_generation(local_folder(config.model.path))
     return PreparedRun(
         run, mixture, heldout, model, values, plain, generation, size, store, curve, parents, teacher, logits, tasks
     )
@@ -208,9 +209,10 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
     Raises:
         ConfigError: the folder holds a tokenizer with another fingerprint.
     """
-    if not (Path(folder) / "tokenizer.json").is_file():
+    place = local_folder(folder)
+    if not (place / "tokenizer.json").is_file():
         return
-    if tokenizer_fingerprint(Path(folder)) != tokenizer["fingerprint"]:
+    if tokenizer_fingerprint(place) != tokenizer["fingerprint"]:
         why = "its tokenizer is not the one the dataset was made with: the same id means different text"
         remedy = f'make the dataset with "tokenizer": {{"path": "{folder}"}}'
         raise ConfigError(field, folder, why=why, remedy=remedy)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.base.paths import LocalPath
+from headrace.base.paths import PathOrUrl
 from headrace.base.section import Count, Section
 from pipeline.compress.quantization.config import CalibrationSection
 from pipeline.evaluation.heldout.data import HeldOutData
@@ -97,11 +97,11 @@ class ImportanceSection(Section):
 class PruneConfig(Section):
     """Structured pruning: FFN channels, attention heads, residual channels, experts and layers are cut out."""
 
-    model: LocalPath = Field(
-        description="Hugging Face folder of the floating-point model to prune, e.g. out/demo/models/teacher"
+    model: PathOrUrl = Field(
+        description="Hugging Face folder of the floating-point model to prune, or its URL, e.g. out/demo/models/teacher"
     )
-    output: LocalPath = Field(
-        description="Directory of the pruned model, e.g. out/demo/models/pruned; it must not exist yet"
+    output: PathOrUrl = Field(
+        description="Directory of the pruned model, or its URL, e.g. out/demo/models/pruned; it must not exist yet"
     )
     target: TargetSection = Field(
         default_factory=TargetSection,

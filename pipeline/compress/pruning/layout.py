@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.remote_output import local_output
 from headrace.base.section import parse
 from pipeline.compress.pruning.axes import GROUPS, Architecture
 from pipeline.compress.pruning.config import PruneConfig
@@ -93,7 +94,7 @@ def _training_config(config: PruneConfig, source: ModelFolder, architecture: Arc
         "parallel": {axis: getattr(how, axis) for axis in _AXES} | {"cp_method": how.cp_method},
         "zero_optimization": {"stage": how.zero_stage},
         "optimizer": {"type": "SGD"},
-        "run": {"dir": config.output, "steps": 1},
+        "run": {"dir": str(local_output(config.output)), "steps": 1},
     }
     raw["data"]["mask_documents"] = data.mask_documents
     return parse(Config, raw)

@@ -8,6 +8,7 @@ from math import lcm
 from pathlib import Path
 
 from headrace.base.errors import ConfigError, found_by
+from headrace.base.remote_output import check_output, local_output
 from pipeline.compress.pruning.axes import EXPERT_FFN, EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, Anatomy, anatomy_of
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.layout import data_ranks, layout_of
@@ -54,7 +55,7 @@ class PruningPlan:
     @property
     def output(self) -> Path:
         """The directory to write."""
-        return Path(self.config.output)
+        return local_output(self.config.output)
 
     @property
     def dtype(self) -> str:
@@ -74,9 +75,8 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
             have, or that is not allowed; a target that cannot be met, with what it would need; too few windows.
         DataError: the model or the dataset is missing or damaged.
     """
-    if Path(config.output).exists():
-        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
     source = ModelFolder.open(config.model)
+    check_output(config.output, needed=source.weight_bytes)
     if source.quantized_by is not None:
         why = f"it is quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="prune the floating-point model, then quantize")

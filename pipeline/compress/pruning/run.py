@@ -10,8 +10,9 @@ import sys
 from rich.console import Console
 
 from headrace.base.directory import Manifest, parent_entry, staged
+from headrace.base.remote_output import published
 from pipeline.compress.pruning.cutting import write_folder
-from pipeline.compress.pruning.gathering import find_importance
+from pipeline.compress.pruning.gathering import Importance, find_importance
 from pipeline.compress.pruning.report import details, step_numbers, table, unseen_line
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.selection import select, unseen_experts
@@ -43,10 +44,15 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
         DataError: the original or the result cannot be loaded in a subprocess, its perplexity is not finite, or a
             consumer does not read the result as transformers does.
     """
-    console = Console(stderr=True)
     found = find_importance(plan, launch)
     if launch.rank > 0:
         return None
+    with published(plan.config.output):
+        return _cut(found)
+
+
+def _cut(found: Importance) -> Manifest:
+    console = Console(stderr=True)
     plan, sums = found.plan, found.sums
     assert plan.shape is not None
     how = plan.config.importance
@@ -74,8 +80,8 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
             say=lambda line: console.print(line, markup=False),
             reference=original.scores,
         )
-        parents = {"model": parent_entry(plan.source.path, plan.source.fingerprint())}
-        parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
+        parents = {"model": parent_entry(plan.source.origin, plan.source.fingerprint())}
+        parents["data"] = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
         recorded |= {"model_type": plan.source.config.get("model_type"), "dtype": plan.dtype}
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "pruning", step_numbers(recorded))
         recorded |= recorded_facts(plan.source.path)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.base.paths import LocalPath
+from headrace.base.paths import PathOrUrl
 from headrace.base.section import Section
 from pipeline.evaluation.heldout.data import HeldOutData
 
@@ -105,12 +105,12 @@ class BudgetSection(Section):
 class QuantizeConfig(Section):
     """Quantization of linear layers: symmetric, weights rounded to the nearest or calibrated."""
 
-    model: LocalPath = Field(
+    model: PathOrUrl = Field(
         description="Floating-point model to quantize: a Hugging Face folder, e.g. out/demo/model, or a run directory"
         " or checkpoint of any layout, e.g. runs/teacher, which is exported first"
     )
-    output: LocalPath = Field(
-        description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet"
+    output: PathOrUrl = Field(
+        description="Directory of the quantized model, or its URL, e.g. s3://bucket/model-int4; it must not exist yet"
     )
     scheme: SchemeName = Field(
         description="Quantization scheme. A Hugging Face folder for vLLM and transformers: W4A16 (weights in 4-bit"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.remote_output import check_output, local_output
 from headrace.base.section import suggest
 from pipeline.compress.quantization.assignment import LayerScheme, units_of
 from pipeline.compress.quantization.budget import Budget, check_keys, plan_budget
@@ -67,7 +68,7 @@ class QuantizationPlan:
     @property
     def output(self) -> Path:
         """The directory to write."""
-        return Path(self.config.output)
+        return local_output(self.config.output)
 
 
 def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> QuantizationPlan:
@@ -83,7 +84,7 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
             dataset made with another tokenizer.
         DataError: the model or the dataset is missing or damaged.
     """
-    check_output(config)
+    check_output(config.output)
     check_keys(config)
     source = ModelFolder.open(folder or config.model)
     if source.quantized_by is not None:
@@ -123,12 +124,6 @@ def _description(
     group = config.group if config.budget is None else SCHEMES["W4A16"].group
     of_experts: dict[str, Any] = {"experts": experts, "experts_group": group, "plain_experts": plain}
     return replace(expected, dense=candidates | own, **of_experts, **architecture(source.config))
-
-
-def check_output(config: QuantizeConfig) -> None:
-    """Raises ConfigError if the output exists."""
-    if Path(config.output).exists():
-        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
 
 
 def work_path(output: Path) -> Path:

@@ -14,6 +14,7 @@ from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
 from headrace.base.errors import DataError
+from headrace.base.remote_output import published
 from pipeline.compress.quantization.importance_matrix import Importance, measure_importance
 from pipeline.compress.quantization.mixed import decide, sensitivity_rows
 from pipeline.compress.quantization.report import details, mixed_table, sizes, step_numbers, table
@@ -43,6 +44,11 @@ def quantize(plan: QuantizationPlan) -> Manifest:
         DataError: the original or the result cannot be loaded in a subprocess, its perplexity is not finite, or a
             consumer finds it outside the bound of its scheme.
     """
+    with published(plan.config.output):
+        return _quantized(plan)
+
+
+def _quantized(plan: QuantizationPlan) -> Manifest:
     if plan.gguf is None:
         check_modules(empty_model(plan.source.path), plan)
     console, work = Console(stderr=True), work_path(plan.output)
@@ -80,7 +86,7 @@ def _quantize_beside(plan: QuantizationPlan, sample: GateSample, original: Origi
             _check_budget(mixed, recorded["weight_bytes"])
         recorded["consumers"] = _score(plan, staging, sample, original, console)
         parents = _model_parents(plan)
-        parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
+        parents["data"] = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
         recorded["model_type"] = plan.source.config.get("model_type")
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
         recorded |= recorded_facts(plan.source.path)
@@ -170,6 +176,6 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
 
 def _model_parents(plan: QuantizationPlan) -> dict[str, Any]:
     """The model, or the checkpoint it was exported from for this alone."""
-    if plan.source.path == Path(plan.config.model):
-        return {"model": parent_entry(plan.source.path, plan.source.fingerprint())}
+    if plan.source.origin == plan.config.model:
+        return {"model": parent_entry(plan.source.origin, plan.source.fingerprint())}
     return {"checkpoint": read_manifest(plan.source.path, kind="model").parents["checkpoint"]}

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import DataError, HeadraceError
+from headrace.base.paths import is_store_url
+from headrace.base.remote_output import check_output, local_output
 from pipeline.checkpoint.format.naming import FOLDER
 from pipeline.compress.quantization.config import QuantizeConfig
-from pipeline.compress.quantization.rules import LAYERS, check_output, work_path
+from pipeline.compress.quantization.rules import LAYERS, work_path
 from pipeline.data.dataset import TokenDataset
 
 _EXPORT = "model"
@@ -23,8 +25,8 @@ def is_trained(path: Path) -> bool:
 
 
 @contextmanager
-def model_folder(config: QuantizeConfig) -> Iterator[Path]:
-    """The Hugging Face folder of `config.model`: itself, or an export of the newest checkpoint of a run.
+def model_folder(config: QuantizeConfig) -> Iterator[Path | None]:
+    """The folder that is quantized: None for `config.model` itself, or an export of the newest checkpoint of a run.
 
     A checkpoint of any layout is exported once: an export of the same checkpoint that a killed run left is used again.
     If the block is left with an error before anything was calibrated, the export is deleted.
@@ -34,15 +36,15 @@ def model_folder(config: QuantizeConfig) -> Iterator[Path]:
         CheckpointError: the run has no checkpoint, or it cannot be exported.
         DataError: the dataset of `config.data` is missing or damaged.
     """
-    if not is_trained(Path(config.model)):
-        yield Path(config.model)
+    if is_store_url(config.model) or not is_trained(Path(config.model)):
+        yield None
         return
-    check_output(config)
+    check_output(config.output)
     TokenDataset.open(config.data.path, split=config.data.split, sequence_length=config.data.sequence_length)
     try:
-        yield _exported(Path(config.model), work_path(Path(config.output)) / _EXPORT)
+        yield _exported(Path(config.model), work_path(local_output(config.output)) / _EXPORT)
     except HeadraceError:
-        work = work_path(Path(config.output))
+        work = work_path(local_output(config.output))
         if not (work / LAYERS).exists():  # nothing was calibrated on it
             shutil.rmtree(work, ignore_errors=True)
         raise

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace.base.paths import LocalPath
+from headrace.base.paths import PathOrUrl
 from headrace.base.section import Count, Index, Section
 
 LayerMap = Literal["uniform", "last"] | dict[str, Index]
@@ -96,15 +96,15 @@ class OnPolicySection(Section):
 class DistillSection(Section):
     """Knowledge distillation: loss = alpha t^2 D(teacher, student) + (1 - alpha) cross-entropy."""
 
-    teacher: LocalPath | None = Field(
+    teacher: PathOrUrl | None = Field(
         None,
-        description="Hugging Face folder of the teacher model, e.g. out/demo/teacher; its weights stay frozen. With"
-        " logits it is not loaded, only compared with the one that made them",
+        description="Hugging Face folder of the teacher model, or its URL, e.g. out/demo/teacher; its weights stay"
+        " frozen. With logits it is not loaded, only compared with the one that made them",
     )
-    logits: LocalPath | None = Field(
+    logits: PathOrUrl | None = Field(
         None,
-        description="Directory of the teacher's cached logits, made by headrace cache-logits, in place of a teacher in"
-        " memory; e.g. out/demo/logits",
+        description="Directory of the teacher's cached logits, or its URL, made by headrace cache-logits, in place of a"
+        " teacher in memory; e.g. out/demo/logits",
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         "forward_kl",

@@ -45,12 +45,12 @@ class SourceSection(Section):
         description="Limit on repetition: a run that would take more epochs of this source is refused, e.g. 4; no limit"
         " when absent",
     )
-    tokenizer: LocalPath | None = Field(
+    tokenizer: PathOrUrl | None = Field(
         None,
         description="Hugging Face folder of the tokenizer that a dataset which is read in place was made with, e.g."
         " tokens/tokenizer, since it has no copy of it",
     )
-    heldout: LocalPath | None = Field(
+    heldout: PathOrUrl | None = Field(
         None,
         description="Held-out data of this source in place of its own held-out split: a tokens directory with one, e.g."
         " out/valid/tokens, or one that is read in place",

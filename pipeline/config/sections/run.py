@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from headrace.base.errors import RefusedValueError
-from headrace.base.paths import LocalPath
+from headrace.base.paths import LocalPath, PathOrUrl
 from headrace.base.section import Count, Index, Section
 from pipeline.config.sections.compression import DistillSection, QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
@@ -48,11 +48,10 @@ class ModelSection(Section):
         description="Hugging Face model config as a JSON object; model_type names the architecture, e.g."
         ' {"model_type": "llama", "hidden_size": 512}. Weights are initialized randomly. Give it or model.path',
     )
-    path: LocalPath | None = Field(
+    path: PathOrUrl | None = Field(
         None,
-        description="Hugging Face model folder, e.g. out/demo/model: its config and, unless model.fresh, its weights"
-        " are loaded. Give it or"
-        " model.config",
+        description="Hugging Face model folder, or its URL, e.g. out/demo/model: its config and, unless model.fresh,"
+        " its weights are loaded. Give it or model.config",
     )
     fresh: bool = Field(
         False, description="true: take only the config of model.path and initialize the weights randomly"

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import LocalPath
+from headrace.base.paths import PathOrUrl
 from headrace.base.section import Section
 from pipeline.data.dataset import TokenDataset, choose_windows, tokenizer_details
 from pipeline.models.folder.model_folder import ModelFolder, trained_data
@@ -23,7 +23,7 @@ _COUNTED_WINDOWS = 256
 class HeldOutData(Section):
     """The part of a tokens directory that a model is evaluated on."""
 
-    path: LocalPath = Field(description="Tokens directory written by headrace prep, e.g. out/demo/tokens")
+    path: PathOrUrl = Field(description="Tokens directory written by headrace prep, or its URL, e.g. out/demo/tokens")
     split: str = Field(default="heldout", description="Split of the tokens directory to evaluate: heldout or train")
     sequence_length: int = Field(
         default=256,

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headrace.base.errors import DataError
+from headrace.base.remote_folder import local_folder
 from pipeline.models.build.buffers import buffer_shapes
 from pipeline.models.build.counter import CPU
 from pipeline.models.build.meta import parameter_shapes
@@ -58,7 +59,7 @@ class FromSafetensors:
         rename: Callable[[str], str] = lambda name: name,
         partial: bool = False,
     ) -> None:
-        self._folder, self._model, self._rename = Path(folder), model, rename
+        self._folder, self._model, self._rename = local_folder(folder), model, rename
         self._stored = stored_tensors(self._folder)
         if text_is_nested(self._folder, str(getattr(model.config, "model_type", ""))):
             self._stored = text_tensors(self._stored)

@@ -12,6 +12,7 @@ from typing import Any
 from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
 from headrace.base.errors import DataError
 from headrace.base.foreign_folders import what_it_is
+from headrace.base.remote_folder import local_folder
 from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.models.folder.weight_files import EXPORT, TensorInfo, refuse_adapter, stored_tensors
 
@@ -24,29 +25,32 @@ class ModelFolder:
     """A model folder, without loading the weights. Use `ModelFolder.open`.
 
     Attributes:
-        path: the folder.
+        path: the folder, on this host.
         config: its parsed config.json.
         tensors: tensor name -> its header entry, over all safetensors files.
+        origin: the path, or the URL that `path` is a copy of.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    origin: str
 
     @classmethod
     def open(cls, path: str | Path) -> ModelFolder:
         """Reads config.json and the headers, and checks every weight file's size.
 
         Raises:
-            DataError: see `read_config` and `stored_tensors`, or a head that the config says is the embedding is not.
+            DataError: see `read_config` and `stored_tensors`, or a head that the config says is the embedding is not;
+                of a URL, see `local_folder`.
         """
-        path = Path(path)
+        origin, path = str(path), local_folder(path)
         config = read_config(path)
         if (path / MANIFEST).is_file():
             check_sizes(path, read_manifest(path, kind="model"))
         tensors = stored_tensors(path)
         _check_head(path, config, tensors)
-        return cls(path, config, tensors)
+        return cls(path, config, tensors, origin)
 
     @property
     def files(self) -> list[Path]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.indexed import IndexedTokens
 from headrace.base.foreign_folders import is_trainer_checkpoint
+from headrace.base.remote_folder import local_folder
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.models.build.buffers import parameters_declared_fp32
 from pipeline.models.folder.text_part import text_is_nested
@@ -43,7 +43,7 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
 
 def _text_part(prepared: PreparedRun) -> Iterator[str]:
     path, kind = prepared.run.config.model.path, str(prepared.hf_config.get("model_type"))
-    if path is not None and text_is_nested(Path(path), kind):
+    if path is not None and text_is_nested(local_folder(path), kind):
         yield (
             f"model.path = {path} holds a model of several modalities: its decoder ({kind}) is trained and exported"
             f" alone, without what reads images"
@@ -154,7 +154,7 @@ def _learning_rate(prepared: PreparedRun) -> Iterator[str]:
 
 def _what_is_dropped(prepared: PreparedRun) -> Iterator[str]:
     model = prepared.run.config.model
-    if model.path is not None and not model.fresh and is_trainer_checkpoint(Path(model.path)):
+    if model.path is not None and not model.fresh and is_trainer_checkpoint(local_folder(model.path)):
         yield (
             f"{model.path} is a checkpoint of the Hugging Face Trainer: its weights are taken, its optimizer state,"
             " schedule and step are not, so that this is a new run with a warmup of its own; to go on from it:"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import check_can_publish
+from headrace.base.remote_output import local_output, upload_finished
 from pipeline.config.batch import BatchSizes
 from pipeline.config.load import read_config
 from pipeline.config.rules.data import check_data
@@ -118,8 +120,10 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
     # the folder of a teacher whose logits are to be written is named as if they were not
     folders = folder_parents(run.config.model, section.model_copy(update={"logits": None}))
     plan = _plan(run, mixture, vocab_size=vocabulary, teacher=folders["distill.teacher"]["fingerprint"])
-    if is_written(plan, Path(section.logits)):
+    if is_written(plan, section.logits):
         return True
+    if is_store_url(section.logits):
+        check_can_publish(section.logits)
     device = pick_device(detect())
     if rank == 0:
         size = plan.tokens * plan.format.bytes_per_token
@@ -130,9 +134,9 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
         )
     teacher = Teacher(found, run, device=device, mesh=None)
     parents = {**mixture.parents, "distill.teacher": folders["distill.teacher"]}
-    return write_logits(
+    complete = write_logits(
         plan,
-        Path(section.logits),
+        local_output(section.logits),
         teacher.logits,
         batch=run.batch.micro,
         parents=parents,
@@ -140,6 +144,9 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
         processes=processes,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    if complete:
+        upload_finished(section.logits)
+    return complete
 
 
 def _plan(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int, teacher: str) -> LogitsPlan:

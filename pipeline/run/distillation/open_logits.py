@@ -7,6 +7,7 @@ from typing import Final
 
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.remote_folder import local_folder
 from pipeline.config.sections.compression import DistillSection
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.run import AnomaliesSection
@@ -44,7 +45,7 @@ def open_logits(
         ConfigError: another sequence length, document mask, temperature, vocabulary or teacher.
     """
     assert section.logits is not None
-    path = Path(section.logits)
+    path = local_folder(section.logits)
     manifest = read_manifest(path, kind=KIND)
     check_sizes(path, manifest)
     _check_fields(section, data, manifest, vocab_size=vocab_size)

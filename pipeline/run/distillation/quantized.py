@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import ConfigError
+from headrace.base.remote_folder import local_folder
 from pipeline.models.build.buffers import persistent_buffers
 from pipeline.models.build.counter import CPU
 from pipeline.models.build.rectangle import Rectangle, part
@@ -48,7 +49,7 @@ class DequantizedValues:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+        self._folder = local_folder(folder)
         self._left: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] | None = None
 

@@ -21,9 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.base.directory import MANIFEST, commit, fingerprint_of, read_manifest
+from headrace.base.directory import MANIFEST, commit, fingerprint_of
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
+from headrace.base.remote_output import finished
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.data.packed import PackedDataset
@@ -135,15 +136,16 @@ def write_logits(
     return _commit_if_whole(plan, staging, final, parents)
 
 
-def is_written(plan: LogitsPlan, final: Path) -> bool:
+def is_written(plan: LogitsPlan, final: str | Path) -> bool:
     """Whether the directory is there.
 
     Raises:
         DataError: it holds something else.
     """
-    if not final.exists():
+    found = finished(final, kind=KIND)
+    if found is None:
         return False
-    if read_manifest(final, kind=KIND).details["plan"] != plan.fingerprint:
+    if found.details.get("plan") != plan.fingerprint:
         why = f"{final} holds logits of another teacher, data or format"
         raise DataError(f"{why}\n  try: remove it, or choose another distill.logits")
     return True

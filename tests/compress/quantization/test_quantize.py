@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace.base.directory import Manifest, read_manifest, sha256_of_file, staging_path, verify
+from headrace.base.remote_directory import CACHE, fetch, publish
 from headrace.base.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import QuantizationPlan, prepare
@@ -25,6 +26,7 @@ from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, make_model, run_python
+from tests.object_store import s3_server
 from tests.support import kill_group, output_of, wait_until
 
 ENTRY = Path(__file__).resolve().parents[3] / "pipeline" / "quantize.py"
@@ -187,3 +189,26 @@ def test_a_killed_run_leaves_nothing_under_the_final_name(model: Path, tokens: P
     output = tmp_path / "small"
     kill_once_written(config, staging_path(output) / "model.safetensors")
     assert not output.exists()
+
+
+@pytest.mark.integration
+def test_model_data_and_output_in_a_store_give_the_bytes_of_paths(
+    int8: Made, model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    store = "s3://quantized"
+    with s3_server("quantized") as files:
+        publish(tokens, f"{store}/tokens")
+        files.put(str(model), f"{store}/model", recursive=True)
+        data = {"path": f"{store}/tokens", "sequence_length": SEQUENCE, "batch_size": 8}
+        config = write_config(tmp_path, model, tokens, output=f"{store}/small", data=data)
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model": f"{store}/model"}))
+        output_of(warm.run(ENTRY, "--config", config))
+        fetch(f"{store}/small", tmp_path / "back")
+        assert "exists already" in warm.run(ENTRY, "--config", config).stderr
+    for name in int8.manifest.files:
+        assert (tmp_path / "back" / name).read_bytes() == (int8.path / name).read_bytes(), name
+    parents = read_manifest(tmp_path / "back", kind="model").parents
+    assert parents["data"]["path"] == f"{store}/tokens"
+    assert parents["model"]["path"] == f"{store}/model"
+    assert not [path for path in (tmp_path / "cache/outputs").rglob("*") if not path.name.endswith(".lock")]

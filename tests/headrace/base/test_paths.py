@@ -22,6 +22,15 @@ from headrace.commands.app import run
 
 URL = "s3://bucket/run"
 NO_PATHS = {
+    "model.path",  # folders are copied from URLs, heldout tokens read, outputs uploaded
+    "model",
+    "output",
+    "distill.teacher",
+    "distill.logits",
+    "data.path",
+    "data.sources[].tokenizer",
+    "data.sources[].heldout",
+    "tokenizer.path",
     "data.sources[].path",  # tokens are read from URLs
     "data.sources[].source",
     "data.sources[].name",
@@ -152,10 +161,10 @@ def test_every_argument_that_is_a_path_refuses_a_url() -> None:
 @pytest.mark.parametrize(
     ("verb", "field"),
     [
-        (["export", "runs/a", URL], "OUT"),
+        (["card", URL, "out"], "DIRECTORY"),
         (["export", URL, "out"], "RUN"),
         (["quantize", "--config", URL], "--config"),
-        (["eval", "--model", f"a={URL}", "--data", "tokens"], "--model"),
+        (["prep", "verify", URL], "DIR"),
         (["checkpoint", "ls", URL], "RUN|CHECKPOINT"),
         (["schema", "--output", URL], "--output"),
     ],

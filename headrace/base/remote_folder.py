@@ -1,0 +1,77 @@
+"""Folders in object stores that are read from a disk (models, tokenizers, logits): a copy in a cache of this host.
+
+What headrace wrote is whole by its manifest, and every checksum is compared. A plain Hugging Face folder has none: the
+sizes are compared, and the versions that the store gives, before and after.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from headrace.base.directory import MANIFEST, fingerprint_of, staged
+from headrace.base.errors import DataError
+from headrace.base.lock import lock_file
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import cache_root, cached, for_each, remote_manifest, require_room
+from headrace.base.storage import Stat, download, objects_below
+
+_TEMPLATES = "additional_chat_templates/"
+_GROWING = {"run": "headrace export {url} OUT", "tokens": "headrace copy {url} DIR"}
+"""Kinds that are no folder of fixed files that a stage needs as a whole, and what to do with them."""
+
+
+def local_folder(path: str | Path) -> Path:
+    """A folder on this host: the path itself, or a copy of what a URL names, which one process of the host makes.
+
+    Raises:
+        DataError: there is nothing, it is a run or a corpus, the disk has no room, or it was changed meanwhile.
+        StorageError: the store cannot be read.
+    """
+    return _copied(str(path).rstrip("/")) if is_store_url(str(path)) else Path(path)
+
+
+@cache
+def _copied(url: str) -> Path:
+    found = objects_below(url)
+    if MANIFEST not in found:
+        return _plain(url, found)
+    manifest = remote_manifest(url)
+    if manifest.kind in _GROWING:
+        why = f"{url} holds a '{manifest.kind}', which is not read as a folder"
+        raise DataError(f"{why}\n  try: {_GROWING[manifest.kind].format(url=url)}")
+    return cached(url, wanted=lambda _name: True)
+
+
+def _plain(url: str, found: dict[str, Stat]) -> Path:
+    """A copy of a folder without a manifest: its own files, and not those of folders in it except chat templates."""
+    wanted = {name: stat for name, stat in sorted(found.items()) if "/" not in name or name.startswith(_TEMPLATES)}
+    if not wanted:
+        why = "there is no object of that prefix" if not found else f"its {len(found)} objects are all in folders of it"
+        raise DataError(f"{url} is no folder: {why}\n  try: check the address")
+    listing = {name: [stat.bytes, stat.version] for name, stat in wanted.items()}
+    root = cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / f"{PurePosixPath(url).name}-{fingerprint_of([url, listing])[:16]}"
+    with lock_file(root / f".{final.name}.lock", doing=f"copying {url} to {root}", timeout_s=math.inf):
+        if not final.is_dir():
+            require_room(sum(stat.bytes for stat in wanted.values()), final)
+            with staged(final) as staging:
+                (staging / _TEMPLATES).mkdir()
+                for_each(lambda name: _receive(url, name, wanted[name], staging), wanted)
+                if not any((staging / _TEMPLATES).iterdir()):
+                    (staging / _TEMPLATES).rmdir()
+                now = objects_below(url)
+                changed = [name for name, stat in wanted.items() if name not in now or now[name].differs_from(stat)]
+                if changed:
+                    why = f"{url}/{changed[0]} was changed while it was copied"
+                    raise DataError(f"{why}\n  try: again, when no process writes there")
+                staging.rename(final)
+    return final
+
+
+def _receive(url: str, name: str, stat: Stat, staging: Path) -> None:
+    download(f"{url}/{name}", staging / name)
+    if (size := (staging / name).stat().st_size) != stat.bytes:
+        raise DataError(f"{url}/{name} has {stat.bytes} bytes, and {size} arrived\n  try: again")

@@ -1,0 +1,167 @@
+"""Outputs that are URLs: a stage works in a directory of this host, and what it has made is uploaded at its end.
+
+The place on this host is below HEADRACE_CACHE, one for each URL. What stages keep beside their outputs (work of hours
+that a killed process has left) is kept there, and found again by the next start with the same URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePosixPath
+
+from headrace.base.directory import MANIFEST, Manifest, free_bytes, read_manifest
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.lock import lock_file
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import cache_root, check_can_publish, find_manifest, publish
+from headrace.base.storage import upload
+
+_OUTPUTS = "outputs"
+
+
+def local_output(output: str | Path) -> Path:
+    """Where a stage writes an output on this host: the path itself, or the place of a URL below HEADRACE_CACHE."""
+    text = str(output)
+    if not is_store_url(text):
+        return Path(output)
+    return cache_root() / _OUTPUTS / hashlib.sha256(text.encode()).hexdigest()[:16] / PurePosixPath(text).name
+
+
+def check_output(output: str, *, field: str = "output", needed: int = 0) -> None:
+    """Refuses an output that cannot be made, before work whose result goes there.
+
+    Args:
+        output: a path or a URL.
+        field: the config key or argument that it was given by.
+        needed: bytes that a stage writes on this host before they are uploaded; 0 if that is not known.
+
+    Raises:
+        ConfigError: it exists.
+        DataError: see `check_can_publish`; what an earlier process has made for this URL was not uploaded; or the disk
+            has no room.
+        StorageError: the store cannot be written to.
+    """
+    final = local_output(output)
+    if not is_store_url(output):
+        if final.exists():
+            raise ConfigError(field, output, why="it already exists", remedy="remove it, or choose another name")
+        return
+    check_can_publish(output)
+    _refuse_left(final, output)
+    if needed > (free := free_bytes(final)):
+        why = f"{output} is made in {final.parent} first, which needs {needed / 1e9:,.2f} GB; {free / 1e9:,.2f} GB are"
+        raise DataError(f"{why} free there\n  try: a directory on a larger disk in HEADRACE_CACHE")
+
+
+@contextmanager
+def published(output: str) -> Iterator[Path]:
+    """Gives the path that a stage writes, and uploads what it has made when the block ends without an error.
+
+    Nothing happens with an output that is a path. Of a URL, a directory with a manifest is published whole or not at
+    all; other files are uploaded one by one, each whole, and replace those that are there.
+
+    Args:
+        output: a path or a URL.
+
+    Raises:
+        DataError: another process of this host writes to this URL; see `check_output` and `publish`.
+        StorageError: the upload failed. What was made is kept, and the message says where.
+    """
+    final = local_output(output)
+    if not is_store_url(output):
+        yield final
+        return
+    with _locked(final, output):
+        _refuse_left(final, output)
+        try:
+            yield final
+        except BaseException:
+            _remove_if_empty(final.parent)
+            raise
+        _send(final, output)
+
+
+def upload_finished(output: str) -> None:
+    """Uploads what a stage that can be resumed has finished in `local_output`; of several processes one does.
+
+    Args:
+        output: a path, with which nothing happens, or a URL.
+
+    Raises:
+        DataError, StorageError: see `published`.
+    """
+    if is_store_url(output):
+        final = local_output(output)
+        with _locked(final, output, timeout_s=math.inf):
+            _send(final, output)
+
+
+def finished(output: str | Path, *, kind: str) -> Manifest | None:
+    """The manifest of an output that is there; None if it is not.
+
+    Raises:
+        DataError: there is something else.
+        StorageError: the store cannot be read.
+    """
+    if is_store_url(str(output)):
+        return find_manifest(str(output))
+    return read_manifest(output, kind=kind) if Path(output).exists() else None
+
+
+@contextmanager
+def _locked(final: Path, url: str, *, timeout_s: float = 0.0) -> Iterator[None]:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    lock = final.parent.with_name(f".{final.parent.name}.lock")
+    with lock_file(lock, doing=f"writing {url} on this host", timeout_s=timeout_s):
+        final.parent.mkdir(exist_ok=True)
+        yield
+
+
+@contextmanager
+def all_published(outputs: Sequence[str]) -> Iterator[None]:
+    """`published` for the outputs of a command line; directories are checked before the block.
+
+    Args:
+        outputs: URLs.
+
+    Raises:
+        DataError, StorageError: see `check_output` and `published`.
+    """
+    with ExitStack() as stack:
+        for url in outputs:
+            check_output(url)
+            stack.enter_context(published(url))
+        yield
+
+
+def _send(final: Path, url: str) -> None:
+    """Uploads what a stage has made, if it has, and deletes the place on this host."""
+    try:
+        if (final / MANIFEST).is_file():
+            publish(final, url)
+        elif final.is_dir():
+            for file in sorted(path for path in final.rglob("*") if path.is_file()):
+                upload(file, f"{url}/{file.relative_to(final)}")
+        elif final.exists():
+            upload(final, url)
+        else:
+            return _remove_if_empty(final.parent)
+    except DataError as error:
+        raise type(error)(f"{error}\n  what was made is kept: {final}") from None
+    return shutil.rmtree(final.parent, ignore_errors=True)
+
+
+def _refuse_left(final: Path, url: str) -> None:
+    if final.exists():
+        why = f"{final} was made for {url} by a process that ended before it was uploaded"
+        remedy = f"headrace copy {final} {url}, or" if (final / MANIFEST).is_file() else ""
+        raise DataError(f"{why}\n  try: {remedy} rm -r {final.parent}, and make it again".replace(":  ", ": "))
+
+
+def _remove_if_empty(place: Path) -> None:
+    if place.is_dir() and not any(place.iterdir()):
+        place.rmdir()
