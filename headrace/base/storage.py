@@ -7,7 +7,7 @@ arrived. A directory is a prefix of names; see `remote_directory`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,19 +130,44 @@ def download(url: str, path: Path) -> None:
         files.get_file(inner, str(path))
 
 
-def upload(path: Path, url: str) -> None:
+def upload(path: Path, url: str, *, progress: Callable[[int], None] = lambda _bytes: None) -> None:
     """Writes a file as an object; one that exists is replaced.
+
+    Args:
+        path: of the file.
+        url: of the object.
+        progress: is called with the bytes of each part that was sent; again for those that are sent again.
+
+    Raises:
+        StorageError: the object may be there or not.
+    """
+    with storage_errors(url, doing="written"):
+        from fsspec.callbacks import Callback  # noqa: PLC0415 - local runs do not need it
+
+        class Sent(Callback):  # type: ignore[misc]
+            def relative_update(self, inc: int = 1) -> None:
+                progress(inc)
+
+        files, inner = filesystem(url)
+        files.put_file(str(path), inner, callback=Sent())
+
+
+def put_object(url: str, data: bytes) -> None:
+    """Writes a small object; one that exists is replaced.
 
     Raises:
         StorageError: the object may be there or not.
     """
     with storage_errors(url, doing="written"):
         files, inner = filesystem(url)
-        files.put_file(str(path), inner)
+        files.pipe_file(inner, data)
 
 
 def put_if_absent(url: str, data: bytes) -> bool:
-    """Writes a small object unless it exists; returns whether it was written. Of several writers one gets true.
+    """Writes a small object unless another exists; returns whether it is there. Of several writers one gets true.
+
+    A store may write the object and lose its answer: it is asked again then, and says that the object exists. So one
+    that has the same bytes counts as written.
 
     Raises:
         StorageError: the store cannot be written to.
@@ -152,7 +177,7 @@ def put_if_absent(url: str, data: bytes) -> bool:
         try:
             files.pipe_file(inner, data, mode="create")
         except FileExistsError:
-            return False
+            return bool(files.cat_file(inner) == data)
     return True
 
 

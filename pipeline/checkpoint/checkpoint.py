@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import Manifest, read_manifest
+from headrace.base.remote_directory import remote_manifest
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,22 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """Its manifest: config, parents, and in `details` the step, the samples and the fields that fix the curve."""
         return read_manifest(self.path, kind="checkpoint")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint(Checkpoint):
+    """A finished checkpoint in an object store; `path` is where it goes on this host.
+
+    Attributes:
+        url: of its directory.
+    """
+
+    url: str = ""
+
+    @property
+    def manifest(self) -> Manifest:
+        """As `Checkpoint.manifest`, read from the store."""
+        return remote_manifest(self.url)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
 _PATIENCE_S = 10.0
-_OF_A_RUN = (".lock", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")
+_OF_A_RUN = (".lock", ".bucket.json", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")
 """What a directory of a run has before its first manifest: each of them, or some."""
 
 
@@ -43,9 +43,9 @@ def check_run_dir(section: RunSection, store: CheckpointStore, curve: dict[str, 
         ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
             directory belongs to something else, or cannot be written.
     """
-    run_dir = Path(section.dir)
+    run_dir = section.local_dir
     _check_is_run(run_dir)
-    checkpoints = store.checkpoints()
+    checkpoints = store.candidates()
     if not checkpoints:
         _refuse_lost_checkpoints(run_dir)
         _check_writable(run_dir)
