@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError
-from headrace.base.paths import refuse_url
+from headrace.base.paths import is_store_url, refuse_url
+from headrace.base.remote_run import local_run
 from headrace.base.verbs import Declare, Verb
 
 _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
@@ -43,6 +44,8 @@ PATHS = frozenset(
     ]
 )
 """Metavars of arguments that are paths; `NAME=FOLDER` is one, too, after the `=`."""
+_RUNS = ("RUN", "RUN|CHECKPOINT", "RUN_DIR")
+"""Those of runs and their checkpoints, which may be URLs: they are read from a directory on this host."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,7 +98,10 @@ class Parser(argparse.ArgumentParser):
         named, _, path = kind.partition("=") if "=" in kind else ("", "", kind)
         if path in PATHS:
             given = arg_string.partition("=")[2] if named else arg_string
-            refuse_url(given, field=next(iter(action.option_strings), kind))
+            if path in _RUNS and is_store_url(given):
+                arg_string = arg_string.removesuffix(given) + str(local_run(given))
+            else:
+                refuse_url(given, field=next(iter(action.option_strings), kind))
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:

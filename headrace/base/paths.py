@@ -39,6 +39,12 @@ def is_url(text: str | Path) -> bool:
     return "://" in str(text) or _SCHEME.match(str(text)) is not None
 
 
+def is_store_url(text: str) -> bool:
+    """Whether a text is the URL of a directory in one of `STORES`."""
+    scheme, separator, rest = text.partition("://")
+    return bool(separator) and scheme in STORES and bool(rest.strip("/"))
+
+
 def local_path(text: str) -> str:
     """A path of a file system of this host, as it was given; an empty text is passed on, for keys where it is "none".
 
@@ -106,8 +112,7 @@ def path_or_url(text: str) -> str:
     Raises:
         RefusedValueError: see `local_path`; or a URL of another kind.
     """
-    scheme, separator, rest = text.partition("://")
-    return text.rstrip("/") if separator and scheme in STORES and rest.strip("/") else local_path(text)
+    return text.rstrip("/") if is_store_url(text) else local_path(text)
 
 
 PathOrUrl = Annotated[str, AfterValidator(path_or_url)]

@@ -99,6 +99,15 @@ def remote_checkpoints(url: str) -> list[RemoteCheckpoint]:
     return _checkpoints(url, objects_below(f"{url}/{CHECKPOINTS}"))
 
 
+def up_to_date(place: str) -> Path:
+    """The directory of a run on this host, which need not have begun; see `pull` for that of a URL.
+
+    Raises:
+        DataError, StorageError: see `pull`.
+    """
+    return pull(place) if is_url(place) else Path(place)
+
+
 def local_run(place: str) -> Path:
     """Where the files of a run, or of one of its checkpoints, can be read on this host; a path is returned as it is.
 
@@ -126,7 +135,9 @@ def local_run(place: str) -> Path:
         found = [each for each in remote_checkpoints(url) if name == f"step-{each.step:08d}"]
     if not found:
         raise DataError(f"{place}: there is no finished checkpoint of that name\n  try: headrace checkpoint ls {url}")
-    return fetch_checkpoint(found[0], run_dir)
+    final = run_dir / CHECKPOINTS / f"step-{found[0].step:08d}"
+    fetch_checkpoint(found[0].url, final)
+    return final
 
 
 def pull(url: str, *, locked: bool = False) -> Path:
@@ -178,26 +189,26 @@ def is_own(url: str, lease: Lease) -> bool:
     return record is not None and lease.token in record.tokens
 
 
-def fetch_checkpoint(
-    found: RemoteCheckpoint, run_dir: Path, *, progress: Callable[[int], None] = lambda _bytes: None
-) -> Path:
-    """The directory of a checkpoint on this host, to which it is copied unless it is there already.
+def fetch_checkpoint(url: str, final: Path, *, progress: Callable[[int], None] = lambda _bytes: None) -> None:
+    """Copies a checkpoint to this host, whole or not at all, unless it is there already.
+
+    Args:
+        url: of its directory.
+        final: in the directory of its run; another checkpoint there is replaced.
+        progress: takes the bytes of each file that was copied.
 
     Raises:
         DataError: there is no room, or a checksum differs.
         StorageError: the store cannot be read.
     """
-    final = run_dir / CHECKPOINTS / f"step-{found.step:08d}"
-    text, manifest = read_remote_manifest(found.url)
-    with lock_file(run_dir / f".{final.name}.lock", doing=f"copying {found.url}", timeout_s=math.inf):
-        if _manifest_text(final) == text:
-            return final
-        check_room(manifest, list(manifest.files), final)
-        with staged(final) as staging:
-            fetch_files(found.url, manifest, list(manifest.files), staging, progress=progress)
-            set_aside(final)
-            give_name(staging, final, text)
-    return final
+    text, manifest = read_remote_manifest(url)
+    with lock_file(final.parents[1] / f".{final.name}.lock", doing=f"copying {url}", timeout_s=math.inf):
+        if _manifest_text(final) != text:
+            check_room(manifest, list(manifest.files), final)
+            with staged(final) as staging:
+                fetch_files(url, manifest, list(manifest.files), staging, progress=progress)
+                set_aside(final)
+                give_name(staging, final, text)
 
 
 def set_aside(final: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.remote_directory import remote_manifest
+from headrace.base.storage import objects_below
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,18 @@ class StoredCheckpoint(Checkpoint):
     def manifest(self) -> Manifest:
         """As `Checkpoint.manifest`, read from the store."""
         return remote_manifest(self.url)
+
+    def damage(self, manifest: Manifest) -> str | None:
+        """What is missing, by the sizes of its files; None where it is whole.
+
+        Raises:
+            StorageError: the store cannot be listed.
+        """
+        there = objects_below(self.url)
+        for name, entry in manifest.files.items():
+            if name not in there or there[name].bytes != entry["bytes"]:
+                return f"{name} is missing or has another size"
+        return None
 
 
 @dataclass(frozen=True)

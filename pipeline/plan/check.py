@@ -14,7 +14,7 @@ from headrace.base.cli import add_config_arguments
 from headrace.base.errors import ConfigError
 from headrace.base.paths import is_url
 from headrace.base.quick_imports import quick_imports
-from headrace.base.remote_run import remote_checkpoints
+from headrace.base.remote_run import remote_checkpoints, up_to_date
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.expert_exchange import expert_exchange
@@ -25,7 +25,7 @@ from pipeline.plan.fake_gpu.requirements import check_exact
 from pipeline.plan.imbalance import add_imbalance_argument, with_imbalance
 from pipeline.run.before.summary import Entry, as_json, prepared_entries, resolved_entries
 from pipeline.runtime.launch import detect
-from pipeline.runtime.launch.arguments import has_begun, up_to_date
+from pipeline.runtime.launch.arguments import has_begun
 
 if TYPE_CHECKING:
     from pipeline.run.prepare import PreparedRun

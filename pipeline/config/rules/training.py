@@ -120,15 +120,11 @@ def check_checkpoints(section: RunSection) -> None:
     """Checks what belongs to `run.checkpoint_every` "auto" and to a `run.dir` that is a URL, and what contradicts them.
 
     Raises:
-        ConfigError: a key has no meaning beside them, or without them; or the URL is of no store that takes runs.
+        ConfigError: a key has no meaning beside them, or without them.
     """
     if section.keep_in_bucket is not None and not is_url(section.dir):
         why = f"run.dir is a path, {section.dir}: run.keep_checkpoints and run.keep_every decide there"
         raise ConfigError("run.keep_in_bucket", section.keep_in_bucket, why=why, remedy="remove it")
-    if section.dir.startswith("hf://"):
-        why = "a repository of the Hugging Face Hub has no conditional writes, so that two runs would mix their files"
-        remedy = "an s3://, gs:// or az:// URL, or a path; headrace push uploads the exported model"
-        raise ConfigError("run.dir", section.dir, why=why, remedy=remedy)
     auto = section.checkpoint_every == "auto"
     if section.node_mtbf_hours is not None and not auto:
         why = "only run.checkpoint_every auto decides by it"

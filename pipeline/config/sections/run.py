@@ -273,6 +273,14 @@ class RunSection(Section):
         " one",
     )
 
+    @field_validator("dir")
+    @classmethod
+    def _takes_runs(cls, value: str) -> str:
+        if value.startswith("hf://"):
+            why = "a repository of the Hugging Face Hub has no conditional writes: two runs would mix their files"
+            raise RefusedValueError(why, "use an s3://, gs:// or az:// URL, or a path")
+        return value
+
     @property
     def local_dir(self) -> Path:
         """Where the run works on this host: `dir`, or of a URL a directory below HEADRACE_CACHE."""

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from headrace.base.lease import Lease, LeaseLostError
+from headrace.base.processes import die_with_parent
 from pipeline.run.uploads.uploader import Terms, Uploader
 
 _WRITING = threading.Lock()
@@ -23,6 +24,7 @@ def main() -> int:
     """Uploads until it is told to end; the first line of its input has the arguments."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are sent to all processes of a job: rank 0 decides
+    die_with_parent()  # what the next start would do is not known: it uploads what is left itself
     given = json.loads(sys.stdin.readline())
     uploader = Uploader(
         given["url"],
@@ -43,7 +45,7 @@ def main() -> int:
 def _listen(uploader: Uploader) -> None:
     for line in sys.stdin:
         uploader.ending = "now" if line.strip() == "end" else "backlog"
-    if uploader.ending != "now":  # rank 0 was killed: what it would do next is not known
+    if uploader.ending != "now":  # rank 0 has ended, where it cannot be followed
         os._exit(1)
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from headrace.base.cli import add_config_arguments, leave
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import is_url
-from headrace.base.remote_run import pull
+from headrace.base.remote_run import up_to_date
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
@@ -110,16 +109,6 @@ def _supervise(processes: int) -> None:
 def _print_notes(loaded: LoadedConfig) -> None:
     for label, texts in loaded.notes:
         print(f"{label}: {', '.join(texts)}", flush=True)
-
-
-def up_to_date(run_dir: str) -> Path:
-    """The directory of a run on this host, where what an object store has of it is copied to, but its checkpoints.
-
-    Raises:
-        DataError: see `pull`.
-        StorageError: the store cannot be read.
-    """
-    return pull(run_dir) if is_url(run_dir) else Path(run_dir)
 
 
 def has_begun(run_dir: Path, *, train_batch_size: int | None) -> bool:

@@ -2,52 +2,145 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from collections.abc import Iterator
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.base.remote_directory import CACHE
-from headrace.base.remote_run import local_run, remote_checkpoints, working_directory
-from tests.conftest import launch, losses, tiny_config, write_config
-from tests.object_store import s3_server
+from headrace.base.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
+from headrace.commands.app import run as headrace
+from pipeline.runtime.metrics.journal import read_rows
+from tests import warm_python
+from tests.conftest import launch, losses
+from tests.conftest import start as start_to_end
+from tests.object_store import Faulty
+from tests.run.uploads.killed_runs import config_of, finish, rounds, start
+from tests.support import refusal_of, wait_until
 
 URL = "s3://store/runs/a"
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    with s3_server("store") as files:
-        yield files
-
-
-def config_of(tokens: Path, work: Path, run_dir: str | Path, **run: Any) -> Path:
-    section = {"dir": str(run_dir), "steps": 20, "seed": 7, "checkpoint_every": 5, **run}
-    config = tiny_config(tokens, work, run=section, engine="torch", watchdog={"heartbeat_timeout": 6.0})
-    return write_config(work / "c.json", config)
+@pytest.fixture(scope="module")
+def local(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in a directory of a file system."""
+    work = tmp_path_factory.mktemp("local")
+    launch("train.py", config_of(tokens, work, work / "run", keep_checkpoints=2), processes=2)
+    return work / "run"
 
 
 def files_of(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "manifest.json"}
 
 
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    found, out = headrace(list(words)), capsys.readouterr()
+    assert found == code, out
+    return out.out + out.err
+
+
 @pytest.mark.usefixtures("store")
-def test_a_run_in_a_bucket_has_the_checkpoints_of_a_local_one_and_goes_on_from_there_alone(
-    tokens: Path, tmp_path: Path
+def test_a_run_in_a_bucket_has_the_checkpoints_of_a_local_one_and_is_read_and_goes_on_from_its_url(
+    local: Path, tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch("train.py", config_of(tokens, tmp_path, tmp_path / "local"), processes=2)
-    said = launch("train.py", config_of(tokens, tmp_path, URL, steps=10), processes=2)
-    print(said)
-    assert f"checkpoint uploaded to {URL}/checkpoints/step-00000010.1" in said
+    config = config_of(tokens, tmp_path, URL, keep_in_bucket=2)
+    said = launch("train.py", config, processes=2)
+    assert f"step 40: checkpoint uploaded to {URL}/checkpoints/step-00000040.1" in said
+    shutil.rmtree(tmp_path / "cache")  # from here on, what this host knows is the URL
+    assert "40 of 40 (100 %)" in (status := printed(capsys, "status", URL, "--once"))
+    assert "newest checkpoint of step 40" in status
+    assert json.loads(printed(capsys, "status", URL, "--json"))["training"] is False
+    run_dir = working_directory(URL)
+    assert losses(run_dir) == losses(local)
+    listed = printed(capsys, "checkpoint", "ls", URL)
+    assert listed.count("in the object store") == 2
+    assert "a resume takes this one" in listed
+    assert printed(capsys, "checkpoint", "verify", URL, "--all").count("intact") == 2
+    assert "step 40" in printed(capsys, "export", f"{URL}/checkpoints/step-00000040.1", str(tmp_path / "model"))
+    printed(capsys, "report", str(tmp_path / "r.html"), "--run", f"a={URL}")
+    for each in remote_checkpoints(URL):
+        fetch_checkpoint(each.url, run_dir / f"checkpoints/step-{each.step:08d}")
+        assert files_of(run_dir / f"checkpoints/step-{each.step:08d}") == files_of(
+            local / f"checkpoints/step-{each.step:08d}"
+        )
     shutil.rmtree(tmp_path / "cache")
-    said = launch("train.py", config_of(tokens, tmp_path, URL, allow_change=["run.steps", "scheduler"]), processes=2)
-    print(said)
-    assert "resuming after step 10" in said
-    assert [each.step for each in remote_checkpoints(URL)] == [20, 15]
-    shutil.rmtree(tmp_path / "cache")
-    run_dir = local_run(URL)
-    assert run_dir == working_directory(URL)
-    assert losses(run_dir).keys() == losses(tmp_path / "local").keys()
+    said = launch("train.py", config, "run.steps=42", 'run.allow_change=["run.steps", "scheduler"]')
+    assert f"fetching {URL}/checkpoints/step-00000040.1" in said
+    assert "resuming after step 40" in said
+    assert [(each.step, each.numbers) for each in remote_checkpoints(URL)] == [(42, (2,)), (40, (1,))]
+
+
+def test_a_run_that_is_killed_loses_nothing_that_was_said_durable(
+    local: Path, tokens: Path, tmp_path: Path, store: Any, faults: Faulty
+) -> None:
+    config = config_of(tokens, tmp_path, URL, keep_in_bucket="all")
+    rounds(3, 3, faults=faults, cache=tmp_path / "cache", config=config, url=URL)
+    assert finish(config, URL) == losses(local)
+    assert remote_checkpoints(URL)[0].step == 40
+    assert not [name for name in store.find("store/runs/a") if "probe" in name]
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("store")
+def test_a_store_that_fails_stops_no_step_and_at_the_end_the_exit_code_says_so(
+    tokens: Path, tmp_path: Path, faults: Faulty
+) -> None:
+    config = config_of(tokens, tmp_path, URL)
+    path = json.loads(config.read_text())
+    path["watchdog"]["heartbeat_timeout"] = 1.0
+    config.write_text(json.dumps(path))
+    faults.down_after = ("PUT", "/store/runs/a/checkpoints/step-00000005.1/manifest.json")
+    done = start_to_end("train.py", config, processes=2)
+    assert done.returncode == 2, done.stdout
+    assert "training goes on, and it is tried again; the newest there is of step 5" in done.stdout
+    assert f"{URL} does not have the last checkpoint" in done.stdout
+    rows = read_rows(working_directory(URL), kind="event")
+    assert any(row["event"] == "upload_failing" and row["backlog_bytes"] > 0 for row in rows)
+    faults.down_after, faults.down = None, False
+    said = launch("train.py", config, processes=2)  # the host has all: it uploads what is left
+    assert "resuming after step 40" in said
+    assert remote_checkpoints(URL)[0].step == 40
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("store")
+def test_a_second_run_of_the_same_url_is_refused_and_a_stop_by_signal_uploads_first(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tokens, tmp_path, URL, steps=100_000)
+    first = start(config)
+    try:
+        wait_until(lambda: "checkpoint uploaded to" in first.said(), within_s=90)
+        monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "another-host"))
+        refusal = refusal_of(start_to_end("train.py", config))
+        assert "another process is writing there" in refusal
+        for rank in first.ranks:
+            os.kill(warm_python.real_pid(rank.pid), signal.SIGTERM)
+        codes = [rank.wait(60) for rank in first.ranks]
+        assert 75 in codes, first.said()
+        newest = remote_checkpoints(URL)[0].step
+        assert f"stopped by SIGTERM after step {newest}" in first.said()
+    finally:
+        first.kill()
+
+
+@pytest.mark.usefixtures("store")
+def test_what_cannot_work_is_refused_before_any_work(tokens: Path, tmp_path: Path, faults: Faulty) -> None:
+    def refused(*sets: str) -> str:
+        return refusal_of(start_to_end("train.py", config_of(tokens, tmp_path, URL), *sets))
+
+    assert "no-such-bucket" in refused("run.dir=s3://no-such-bucket/run")
+    assert "no conditional writes" in refused("run.dir=hf://org/run")
+    assert "run.dir is a path" in refused(f"run.dir={tmp_path / 'r'}", "run.keep_in_bucket=3")
+    faults.forbidden = "DELETE"
+    assert "cannot be deleted" in refused()
+    faults.forbidden = "PUT"
+    assert "cannot be written" in refused()
+    faults.forbidden = "GET"
+    assert "cannot be listed" in refused()
+    faults.forbidden, faults.overwrites = "", True
+    assert "If-None-Match" in refused()
+    assert not (tmp_path / "r").exists()
