@@ -56,6 +56,9 @@ sweep-cluster: $(READY)  ## nodes of a virtual Slurm cluster die at a site's own
 sweep-islands: $(READY)  ## islands are killed at random moments, and come late: half an hour; resumable
 	python -m tests.sweeps islands
 
+sweep-buckets: $(READY)  ## runs in an object store are killed at random moments, and the store has faults: half an hour; resumable
+	python -m tests.sweeps buckets
+
 sweep-mutations: $(READY)  ## small faults in the code, each of which a test has to find: an hour; resumable
 	python -m tests.sweeps mutations
 

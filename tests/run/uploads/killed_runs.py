@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import read_manifest, verify
-from headrace.base.remote_directory import fetch
+from headrace.base.remote_directory import CACHE, fetch
 from headrace.base.remote_run import local_run, remote_checkpoints
 from tests import warm, warm_python
-from tests.conftest import entry_point, launch, losses, tiny_config, write_config
-from tests.object_store import Faulty
+from tests.conftest import entry_point, launch, losses, make_tokens, text_folders, tiny_config, write_config
+from tests.object_store import Faulty, environment, s3_server
 
 STEPS = 40
 RANKS = 2
@@ -118,6 +118,27 @@ def finish(config: Path, url: str) -> dict[int, float]:
     """Runs to the end, and returns step -> loss from the store alone."""
     launch("train.py", config, processes=RANKS)
     return losses(local_run(url))
+
+
+def run_cell(cell: str, *, kills: int) -> tuple[bool, str]:
+    """A run that is killed so often, with a seed that the cell's name has; whether nothing was lost, and what was."""
+    seed, url = int(cell.rpartition(" ")[2]), "s3://store/runs/killed"
+    with tempfile.TemporaryDirectory(prefix="headrace-bucket-") as folder, environment({"AWS_MAX_ATTEMPTS": "1"}):
+        work, faults = Path(folder), Faulty(seed)
+        tokens = make_tokens(work, text_folders())
+        launch("train.py", config_of(tokens, work, work / "local"), processes=RANKS)
+        cache = work / "cache"
+        with environment({CACHE: str(cache)}), s3_server("store", between=faults.between):
+            config = config_of(tokens, work, url, keep_in_bucket="all")
+            try:
+                said = rounds(seed, kills, faults=faults, cache=cache, config=config, url=url)
+                found = finish(config, url)
+            except AssertionError as error:
+                return False, str(error).strip().splitlines()[-1][:200]
+            same = found == losses(work / "local")
+            count = sum(number for kind, number in faults.injected.items() if kind != "none")
+        note = f"{kills} kills, {count} faults of the store, {len(said)} checkpoints said durable"
+        return same, note if same else f"other losses than undisturbed; {note}"
 
 
 def _wait(run: Started, condition: Callable[[], bool], *, within_s: float) -> None:
