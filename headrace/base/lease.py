@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from headrace.base.errors import DataError, TrainingError
-from headrace.base.storage import delete, objects_below, put_if_absent, put_object, read_object
+from headrace.base.storage import delete, objects_below, patiently, put_if_absent, put_object, read_object
 
 FOLDER = ".lease"
 _RENEWALS = 6
@@ -103,7 +104,7 @@ def wait_until_free(place: str, lease: Lease, *, say: Callable[[str], None]) -> 
     end = time.monotonic() + lease.silent_s
     while time.monotonic() < end:
         time.sleep(min(lease.interval_s, 1.0))
-        now = newest_lease(place)
+        now = patiently(partial(newest_lease, place))
         if now is None or now.released:
             return
         if (now.number, now.renewed) != (lease.number, lease.renewed):

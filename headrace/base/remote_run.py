@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -39,7 +40,7 @@ from headrace.base.remote_directory import (
     give_name,
     read_remote_manifest,
 )
-from headrace.base.storage import Stat, download, objects_below
+from headrace.base.storage import Stat, download, objects_below, patiently
 
 CHECKPOINTS, RUN_LOCK, UPLOADS = "checkpoints", ".lock", "uploads.json"
 """Names in a run's directory; the last is the newest lease, with what its holder told."""
@@ -96,7 +97,7 @@ def remote_checkpoints(url: str) -> list[RemoteCheckpoint]:
     Raises:
         StorageError: the store cannot be listed.
     """
-    return _checkpoints(url, objects_below(f"{url}/{CHECKPOINTS}"))
+    return _checkpoints(url, patiently(partial(objects_below, f"{url}/{CHECKPOINTS}")))
 
 
 def up_to_date(place: str) -> Path:
@@ -156,24 +157,27 @@ def pull(url: str, *, locked: bool = False) -> Path:
     run_dir = working_directory(url)
     run_dir.mkdir(parents=True, exist_ok=True)
     with lock_file(run_dir.with_name(f".{run_dir.name}.lock"), doing=f"copying {url}", timeout_s=math.inf):
-        if not locked and _is_locked(run_dir):
-            return run_dir
-        lease, record = newest_lease(url), _read(run_dir) or _Record(url)
-        if lease is None and record.tokens:
-            why = f"nothing of this run is there any more, and its directory on this host is left: {run_dir}"
-            raise DataError(f"{url}: {why}\n  try: remove that directory to start over, or choose another URL")
-        if lease is None or lease.token in record.tokens:
-            return run_dir
-        objects = objects_below(url)
-        _drop_others(run_dir, _checkpoints(url, _below(objects, CHECKPOINTS)))
-        versions = {name: (stat.bytes, stat.version) for name, stat in objects.items() if _is_small(name)}
-        for name in (name for name, version in versions.items() if record.versions.get(name) != version):
-            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(run_dir / name) as partial:
-                download(f"{url}/{name}", partial)
-        write_json(run_dir / UPLOADS, asdict(lease))
-        _write(run_dir, _Record(url, (), versions))
+        if locked or not _is_locked(run_dir):
+            patiently(partial(_pull, url, run_dir))
     return run_dir
+
+
+def _pull(url: str, run_dir: Path) -> None:
+    lease, record = newest_lease(url), _read(run_dir) or _Record(url)
+    if lease is None and (run_dir / UPLOADS).exists():
+        why = f"nothing of this run is there any more, and its directory on this host is left: {run_dir}"
+        raise DataError(f"{url}: {why}\n  try: remove that directory to start over, or choose another URL")
+    if lease is None or lease.token in record.tokens:
+        return
+    objects = objects_below(url)
+    _drop_others(run_dir, _checkpoints(url, _below(objects, CHECKPOINTS)))
+    versions = {name: (stat.bytes, stat.version) for name, stat in objects.items() if _is_small(name)}
+    for name in (name for name, version in versions.items() if record.versions.get(name) != version):
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(run_dir / name) as path:
+            download(f"{url}/{name}", path)
+    write_json(run_dir / UPLOADS, asdict(lease))
+    _write(run_dir, _Record(url, (), versions))
 
 
 def claim(url: str, token: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.remote_directory import remote_manifest
-from headrace.base.storage import objects_below
+from headrace.base.storage import objects_below, patiently
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StoredCheckpoint(Checkpoint):
     @property
     def manifest(self) -> Manifest:
         """As `Checkpoint.manifest`, read from the store."""
-        return remote_manifest(self.url)
+        return patiently(partial(remote_manifest, self.url))
 
     def damage(self, manifest: Manifest) -> str | None:
         """What is missing, by the sizes of its files; None where it is whole.

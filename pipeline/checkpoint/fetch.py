@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from headrace.base.directory import Manifest, fresh_staging, staging_path
 from headrace.base.errors import DataError
 from headrace.base.remote_directory import check_room, fetch_files, give_name, read_remote_manifest
 from headrace.base.remote_run import set_aside
-from headrace.base.storage import StorageError, objects_below
+from headrace.base.storage import StorageError, objects_below, patiently
 from pipeline.checkpoint.checkpoint import StoredCheckpoint
 from pipeline.runtime.faults.progress import progress_from_io
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
@@ -60,7 +61,7 @@ def fetch_collective(checkpoint: StoredCheckpoint, on_progress: Callable[[], Non
 
 def _begin(checkpoint: StoredCheckpoint) -> tuple[bytes, Manifest | None, str | None]:
     try:
-        text, manifest = read_remote_manifest(checkpoint.url)
+        text, manifest = patiently(partial(read_remote_manifest, checkpoint.url))
     except StorageError:
         raise
     except DataError as error:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from headrace.base.directory import MANIFEST, Manifest, existing_parent, read_manifest
 from headrace.base.errors import CheckpointError, ConfigError, DataError
+from headrace.base.remote_directory import CACHE, cache_root
 from headrace.base.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
@@ -160,7 +161,9 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
         blind = _blind(run_dir)
     if blind:
         why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
-        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that all hosts share")
+        of_a_url = run_dir.is_relative_to(cache_root())
+        remedy = f"{f'set {CACHE} to' if of_a_url else 'choose'} a directory that all hosts share"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)
 
 
 def _blind(run_dir: Path) -> list[str]:

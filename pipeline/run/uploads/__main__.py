@@ -15,7 +15,7 @@ from pathlib import Path
 
 from headrace.base.lease import Lease, LeaseLostError
 from headrace.base.processes import die_with_parent
-from pipeline.run.uploads.uploader import Terms, Uploader
+from pipeline.run.uploads.uploader import Uploader, UploadTerms
 
 _WRITING = threading.Lock()
 
@@ -30,7 +30,7 @@ def main() -> int:
         given["url"],
         Path(given["run_dir"]),
         lease=Lease(**given["lease"]),
-        terms=Terms(given["keep"], given["keep_every"]),
+        terms=UploadTerms(given["keep"], given["keep_every"]),
         tell=_tell,
     )
     threading.Thread(target=_listen, args=(uploader,), daemon=True).start()

@@ -46,7 +46,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S, _TELL_S = 1.0, 60.0, 60.0
 
 
 @dataclass(frozen=True)
-class Terms:
+class UploadTerms:
     """What is kept in the store.
 
     Attributes:
@@ -129,7 +129,7 @@ class Uploader:
         ending: set when nothing more is to come: the backlog is uploaded (`backlog`) or left, then the small files.
     """
 
-    def __init__(self, url: str, run_dir: Path, *, lease: Lease, terms: Terms, tell: Tell) -> None:
+    def __init__(self, url: str, run_dir: Path, *, lease: Lease, terms: UploadTerms, tell: Tell) -> None:
         self._url, self._run_dir, self._lease, self._terms, self._tell = url, run_dir, lease, terms, tell
         self._state, self._lock = _State(), threading.RLock()
         self._known: dict[int, bytes] = {}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from headrace.base.lease import Lease, LeaseLostError, LeaseTakenError, newest_l
 from headrace.base.paths import is_url
 from headrace.base.remote_directory import check_can_write
 from headrace.base.remote_run import UPLOADS, claim, is_own, pull, working_directory
+from headrace.base.storage import patiently
 from pipeline.config.sections.run import Config
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 
@@ -197,15 +199,15 @@ class Uploads:
 
 
 def _taken(url: str, *, silent_s: float) -> Lease:
-    check_can_write(url)
+    patiently(partial(check_can_write, url))
     token = secrets.token_hex(16)
     try:
-        before = newest_lease(url)
+        before = patiently(partial(newest_lease, url))
         if before is not None and not is_own(url, before):
             wait_until_free(url, before, say=lambda line: print(line, file=sys.stderr, flush=True))
         pull(url, locked=True)
         claim(url, token)
-        return take_lease(url, before, token=token, silent_s=silent_s)
+        return patiently(partial(take_lease, url, before, token=token, silent_s=silent_s))
     except LeaseTakenError as error:
         why = str(error).splitlines()[0].removeprefix(f"{url}: ")
         raise ConfigError("run.dir", url, why=why, remedy="wait for it, end it, or choose another run.dir") from None

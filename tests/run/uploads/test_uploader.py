@@ -25,7 +25,7 @@ from headrace.base.remote_run import (
 )
 from headrace.base.storage import objects_below
 from pipeline.run.uploads import uploader as module
-from pipeline.run.uploads.uploader import LINKS, Terms, Uploader
+from pipeline.run.uploads.uploader import LINKS, Uploader, UploadTerms
 from pipeline.run.uploads.uploads import _taken
 from tests.object_store import Faulty
 from tests.support import wait_until
@@ -55,7 +55,7 @@ class Started:
         self.lease = take_lease(URL, newest_lease(URL), token=token, silent_s=SILENT_S)
         self.told: list[dict[str, Any]] = []
         self.error: BaseException | None = None
-        terms = Terms(keep, keep_every)
+        terms = UploadTerms(keep, keep_every)
         self.uploader = Uploader(URL, self.run_dir, lease=self.lease, terms=terms, tell=self.told.append)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
