@@ -2,7 +2,8 @@
 
 Checkpoints go up one at a time, each whole: its files, then its manifest. Of those that wait only the newest is kept,
 and those of `run.keep_every`: a store that is slower than checkpoints are made gets fewer of them. One that waits is
-held by hard links, so that the run may delete it meanwhile. After each checkpoint, and at the end, go the small files.
+held by hard links, so that the run may delete it meanwhile. The small files go before and after each checkpoint, and at
+the end: a checkpoint in the store has the rows of its steps beside it.
 
 What fails is tried again for ever, after 1 to 60 s; rank 0 decides how long it waits at its end.
 """
@@ -234,6 +235,7 @@ class Uploader:
 
         try:
             url = self._free_name(step)
+            self._upload_small()  # a checkpoint that is there has the rows of its steps
             publish(waiting.links, url, progress=done, sent=self._sent, trying=self._patiently)
         except _EndedError:
             return

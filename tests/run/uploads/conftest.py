@@ -25,4 +25,4 @@ def store(tmp_path: Path, faults: Faulty, monkeypatch: pytest.MonkeyPatch) -> It
         try:
             yield files
         finally:
-            faults.rate, faults.down = 0.0, False
+            faults.rate, faults.down, faults.forbidden = 0.0, False, ""

@@ -23,7 +23,7 @@ from headrace.base.remote_run import (
     remote_checkpoints,
     working_directory,
 )
-from headrace.base.storage import objects_below
+from headrace.base.storage import StorageError, objects_below
 from pipeline.run.uploads import uploader as module
 from pipeline.run.uploads.uploader import LINKS, Uploader, UploadTerms
 from pipeline.run.uploads.uploads import _taken
@@ -100,11 +100,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("store")
 def test_of_each_checkpoint_the_manifest_goes_up_last_and_is_deleted_first(faults: Faulty) -> None:
     with started(keep=1, keep_every=4) as run:
+        (run.run_dir / "metrics.jsonl").write_text("{}\n")
+        (run.run_dir / MANIFEST).write_text("{}\n")
         for step in (2, 4, 6, 8, 10):
             checkpoint(run.run_dir, step)
             wait_until(lambda step=step: step in run.steps("uploaded"), within_s=60)  # type: ignore[misc]
-        (run.run_dir / "metrics.jsonl").write_text("{}\n")
     assert steps_there() == [10, 8, 4]
+    puts = [path.removeprefix("/store/runs/a/") for method, path in faults.requests if method == "PUT"]
+    journal, shards = puts.index("metrics.jsonl"), puts.index("checkpoints/step-00000002.1/__0_0.distcp")
+    assert journal < shards < puts.index(MANIFEST)  # the rows of its steps before, the run's manifest after
     for folder in ("step-00000002.1", "step-00000006.1"):
         there = [(method, path.rpartition("/")[2]) for method, path in faults.requests if f"{folder}/" in path]
         assert [name for method, name in there if method == "PUT"][-1] == MANIFEST
@@ -198,6 +202,18 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease_and_takes_over
     assert _taken(URL, silent_s=SILENT_S).number == 3  # it was not: its process is gone
     assert time.monotonic() - began >= SILENT_S
     assert "it counts as ended after 3 s" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("store")
+def test_a_store_that_does_not_allow_what_a_run_needs_is_refused_before_it_begins(faults: Faulty) -> None:
+    for method, words in {"DELETE": "cannot be deleted", "PUT": "cannot be written", "GET": "cannot be listed"}.items():
+        faults.forbidden = method
+        with pytest.raises(StorageError, match=f"{words}: PermissionError"):
+            _taken(URL, silent_s=SILENT_S)
+    faults.forbidden, faults.overwrites = "", True
+    with pytest.raises(DataError, match="If-None-Match"):
+        _taken(URL, silent_s=SILENT_S)
+    assert newest_lease(URL) is None
 
 
 @pytest.mark.usefixtures("store")
