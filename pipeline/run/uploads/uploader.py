@@ -347,6 +347,9 @@ class Uploader:
                 return
             except StorageError as error:
                 self._failed(error)
+            else:
+                if not self._state.left:  # else an upload tells whether it succeeds
+                    self._state.failing_since = self._state.error = None
             if self._state.left and time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
                 self._tell({"event": "uploads", **self._row()})
