@@ -88,11 +88,7 @@ def check_can_publish(url: str) -> None:
         DataError: there is a finished directory, or the store overwrites what a conditional write must not.
         StorageError: the store cannot be written to.
     """
-    try:
-        read_object(f"{url.rstrip('/')}/{MANIFEST}")
-    except FileNotFoundError:
-        pass
-    else:
+    if _exists(f"{url.rstrip('/')}/{MANIFEST}"):
         raise DataError(f"{url} exists already\n  try: delete it, or choose another place")
     check_can_write(url)
 
@@ -149,8 +145,17 @@ def publish(
         progress(int(manifest.files[name]["bytes"]))
 
     _for_each(send, manifest.files)
-    if not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
+    taken = trying(partial(_exists, f"{place}/{MANIFEST}"))
+    if taken or not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
+
+
+def _exists(url: str) -> bool:
+    try:
+        read_object(url)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def fetch(

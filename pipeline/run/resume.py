@@ -161,8 +161,9 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
         blind = _blind(run_dir)
     if blind:
         why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
-        of_a_url = run_dir.is_relative_to(cache_root())
-        remedy = f"{f'set {CACHE} to' if of_a_url else 'choose'} a directory that all hosts share"
+        remedy = "choose a directory that all hosts share"
+        if run_dir.is_relative_to(cache_root()):
+            remedy = f"set {CACHE} to a directory that all hosts share"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)
 
 
