@@ -154,8 +154,8 @@ class Uploader:
         while self.ending != "now":
             ending = self.ending
             self._look()
-            if self._waiting:
-                self._upload(self._waiting[0])
+            if (waiting := self._first()) is not None:
+                self._upload(waiting)
             elif ending == "backlog":
                 self.ending = "no"
                 self._tell({"event": "backlog_done", **self._row()})
@@ -164,6 +164,13 @@ class Uploader:
                 time.sleep(_POLL_S)
         self._upload_small()
         self._patiently(partial(self._renew, released=True))
+
+    def _first(self) -> _Waiting | None:
+        """The oldest one that waits, which is not dropped from here on."""
+        with self._lock:
+            first = self._waiting[0] if self._waiting else None
+            self._state.uploading = None if first is None else first.step
+            return first
 
     def _look_always(self) -> None:
         while self.ending != "now":
@@ -206,8 +213,8 @@ class Uploader:
         """Hard links to the files of a checkpoint; None where it was deleted meanwhile."""
         links = self._run_dir / LINKS / f"{path.name}-{manifest.fingerprint[:16]}"
         shutil.rmtree(links, ignore_errors=True)
-        links.mkdir(parents=True)
         try:
+            links.mkdir(parents=True)
             for name in (*manifest.files, MANIFEST):
                 os.link(path / name, links / name)
         except FileNotFoundError:
@@ -227,11 +234,10 @@ class Uploader:
 
     def _upload(self, waiting: _Waiting) -> None:
         began, step = time.monotonic(), waiting.step
-        self._state.uploading = step
 
         def done(count: int) -> None:
             with self._lock:
-                self._state.left[step] -= count
+                self._state.left[step] = max(0, self._state.left.get(step, 0) - count)
 
         try:
             url = self._free_name(step)
