@@ -24,9 +24,12 @@ from headrace.base.remote_run import (
     working_directory,
 )
 from headrace.base.storage import StorageError, objects_below
+from pipeline.cluster.status.run import read_status
+from pipeline.cluster.status.text import lines_of
 from pipeline.run.uploads import uploader as module
 from pipeline.run.uploads.uploader import LINKS, Uploader, UploadTerms
 from pipeline.run.uploads.uploads import _taken
+from pipeline.runtime.launch.run_lock import exclusive_run
 from tests.object_store import Faulty
 from tests.support import wait_until
 
@@ -153,6 +156,12 @@ def test_faults_of_the_store_are_told_once_and_cost_nothing_but_time(faults: Fau
     failing = next(each for each in run.told if each["event"] == "upload_failing")
     assert failing["durable_step"] == 1
     assert "reduce your request rate" in failing["error"]
+    (run.run_dir / "metrics.jsonl").write_text('{"kind": "step", "step": 2, "time": "2026-11-27T00:00:00Z"}\n')
+    with exclusive_run(run.run_dir):  # as rank 0 has it
+        wait_until(lambda: "FAILING" in "\n".join(lines_of(read_status(run.run_dir))), within_s=20)
+        lines = "\n".join(lines_of(read_status(run.run_dir)))
+    assert "newest checkpoint of step 1, there since" in lines
+    assert "MB/s: checkpoints of step 2" in lines
     faults.down = False
     wait_until(lambda: run.steps("uploaded") == [1, 2], within_s=60)
     run.finish()
