@@ -137,13 +137,14 @@ class Uploads:
 
     def _still_waiting(self, say: Callable[[str], None]) -> None:
         state, now = self._state(), time.monotonic()
-        seen = state.get("backlog_bytes"), state.get("durable_step"), state.get("error") is None
-        if seen != self._progress[0] or seen[2]:
+        sending = state.get("time") if state.get("bytes_per_second") else None  # of a large file, none may be done
+        seen = state.get("backlog_bytes"), state.get("durable_step"), sending
+        if seen != self._progress[0]:
             self._progress = seen, now
         if now - self._progress[1] > _GIVE_UP * self._silent_s:
             newest = state.get("durable_step")
             raise TrainingError(
-                f"{self.url} does not have the last checkpoint: {state.get('error')}\n"
+                f"{self.url} does not have the last checkpoint: {state.get('error') or 'nothing is sent'}\n"
                 f"  its newest is of step {newest}; all is in {self._run_dir}\n"
                 f"  try: start the run again on this host, which uploads it, once the store can be written to"
             )
