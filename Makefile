@@ -10,7 +10,7 @@ TESTS ?= not integration and not sweep
 PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-mutations sweep-image sweep-tests gpu-check check clean help
+.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-image sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -55,6 +55,9 @@ sweep-cluster: $(READY)  ## nodes of a virtual Slurm cluster die at a site's own
 
 sweep-islands: $(READY)  ## islands are killed at random moments, and come late: half an hour; resumable
 	python -m tests.sweeps islands
+
+sweep-buckets: $(READY)  ## runs in an object store are killed at random moments, and the store has faults: half an hour; resumable
+	python -m tests.sweeps buckets
 
 sweep-mutations: $(READY)  ## small faults in the code, each of which a test has to find: an hour; resumable
 	python -m tests.sweeps mutations

@@ -59,6 +59,7 @@ from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.progress import Progress
 from pipeline.run.step_times import StepTimes
 from pipeline.run.trainer import Trainer
+from pipeline.run.uploads.uploads import Uploads
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
@@ -305,6 +306,7 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         stepper=stepper,
         writer=CheckpointWriter(prepared.store),
         manifest=RunManifest(prepared, 0),
+        uploads=Uploads(run.config, first=False, signals=signals),
         timer=CheckpointTimer(run.config.run, decides=True),
         progress=progress,
         watchdog=watchdog,

@@ -25,7 +25,8 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from headrace.base import configfile
 from headrace.base.errors import DataError, HeadraceError, TrainingError
-from headrace.base.paths import refuse_url
+from headrace.base.paths import is_store_url, refuse_url
+from headrace.base.remote_run import local_run
 
 if TYPE_CHECKING:
     from pipeline.cluster.status.run import RunStatus
@@ -82,7 +83,7 @@ def train(config: str | Path | Mapping[str, Any], *, nproc: int = 1, **overrides
     raw = _merged(config, overrides)
     module = "pipeline.distill" if raw.get("distill") else "pipeline.train"
     _run(module, raw, ["--nproc", str(nproc)], error=TrainingError)
-    return read_status(Path(raw["run"]["dir"]))
+    return read_status(local_run(raw["run"]["dir"]))
 
 
 def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
@@ -101,6 +102,8 @@ def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
         CheckpointError: the run has no checkpoint that can be read.
         DataError: there is no model, or it has no tokenizer.
     """
+    if is_store_url(str(path)):
+        path = local_run(str(path))
     refuse_url(path, field="path")
     path = Path(path)
     if (path / "config.json").is_file():

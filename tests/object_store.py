@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
@@ -12,6 +17,75 @@ import pytest
 
 Application = Callable[[dict[str, Any], Any], Any]
 """A WSGI application: environment and start_response -> the response's parts."""
+
+
+class Faulty:
+    """Faults between clients and a server, drawn by a seed.
+
+    Attributes:
+        rate: share of requests that fail, while it is above zero.
+        down: all requests fail.
+        down_after: method and path of a request after which all fail.
+        forbidden: a method that is answered with 403.
+        overwrites: conditions of writes are lost on the way.
+        seconds: that every write takes.
+        requests: method and path of all.
+        injected: number of faults by kind.
+    """
+
+    def __init__(self, seed: int = 0, rate: float = 0.0) -> None:
+        self.rate, self.down, self.seconds = rate, False, 0.0
+        self.down_after: tuple[str, str] | None = None
+        self.forbidden, self.overwrites = "", False
+        self.requests: list[tuple[str, str]] = []
+        self.injected: Counter[str] = Counter()
+        self._random, self._lock = random.Random(seed), threading.Lock()
+
+    def between(self, app: Application) -> Application:
+        """Wraps the server's application."""
+
+        def answer(environ: dict[str, Any], start_response: Any) -> Any:
+            with self._lock:
+                self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+                failing = self._random.random() < self.rate
+                kind = self._random.choice(["503", "reset", "stall", "lost"]) if failing else "none"
+                kind = "503" if self.down else kind
+                self.injected[kind] += 1
+            if self.overwrites:
+                environ.pop("HTTP_IF_NONE_MATCH", None)
+            if environ["REQUEST_METHOD"] == self.forbidden:
+                _read_body(environ)
+                start_response("403 Forbidden", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
+            if environ["REQUEST_METHOD"] == "PUT":
+                time.sleep(self.seconds)
+            if kind == "stall":
+                time.sleep(1.0)
+            if kind == "503":
+                _read_body(environ)
+                start_response("503 Slow Down", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>SlowDown</Code><Message>reduce your request rate</Message></Error>"]
+            if kind == "reset":
+                _hang_up(environ)
+            found = app(environ, start_response)
+            if self.down_after == (environ["REQUEST_METHOD"], environ["PATH_INFO"]):
+                self.down = True
+            if kind == "lost":  # the store has done it, and its answer does not arrive
+                b"".join(found)
+                _hang_up(environ)
+            return found
+
+        return answer
+
+
+def _read_body(environ: dict[str, Any]) -> None:
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+
+
+def _hang_up(environ: dict[str, Any]) -> None:
+    with suppress(OSError):
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+    raise ConnectionResetError
 
 
 @contextmanager
@@ -40,6 +114,7 @@ def s3_server(bucket: str, *, between: Callable[[Application], Application] = la
     s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
     from werkzeug.serving import make_server  # noqa: PLC0415
 
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # a line per request, and the tracebacks of our faults
     app = moto.DomainDispatcherApplication(moto.create_backend_app)
     server = make_server("127.0.0.1", 0, between(app), threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -18,6 +18,7 @@ from headrace.base.errors import HeadraceError
 from headrace.base.paths import is_store_url, refuse_url
 from headrace.base.remote_folder import local_folder
 from headrace.base.remote_output import all_published, local_output
+from headrace.base.remote_run import local_run
 from headrace.base.verbs import Declare, Verb
 
 _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
@@ -54,6 +55,8 @@ _FOLDERS = ("FOLDER", "MODEL")
 """Those of models and tokenizers, which may be URLs: they are copied to this host, and read there."""
 _READ_IN_PLACE = ("TOKENS",)
 """Those of tokens, which may be URLs: verbs read what they need of them."""
+_RUNS = ("RUN", "RUN|CHECKPOINT", "RUN_DIR")
+"""Those of runs and their checkpoints, which may be URLs: they are read from a directory on this host."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,7 +111,9 @@ class Parser(argparse.ArgumentParser):
         named, _, path = kind.partition("=") if "=" in kind else ("", "", kind)
         if path in PATHS:
             given = arg_string.partition("=")[2] if named else arg_string
-            if path in _FOLDERS and is_store_url(given):
+            if path in _RUNS and is_store_url(given):
+                arg_string = arg_string.removesuffix(given) + str(local_run(given))
+            elif path in _FOLDERS and is_store_url(given):
                 arg_string = arg_string.removesuffix(given) + str(local_folder(given))
             elif path in _READ_IN_PLACE and is_store_url(given):
                 pass

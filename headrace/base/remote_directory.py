@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from headrace.base.directory import (
     MANIFEST,
@@ -45,7 +46,7 @@ def remote_manifest(url: str) -> Manifest:
         DataError: there is none, or it is damaged.
         StorageError: the store cannot be read.
     """
-    return _read_manifest(url)[1]
+    return read_remote_manifest(url)[1]
 
 
 def find_manifest(url: str) -> Manifest | None:
@@ -62,7 +63,7 @@ def find_manifest(url: str) -> Manifest | None:
         return None
 
 
-def _read_manifest(url: str) -> tuple[bytes, Manifest]:
+def read_remote_manifest(url: str) -> tuple[bytes, Manifest]:
     """The manifest's bytes, and what they say; see `remote_manifest`."""
     path = f"{url.rstrip('/')}/{MANIFEST}"
     try:
@@ -101,10 +102,22 @@ def check_can_publish(url: str) -> None:
         DataError: there is a finished directory, or the store overwrites what a conditional write must not.
         StorageError: the store cannot be written to.
     """
-    place = url.rstrip("/")
-    if find_manifest(url) is not None:
+    if _exists(f"{url.rstrip('/')}/{MANIFEST}"):
         raise DataError(f"{url} exists already\n  try: delete it, or choose another place")
-    probe = f"{place}/.headrace-probe-{uuid.uuid4().hex[:12]}"
+    check_can_write(url)
+
+
+def check_can_write(url: str) -> None:
+    """Refuses a place that cannot be listed, written to and deleted from, or where two writers are not kept apart.
+
+    Writes a small object and deletes it.
+
+    Raises:
+        DataError: the store overwrites what a conditional write must not.
+        StorageError: one of these is not allowed, or the store cannot be reached.
+    """
+    probe = f"{url.rstrip('/')}/.headrace-probe-{uuid.uuid4().hex[:12]}"
+    objects_below(probe)
     try:
         written = put_if_absent(probe, b"1"), put_if_absent(probe, b"2")
     finally:
@@ -116,13 +129,22 @@ def check_can_publish(url: str) -> None:
         raise DataError(f"{url}: {why}\n  try: a store with conditional writes, such as S3, GCS, Azure or MinIO")
 
 
-def publish(directory: Path, url: str, *, progress: Progress = lambda _bytes: None) -> None:
+def publish(
+    directory: Path,
+    url: str,
+    *,
+    progress: Progress = lambda _bytes: None,
+    sent: Progress = lambda _bytes: None,
+    trying: Callable[[Callable[[], Any]], Any] = lambda act: act(),
+) -> None:
     """Writes a finished directory to an object store; see the module's docstring.
 
     Args:
         directory: as `commit` has made it; its sizes are compared with its manifest.
         url: where its files go, without `MANIFEST`; see `check_can_publish`.
         progress: see `Progress`.
+        sent: takes the bytes of each part of a file that was sent.
+        trying: calls a function that writes one object, and may do so again when that fails.
 
     Raises:
         DataError: it is not finished, or another process has written a directory there first.
@@ -133,12 +155,21 @@ def publish(directory: Path, url: str, *, progress: Progress = lambda _bytes: No
     check_sizes(directory, manifest)
 
     def send(name: str) -> None:
-        upload(directory / name, f"{place}/{name}")
+        trying(partial(upload, directory / name, f"{place}/{name}", progress=sent))
         progress(int(manifest.files[name]["bytes"]))
 
     for_each(send, manifest.files)
-    if not put_if_absent(f"{place}/{MANIFEST}", text):
+    taken = trying(partial(_exists, f"{place}/{MANIFEST}"))
+    if taken or not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
+
+
+def _exists(url: str) -> bool:
+    try:
+        read_object(url)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def fetch(
@@ -162,34 +193,59 @@ def fetch(
     """
     if final.exists():
         raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
-    place, (text, manifest) = url.rstrip("/"), _read_manifest(url)
+    text, manifest = read_remote_manifest(url)
     files = [name for name in manifest.files if wanted(name)]
-    require_room(sum(int(manifest.files[name]["bytes"]) for name in files), final)
+    check_room(manifest, files, final)
     with staged(final) as staging:
-        for folder in {PurePosixPath(name).parent for name in files}:
-            (staging / folder).mkdir(parents=True, exist_ok=True)
-
-        def receive(name: str) -> None:
-            entry, path = manifest.files[name], staging / name
-            download(f"{place}/{name}", path)
-            if sha256_of_file(path) != entry["sha256"]:
-                why = f"has another checksum than {MANIFEST} says: it was damaged or overwritten, there or on the way"
-                raise DataError(f"{place}/{name} {why}\n  try: again; if it stays so, write {url} again")
-            sync(path)
-            progress(int(entry["bytes"]))
-
-        for_each(receive, files)
-        (staging / MANIFEST).write_bytes(text)
-        sync(staging / MANIFEST)
-        sync(staging)
-        staging.rename(final)
-        sync(final.parent)
+        fetch_files(url, manifest, files, staging, progress=progress)
+        give_name(staging, final, text)
     return manifest
 
 
-def cache_root() -> Path:
-    """The directory on this host for what is read of object stores, and for outputs until they are uploaded."""
-    return Path(os.environ.get(CACHE) or Path.home() / ".cache/headrace")
+def fetch_files(
+    url: str, manifest: Manifest, names: Sequence[str], staging: Path, *, progress: Progress = lambda _bytes: None
+) -> None:
+    """Copies some files of a finished directory of an object store to a staging directory, and flushes them.
+
+    Args:
+        url: of the directory.
+        manifest: of the directory.
+        names: of the files.
+        staging: exists.
+        progress: see `Progress`.
+
+    Raises:
+        DataError: a checksum differs.
+        StorageError: the store cannot be read.
+    """
+    for folder in {PurePosixPath(name).parent for name in names}:
+        (staging / folder).mkdir(parents=True, exist_ok=True)
+
+    def receive(name: str) -> None:
+        entry, path, source = manifest.files[name], staging / name, f"{url.rstrip('/')}/{name}"
+        download(source, path)
+        if sha256_of_file(path) != entry["sha256"]:
+            why = f"has another checksum than {MANIFEST} says: it was damaged or overwritten, there or on the way"
+            raise DataError(f"{source} {why}\n  try: again; if it stays so, write {url} again")
+        sync(path)
+        progress(int(entry["bytes"]))
+
+    for_each(receive, names)
+
+
+def give_name(staging: Path, final: Path, text: bytes) -> None:
+    """Makes a finished directory of fetched files: writes the manifest, flushes, and renames.
+
+    Args:
+        staging: with all files that are wanted.
+        final: the name it gets, which does not exist.
+        text: of the manifest.
+    """
+    (staging / MANIFEST).write_bytes(text)
+    sync(staging / MANIFEST)
+    sync(staging)
+    staging.rename(final)
+    sync(final.parent)
 
 
 def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
@@ -205,13 +261,28 @@ def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
     Raises:
         DataError, StorageError: see `fetch`.
     """
-    manifest, root = remote_manifest(url), cache_root()
+    manifest = remote_manifest(url)
+    root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"{PurePosixPath(url).name}-{manifest.fingerprint[:16]}"
     with lock_file(root / f".{final.name}.lock", doing=f"copying {url} to {root}", timeout_s=math.inf):
         if not final.is_dir():
             fetch(url, final, wanted=wanted)
     return final
+
+
+def cache_root() -> Path:
+    """HEADRACE_CACHE, by default ~/.cache/headrace; it need not exist."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache/headrace")
+
+
+def check_room(manifest: Manifest, names: Sequence[str], final: Path) -> None:
+    """Refuses to copy files to a disk that has no room for them.
+
+    Raises:
+        DataError: says what is needed, and what is free.
+    """
+    require_room(sum(int(manifest.files[name]["bytes"]) for name in names), final)
 
 
 def require_room(needed: int, final: Path) -> None:

@@ -7,14 +7,16 @@ arrived. A directory is a prefix of names; see `remote_directory`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from headrace.base.errors import DataError, HeadraceError
 
+T = TypeVar("T")
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
 """Keys of an object's metadata by which the stores distinguish its versions."""
 
@@ -38,7 +40,32 @@ class Stat:
 
 
 class StorageError(DataError):
-    """An object cannot be opened, read or written; the message contains the store's own error."""
+    """An object cannot be opened, read or written; the message contains the store's own error.
+
+    Attributes:
+        lasting: it is not there, or not allowed: trying again does not help.
+    """
+
+    lasting = False
+
+
+_RETRIES_S = (1.0, 3.0, 9.0)
+
+
+def patiently(act: Callable[[], T]) -> T:
+    """Calls a function again where a store fails, after 1, 3 and 9 s, beside what the store's package tries itself.
+
+    Raises:
+        StorageError: it has failed four times, or for a lasting reason.
+    """
+    for pause_s in _RETRIES_S:
+        try:
+            return act()
+        except StorageError as error:
+            if error.lasting:
+                raise
+            time.sleep(pause_s)
+    return act()
 
 
 def is_remote(path: str) -> bool:
@@ -74,7 +101,9 @@ def storage_errors(url: str, *, doing: str = "read", missing: bool = True) -> It
             raise
         why = f"{url} cannot be {doing}: {type(error).__name__}: {error}"
         remedy = "check the address, the network and the credentials, then run again"
-        raise StorageError(f"{why}\n  try: {remedy}") from None
+        found = StorageError(f"{why}\n  try: {remedy}")
+        found.lasting = isinstance(error, FileNotFoundError | PermissionError) or "Credentials" in type(error).__name__
+        raise found from None
 
 
 def stat_of(info: dict[str, Any]) -> Stat:
@@ -135,19 +164,44 @@ def download(url: str, path: Path) -> None:
         files.get_file(inner, str(path))
 
 
-def upload(path: Path, url: str) -> None:
+def upload(path: Path, url: str, *, progress: Callable[[int], None] = lambda _bytes: None) -> None:
     """Writes a file as an object; one that exists is replaced.
+
+    Args:
+        path: of the file.
+        url: of the object.
+        progress: is called with the bytes of each part that was sent; again for those that are sent again.
+
+    Raises:
+        StorageError: the object may be there or not.
+    """
+    with storage_errors(url, doing="written"):
+        from fsspec.callbacks import Callback  # noqa: PLC0415 - local runs do not need it
+
+        class Sent(Callback):  # type: ignore[misc]
+            def relative_update(self, inc: int = 1) -> None:
+                progress(inc)
+
+        files, inner = filesystem(url)
+        files.put_file(str(path), inner, callback=Sent())
+
+
+def put_object(url: str, data: bytes) -> None:
+    """Writes a small object; one that exists is replaced.
 
     Raises:
         StorageError: the object may be there or not.
     """
     with storage_errors(url, doing="written"):
         files, inner = filesystem(url)
-        files.put_file(str(path), inner)
+        files.pipe_file(inner, data)
 
 
 def put_if_absent(url: str, data: bytes) -> bool:
-    """Writes a small object unless it exists; returns whether it was written. Of several writers one gets true.
+    """Writes a small object unless another exists; returns whether it is there.
+
+    Of several writers of different bytes one gets true. A store may write the object and lose its answer: it is asked
+    again then, and says that the object exists. So one that has the same bytes counts as written.
 
     Raises:
         StorageError: the store cannot be written to.
@@ -157,7 +211,7 @@ def put_if_absent(url: str, data: bytes) -> bool:
         try:
             files.pipe_file(inner, data, mode="create")
         except FileExistsError:
-            return False
+            return bool(files.cat_file(inner) == data)
     return True
 
 

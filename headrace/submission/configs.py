@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.base import configfile
 from headrace.base.errors import ConfigError
+from headrace.base.remote_run import working_directory
 
 VERBS = {"prune": ["prune"], "quantize": ["quantize"], "compress": ["compress", "run"]}
 """Kind of a config -> the verb of `python -m pipeline` that runs it in one process."""
@@ -46,7 +47,7 @@ class Given:
     @property
     def makes(self) -> Path:
         """The directory that it makes."""
-        return Path(self.raw["run"]["dir"] if self.kind == "run" else self.raw["output"])
+        return working_directory(self.raw["run"]["dir"]) if self.kind == "run" else Path(self.raw["output"])
 
 
 def read_configs(files: Sequence[str], overrides: Sequence[str]) -> list[Given]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import is_url
 from headrace.submission.configs import Element, Given, before, elements
 from headrace.submission.site import SiteConfig
 from headrace.submission.stages import settings_for
@@ -49,6 +50,10 @@ def sweep_of(configs: Sequence[Given], sweeps: Sequence[str]) -> list[Element]:
     if late:
         why = f"{late[0]} reads the run, and a sweep has several"
         raise ConfigError("--sweep", sweeps[0], why=why, remedy=f"submit {late[0]} when the best run is known")
+    named = runs[0].raw["run"]["dir"]
+    if is_url(named):
+        why = "the elements of a sweep have directories below run.dir, which is a URL"
+        raise ConfigError("--sweep", sweeps[0], why=why, remedy="--set run.dir=DIR, a path")
     return elements(runs[0].makes, sweeps)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import Manifest, read_manifest
+from headrace.base.remote_directory import remote_manifest
+from headrace.base.storage import objects_below, patiently
 
 IMPORTED = "imported"
 """In `details` of a manifest: the checkpoint of another trainer that the run goes on from."""
@@ -23,6 +26,34 @@ class Checkpoint:
     def manifest(self) -> Manifest:
         """Its manifest: config, parents, and in `details` the step, the samples and the fields that fix the curve."""
         return read_manifest(self.path, kind="checkpoint")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint(Checkpoint):
+    """A finished checkpoint in an object store; `path` is where it goes on this host.
+
+    Attributes:
+        url: of its directory.
+    """
+
+    url: str = ""
+
+    @property
+    def manifest(self) -> Manifest:
+        """As `Checkpoint.manifest`, read from the store."""
+        return patiently(partial(remote_manifest, self.url))
+
+    def damage(self, manifest: Manifest) -> str | None:
+        """What is missing, by the sizes of its files; None where it is whole.
+
+        Raises:
+            StorageError: the store cannot be listed.
+        """
+        there = objects_below(self.url)
+        for name, entry in manifest.files.items():
+            if name not in there or there[name].bytes != entry["bytes"]:
+                return f"{name} is missing or has another size"
+        return None
 
 
 @dataclass(frozen=True)

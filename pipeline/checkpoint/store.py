@@ -14,8 +14,10 @@ from pathlib import Path
 
 from headrace.base.directory import check_sizes, commit, fresh_staging, staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
-from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
+from headrace.base.remote_run import remote_checkpoints
+from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo, StoredCheckpoint
 from pipeline.checkpoint.damage import find_damage_collective
+from pipeline.checkpoint.fetch import fetch_collective
 from pipeline.checkpoint.format.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
 from pipeline.checkpoint.memory.restart_files import RestartFiles
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
@@ -28,15 +30,28 @@ class CheckpointStore:
         run_dir: the run's directory.
         keep: retention: how many of the newest complete ones are kept.
         keep_every: complete ones of steps divisible by this are kept for ever; None for none.
+        url: of the run in an object store, which has more of them; None without one. They are kept and deleted there
+            by those who upload them.
     """
 
-    def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None) -> None:
-        self._root, self._keep, self._keep_every = run_dir / FOLDER, keep, keep_every
+    def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None, url: str | None = None) -> None:
+        self._root, self._keep, self._keep_every, self._url = run_dir / FOLDER, keep, keep_every, url
         self._damaged: set[Path] = set()
 
     def checkpoints(self) -> list[Checkpoint]:
         """Finished checkpoints, newest first."""
         return [Checkpoint(path, step) for step, path in finished_checkpoints(self._root.parent)]
+
+    def candidates(self) -> list[Checkpoint]:
+        """Those from which a run may go on, newest first: on this host, then in the object store.
+
+        Raises:
+            StorageError: the store cannot be listed.
+        """
+        here = self.checkpoints()
+        stored = remote_checkpoints(self._url) if self._url is not None else []
+        found = [StoredCheckpoint(self.path_of(each.step), each.step, each.url) for each in stored]
+        return sorted([*here, *found], key=lambda each: each.step, reverse=True)  # stable
 
     def path_of(self, step: int) -> Path:
         """Final directory of the checkpoint of a step."""
@@ -94,14 +109,19 @@ class CheckpointStore:
             CheckpointError: the run has checkpoints, and none is intact.
         """
         on_rank_zero(self._clean_up)
-        candidates, files = on_rank_zero(self.checkpoints), files or RestartFiles()
+        candidates, files = on_rank_zero(self.candidates), files or RestartFiles()
         for candidate in candidates:
-            damage = find_damage_collective(candidate, on_progress, files)
+            if isinstance(candidate, StoredCheckpoint):
+                log(f"fetching {candidate.url}")
+                damage = fetch_collective(candidate, on_progress)
+            else:
+                damage = find_damage_collective(candidate, on_progress, files)
             if damage is None:
                 files.chosen(candidate.step)
-                return candidate
+                return Checkpoint(candidate.path, candidate.step)
             self._damaged.add(candidate.path)
-            log(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
+            where = candidate.url if isinstance(candidate, StoredCheckpoint) else candidate.path
+            log(f"warning: {where} is damaged ({damage}); going back to the one before")
         if candidates:
             raise CheckpointError(
                 f"all {len(candidates)} checkpoints in {self._root} are damaged\n"

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.base.cli import add_config_arguments
 from headrace.base.errors import ConfigError
+from headrace.base.paths import is_url
 from headrace.base.quick_imports import quick_imports
+from headrace.base.remote_run import remote_checkpoints, up_to_date
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.expert_exchange import expert_exchange
@@ -61,8 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = read_config(arguments.config, arguments.overrides)
     config = loaded.config
     if arguments.progress:
-        newest = next(iter(finished_checkpoints(Path(config.run.dir))), None)
-        print(newest[0] if newest else 0, config.run.dir)
+        run_dir = up_to_date(config.run.dir)
+        steps = [step for step, _ in finished_checkpoints(run_dir)]
+        if is_url(config.run.dir):
+            steps += [each.step for each in remote_checkpoints(config.run.dir)]
+        print(max(steps, default=0), run_dir)
         return 0
     entries = summary(loaded, arguments)
     if arguments.json:
@@ -82,7 +86,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     """
     config = loaded.config
     processes = arguments.processes or detect().world_size
-    begun = has_begun(config.run.dir, train_batch_size=config.train_batch_size)
+    begun = has_begun(up_to_date(config.run.dir), train_batch_size=config.train_batch_size)
     resolved = resolve(config, world_size=processes, begun=begun)
     resolved = with_imbalance(resolved, arguments.imbalance)
     if arguments.exact:

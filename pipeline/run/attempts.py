@@ -36,7 +36,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +120,20 @@ class Attempt:
 
 
 @contextmanager
-def locked_attempt(run_dir: Path, launch: Launch) -> Iterator[Attempt]:
+def locked_attempt(
+    run_dir: Path, launch: Launch, *, holding: AbstractContextManager[object] | None = None
+) -> Iterator[Attempt]:
     """Locks a run's directory on rank 0, and records the start and the end of an attempt there.
+
+    Args:
+        run_dir: the run's directory.
+        launch: which rank this is.
+        holding: is entered once the directory is locked, and left after the end is recorded.
 
     Raises:
         ConfigError: another process trains there, or the directory cannot be written.
     """
-    with exclusive_run(run_dir) if launch.rank == 0 else nullcontext():
+    with exclusive_run(run_dir) if launch.rank == 0 else nullcontext(), holding or nullcontext():
         attempt = Attempt(run_dir if launch.rank == 0 else None)
         attempt.record("start", **_start(run_dir, launch))
         try:

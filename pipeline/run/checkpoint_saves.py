@@ -16,6 +16,7 @@ from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.manifest import RunManifest
 from pipeline.run.progress import Progress
 from pipeline.run.surroundings import Group
+from pipeline.run.uploads.uploads import Uploads
 from pipeline.runtime.faults.watchdog import Watchdog
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.sinks import Sinks
@@ -33,6 +34,7 @@ class CheckpointSaves:
         stepper: what it knows of loss spikes belongs to a checkpoint.
         writer: writes the files.
         manifest: writes the run's manifest, and describes a checkpoint for its own.
+        uploads: of checkpoints to an object store.
         timer: when a checkpoint is due by time.
         progress: of the run; is told of saves that advanced.
         watchdog: is told the phase this rank is in.
@@ -48,6 +50,7 @@ class CheckpointSaves:
     stepper: GuardedStepper
     writer: CheckpointWriter
     manifest: RunManifest
+    uploads: Uploads
     timer: CheckpointTimer
     progress: Progress
     watchdog: Watchdog
@@ -87,6 +90,7 @@ class CheckpointSaves:
 
     def advance(self, *, busy: bool) -> None:
         """Commits the checkpoint that is being written once no rank is busy with it. Collective."""
+        self.uploads.report(self.sinks.event, self.display.say)
         if self.pending and not busy:
             self.progress.advanced = self.progress.begun
             self._report(self.writer.advance())

@@ -29,7 +29,7 @@ def memory_folder(section: RunSection) -> MemoryFolder | None:
     if not Path(directory).is_absolute() or not Path(directory).is_dir() or not os.access(directory, os.W_OK):
         why = f"on {socket.gethostname()} it is no directory that can be written"
         raise ConfigError(_KEY, directory, why=why, remedy="use /dev/shm, or leave the key out")
-    return MemoryFolder.of(directory, Path(section.dir))
+    return MemoryFolder.of(directory, section.local_dir)
 
 
 @dataclass(frozen=True)

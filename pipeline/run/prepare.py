@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.errors import ConfigError
+from headrace.base.paths import is_url
 from headrace.base.remote_folder import local_folder
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import curve_fields
@@ -93,7 +94,7 @@ class PreparedRun:
     @property
     def run_dir(self) -> Path:
         """The run's directory."""
-        return Path(self.run.config.run.dir)
+        return self.run.config.run.local_dir
 
 
 def prepare(run: ResolvedRun) -> PreparedRun:
@@ -128,7 +129,13 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     values = first_values(config.model, model, seed=config.run.seed)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     section = config.run
-    store = CheckpointStore(Path(section.dir), keep=section.keep_checkpoints, keep_every=section.keep_every)
+    remote = is_url(section.dir)
+    store = CheckpointStore(
+        section.local_dir,
+        keep=section.keep_checkpoints,
+        keep_every=None if remote else section.keep_every,
+        url=section.dir if remote else None,
+    )
     plain = described(hf_config)
     parents = {
         **mixture.parents,

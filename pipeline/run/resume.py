@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from headrace.base.directory import MANIFEST, Manifest, existing_parent, read_manifest
 from headrace.base.errors import CheckpointError, ConfigError, DataError
+from headrace.base.remote_directory import CACHE, cache_root
 from headrace.base.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
@@ -31,7 +32,7 @@ from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
 _PATIENCE_S = 10.0
-_OF_A_RUN = (".lock", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")
+_OF_A_RUN = (".lock", ".bucket.json", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")
 """What a directory of a run has before its first manifest: each of them, or some."""
 
 
@@ -43,9 +44,9 @@ def check_run_dir(section: RunSection, store: CheckpointStore, curve: dict[str, 
         ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
             directory belongs to something else, or cannot be written.
     """
-    run_dir = Path(section.dir)
+    run_dir = section.local_dir
     _check_is_run(run_dir)
-    checkpoints = store.checkpoints()
+    checkpoints = store.candidates()
     if not checkpoints:
         _refuse_lost_checkpoints(run_dir)
         _check_writable(run_dir)
@@ -160,7 +161,10 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
         blind = _blind(run_dir)
     if blind:
         why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
-        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that all hosts share")
+        remedy = "choose a directory that all hosts share"
+        if run_dir.is_relative_to(cache_root()):
+            remedy = f"set {CACHE} to a directory that all hosts share"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)
 
 
 def _blind(run_dir: Path) -> list[str]:

@@ -56,6 +56,7 @@ from pipeline.run.surroundings import Group, StudentSamples
 from pipeline.run.trainer import Trainer
 from pipeline.run.uneven.balance_shares import make_balancer
 from pipeline.run.uneven.measure_stages import MeasuredStages
+from pipeline.run.uploads.uploads import Uploads
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.progress import progress_from_io
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals, coordinate_exit
@@ -72,6 +73,8 @@ from pipeline.runtime.metrics.wandb_sink import WandbSink
 if TYPE_CHECKING:
     from pipeline.run.task_evaluation import TaskEvaluation
 
+_UPLOADING_S = 1.0
+"""Seconds between two collectives while the ranks wait for uploads."""
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 
 
@@ -105,8 +108,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     with ExitStack() as stack:
         notes += filter(None, [stack.enter_context(ordered_sdpa(device))])
         # Connect: lock the run's directory, form the process groups, start the watchdog.
-        attempt = stack.enter_context(locked_attempt(prepared.run_dir, launch))
-        signals.handle_interrupts()
+        attempt, uploads = _begin_attempt(prepared, launch, signals, stack)
         rendezvous, mesh, preflight_summary, stages = connect(prepared, launch, device, stack)
         attempt.connected(launch, rendezvous)
         watchdog = stack.enter_context(
@@ -120,6 +122,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
             watchdog,
             attempt,
             stack.enter_context(kept_copies(run.config.run, say=notes.append)),
+            uploads,
             stages,
         )
         with watchdog, explained_out_of_memory(session.prepared, device):
@@ -162,6 +165,16 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
         )
 
 
+def _begin_attempt(
+    prepared: PreparedRun, launch: Launch, signals: StopSignals, stack: ExitStack
+) -> tuple[Attempt, Uploads]:
+    """Locks the run's directory, takes its lease where it is in an object store, and handles Ctrl-C from then on."""
+    uploads = Uploads(prepared.run.config, first=launch.rank == 0, signals=signals)
+    attempt = stack.enter_context(locked_attempt(prepared.run_dir, launch, holding=uploads))
+    signals.handle_interrupts()
+    return attempt, uploads
+
+
 @dataclass(frozen=True)
 class Session:
     """What a rank of a run holds while it trains.
@@ -174,6 +187,7 @@ class Session:
         watchdog: is told the phase and step this rank is in.
         attempt: is told when training begins.
         copies: checkpoint copies in this node's memory.
+        uploads: of checkpoints and journals to an object store.
         stages: speeds of the pipeline stages, where they were measured.
     """
 
@@ -184,6 +198,7 @@ class Session:
     watchdog: Watchdog
     attempt: Attempt
     copies: KeptCopies
+    uploads: Uploads
     stages: MeasuredStages | None = None
 
     def say(self, line: str | None) -> None:
@@ -234,7 +249,7 @@ class Session:
         if self._first and config.wandb.enabled:
             sinks.append(WandbSink(config.wandb, self.prepared.run_dir, config=config.model_dump(mode="json")))
         if self._first and config.tensorboard.enabled:
-            sinks.append(TensorBoardSink(config.tensorboard, run_dir=config.run.dir))
+            sinks.append(TensorBoardSink(config.tensorboard, run_dir=str(self.prepared.run_dir)))
         for sink in sinks:
             stack.callback(sink.close)
         return [*sinks]
@@ -275,8 +290,8 @@ class Session:
             TrainingError: the run cannot go on.
         """
         prepared, run, done = self.prepared, self.prepared.run, checkpoint.step if checkpoint else 0
-        imported = checkpoint.manifest.details.get(IMPORTED) if checkpoint else None
-        manifest = RunManifest(prepared, self.launch.rank, self.stages, imported)
+        details = checkpoint.manifest.details if checkpoint else {}
+        manifest = RunManifest(prepared, self.launch.rank, self.stages, details.get(IMPORTED))
         on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has not written it yet
         skips = rollback.skips_from(done) if rollback else self._recorded_skips(checkpoint)
         with ExitStack() as stack:
@@ -295,7 +310,6 @@ class Session:
             if checkpoint is not None:
                 stepper.load_state_dict(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
-            batches = RankBatches(prepared, self.launch.rank)
             here = RankOfRun(
                 run=run,
                 rank=self.launch.rank,
@@ -309,7 +323,7 @@ class Session:
                 checkpoint=checkpoint,
                 stack=stack,
             )
-            group = self._open_group(here, stepper, batches)
+            group = self._open_group(here, stepper, batches := RankBatches(prepared, self.launch.rank))
             if group is not None:
                 if stop := group.start():
                     return stop
@@ -336,12 +350,25 @@ class Session:
                 device_name=engine.device_name,
             )
             self.attempt.record("measured", step=trainer.progress.step, **found)
+            self._finish_uploads(sinks, display)
             display.say(
                 closing_line(stop, step=trainer.progress.step, steps=prepared.run.steps, run_dir=prepared.run_dir)
             )
             if (goodput := self.attempt.account()) is not None:
                 display.say(goodput)
             return stop
+
+    def _finish_uploads(self, sinks: Sinks, display: TrainingDisplay) -> None:
+        """Waits until everything is uploaded. Collective.
+
+        Raises:
+            TrainingError: see `Uploads.finish`.
+        """
+        if self.uploads.url is None:
+            return
+        self.watchdog.enter_phase("uploading")
+        while not on_rank_zero(lambda: self.uploads.finish(sinks.event, display.say, seconds=_UPLOADING_S)):
+            self.watchdog.report_progress()
 
     def _trainer(
         self,
@@ -366,6 +393,7 @@ class Session:
             stepper=stepper,
             writer=self._checkpoint_writer(),
             manifest=manifest,
+            uploads=self.uploads,
             timer=make_timer(run.config.run, prepared.run_dir, nodes=self.attempt.nodes, decides=self._first),
             progress=progress,
             watchdog=self.watchdog,

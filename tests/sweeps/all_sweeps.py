@@ -17,6 +17,7 @@ from tests.parity.matrix import curve_of, name_of
 from tests.parity.run import failure_text, run
 from tests.plan.fake_gpu import cells as fake_gpu
 from tests.run.groups.islands import struck
+from tests.run.uploads import killed_runs
 from tests.runtime.faults.campaign.driver import Campaign, violations_of
 from tests.runtime.faults.campaign.injections import FAULTS
 from tests.runtime.faults.campaign.layouts import LAYOUTS
@@ -30,6 +31,8 @@ from tests.virtual_cluster import strikes, struck_chain
 Outcomes = Mapping[str, tuple[bool, str]]
 FAULTS_EACH = 10
 """How often every kind of fault is injected."""
+KILLS_EACH = 4
+"""Of one run in an object store."""
 
 
 def parity() -> Sweep:
@@ -224,6 +227,23 @@ def islands() -> Sweep:
     )
 
 
+def buckets() -> Sweep:
+    """Runs in an object store that are killed."""
+    return Sweep(
+        name="buckets",
+        title="runs in an object store are killed, and the store has faults",
+        what=f"A cell is a seed: a run of two ranks whose directory is in a bucket (moto, an S3 server) is killed"
+        f" (SIGKILL) {KILLS_EACH} times at random moments, in half of the rounds with the host's cache deleted, in two"
+        " thirds with faults in 10 or 20 % of the requests: 503, a reset, a stall, an answer lost after the last byte."
+        " After each kill every checkpoint that the bucket shows must have the checksums of its manifest, and all that"
+        " were said to be uploaded must be there; at its end the run must have the losses of an undisturbed one, to"
+        " the last bit.",
+        groups={"two ranks": [f"seed {number}" for number in range(100 // KILLS_EACH)]},
+        run=lambda cells: {cell: killed_runs.run_cell(cell, kills=KILLS_EACH) for cell in cells},
+        passed="Runs",
+    )
+
+
 def mutations() -> Sweep:
     """Small faults in the product code, each of which a test should find."""
     return Sweep(
@@ -252,5 +272,6 @@ SWEEPS: dict[str, Callable[[], Sweep]] = {
     "compress": compress,
     "cluster": cluster,
     "islands": islands,
+    "buckets": buckets,
     "mutations": mutations,
 }

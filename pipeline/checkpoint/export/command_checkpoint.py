@@ -5,13 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from headrace.base.errors import DataError
+from headrace.base.remote_directory import fetch
+from headrace.base.storage import StorageError
+from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
 from pipeline.checkpoint.export import command_export
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.export.verify import Problem
 
 EXIT_INTACT, EXIT_DAMAGED = 0, 1
 _SHOWN = 8
@@ -76,7 +86,6 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from pipeline.checkpoint.export.find import find_checkpoints  # noqa: PLC0415
-    from pipeline.checkpoint.export.verify import verify_checkpoint  # noqa: PLC0415
 
     found = find_checkpoints(Path(arguments.path))
     chosen = found if arguments.all else found[:1]
@@ -84,10 +93,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     for checkpoint in chosen:
         with Progress(*columns, console=_console(error=True), transient=True) as bar:
-            task = bar.add_task(checkpoint.path.name, total=_bytes(checkpoint.path))
-            problems = verify_checkpoint(checkpoint, progress=lambda n, t=task, b=bar: b.advance(t, n))  # type: ignore[misc]
+            task = bar.add_task(checkpoint.path.name, total=_bytes(checkpoint.path) or None)
+            problems = _problems(checkpoint, partial(bar.advance, task))
         damaged += bool(problems)
-        print(f"{checkpoint.path}: {'damaged' if problems else 'intact'}")
+        where = checkpoint.url if isinstance(checkpoint, StoredCheckpoint) else checkpoint.path
+        print(f"{where}: {'damaged' if problems else 'intact'}")
         for problem in problems[:_SHOWN]:
             print(f"  {problem.place}: {problem.what}")
         if len(problems) > _SHOWN:
@@ -95,6 +105,23 @@ def _verify(arguments: argparse.Namespace) -> int:
     if damaged:
         print(_advice(damaged, len(chosen), every=len(chosen) == len(found)))
     return EXIT_DAMAGED if damaged else EXIT_INTACT
+
+
+def _problems(checkpoint: Checkpoint, progress: Callable[[int], None]) -> list[Problem]:
+    """Of a checkpoint; one in an object store is copied to this host for the while."""
+    from pipeline.checkpoint.export.verify import Problem, verify_checkpoint  # noqa: PLC0415
+
+    if not isinstance(checkpoint, StoredCheckpoint):
+        return verify_checkpoint(checkpoint, progress=progress)
+    with tempfile.TemporaryDirectory(dir=checkpoint.path.parents[1], prefix=".verified-") as work:
+        path = Path(work) / checkpoint.path.name
+        try:
+            fetch(checkpoint.url, path, progress=progress)
+        except StorageError:
+            raise
+        except DataError as error:
+            return [Problem(checkpoint.url, str(error).splitlines()[0])]
+        return verify_checkpoint(Checkpoint(path, checkpoint.step))
 
 
 def _torch(arguments: argparse.Namespace) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.foreign_folders import what_it_is
-from pipeline.checkpoint.checkpoint import Checkpoint
+from headrace.base.remote_run import fetch_checkpoint, url_of
+from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
 from pipeline.checkpoint.format.naming import LATEST, step_of
 from pipeline.checkpoint.store import CheckpointStore
 
@@ -19,8 +21,11 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoints(path: Path) -> list[Checkpoint]:
     """The checkpoints of a run directory, newest first, or the one checkpoint at `path`.
 
+    Of a run in an object store those that are there, too, where they are not on this host (`StoredCheckpoint`).
+
     Raises:
         CheckpointError: there is none.
+        StorageError: the store cannot be listed.
     """
     if is_checkpoint(path):
         path = path.resolve() if path.name == LATEST else path
@@ -28,15 +33,34 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
         if step is None or not path.is_dir():
             raise _not_found(path)
         return [Checkpoint(path, step)]
-    found = CheckpointStore(path, keep=1).checkpoints()
+    found = CheckpointStore(path, keep=1, url=url_of(path)).candidates()
+    here = {each.step for each in found if not isinstance(each, StoredCheckpoint)}
+    found = [each for each in found if not isinstance(each, StoredCheckpoint) or each.step not in here]
     if not found:
         raise _not_found(path)
     return found
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The newest of `find_checkpoints`."""
-    return find_checkpoints(path)[0]
+    """The newest of `find_checkpoints`, on this host."""
+    return on_this_host(find_checkpoints(path)[0])
+
+
+def on_this_host(checkpoint: Checkpoint, *, progress: Callable[[int], None] = lambda _bytes: None) -> Checkpoint:
+    """A checkpoint whose files can be read here: one of an object store is copied into the directory of its run.
+
+    Args:
+        checkpoint: one of `find_checkpoints`.
+        progress: takes the bytes of each file that was copied.
+
+    Raises:
+        DataError: there is no room, or a checksum differs.
+        StorageError: the store cannot be read.
+    """
+    if not isinstance(checkpoint, StoredCheckpoint):
+        return checkpoint
+    fetch_checkpoint(checkpoint.url, checkpoint.path, progress=progress)
+    return Checkpoint(checkpoint.path, checkpoint.step)
 
 
 def _not_found(path: Path) -> CheckpointError:

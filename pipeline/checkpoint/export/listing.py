@@ -11,7 +11,8 @@ from rich.table import Table
 
 from headrace.base.directory import Manifest
 from headrace.base.errors import HeadraceError
-from pipeline.checkpoint.checkpoint import Checkpoint
+from headrace.base.paths import is_url
+from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
 from pipeline.checkpoint.export.verify import missing_files
 from pipeline.checkpoint.format.metadata import read_metadata
 
@@ -26,19 +27,25 @@ def checkpoint_rows(checkpoints: Sequence[Checkpoint]) -> list[Row]:
 
 
 def _row(checkpoint: Checkpoint) -> Row:
-    row: Row = {"step": checkpoint.step, "path": str(checkpoint.path)}
+    where = checkpoint.url if isinstance(checkpoint, StoredCheckpoint) else str(checkpoint.path)
+    row: Row = {"step": checkpoint.step, "path": where}
     try:
         manifest = checkpoint.manifest
     except HeadraceError as error:
         return {**row, "samples": None, "layout": None, "bytes": None, "written": None, "damage": _first_line(error)}
-    problems = missing_files(checkpoint.path, manifest)
+    if isinstance(checkpoint, StoredCheckpoint):
+        damage, written = checkpoint.damage(manifest), None
+    else:
+        problems = missing_files(checkpoint.path, manifest)
+        damage = f"{problems[0].place} {problems[0].what}" if problems else None
+        written = (checkpoint.path / "manifest.json").stat().st_mtime
     return {
         **row,
         "samples": manifest.details.get("samples"),
         "layout": _layout(manifest),
         "bytes": manifest.bytes,
-        "written": (checkpoint.path / "manifest.json").stat().st_mtime,
-        "damage": f"{problems[0].place} {problems[0].what}" if problems else None,
+        "written": written,
+        "damage": damage,
     }
 
 
@@ -83,6 +90,7 @@ def checkpoint_table(rows: Sequence[Row]) -> Table:
     table.add_column("")
     for row in rows:
         state = f"damaged: {row['damage']}" if row["damage"] else "a resume takes this one" if row["resumed"] else ""
+        state += f"{', ' if state else ''}in the object store" if is_url(row["path"]) else ""
         samples = "" if row["samples"] is None else f"{row['samples']:,}"
         size = "" if row["bytes"] is None else format_bytes(row["bytes"])
         table.add_row(str(row["step"]), samples, row["layout"] or "", size, _ago(row["written"]), state)

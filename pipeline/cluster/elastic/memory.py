@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
 from pipeline.config.sections.run import RunSection
@@ -32,4 +31,4 @@ def _folder(section: RunSection | None) -> MemoryFolder | None:
     """The run's folder; None where the config names none, or is refused."""
     if section is None or section.in_memory_checkpoints is None:
         return None
-    return MemoryFolder.of(section.in_memory_checkpoints, Path(section.dir))
+    return MemoryFolder.of(section.in_memory_checkpoints, section.local_dir)

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terms, run_dir = NodeChecksSection(), args.run_dir
     if args.config is not None:
         config = load_config(args.config, args.overrides)
-        terms, run_dir = config.launch.node_checks, run_dir or Path(config.run.dir)
+        terms, run_dir = config.launch.node_checks, run_dir or config.run.local_dir
     run_dir = run_dir or args.directory
     checks = NodeChecks(args.node, addresses, args.directory, run_dir, args.attempt, terms, args.devices)
     verdict = checks.run()

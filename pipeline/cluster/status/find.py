@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace.base import configfile
 from headrace.base.directory import MANIFEST
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.remote_run import up_to_date
 from pipeline.cluster.status.slurm import QueuedJob, own_jobs, run_dir_of_job
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
@@ -42,7 +43,7 @@ def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
     if not isinstance(run, dict) or not isinstance(run.get("dir"), str):
         remedy = "give a run's directory, or the config it was started with"
         raise ConfigError("run.dir", why=f"{path} does not name a run's directory", remedy=remedy)
-    return Path(run["dir"])
+    return up_to_date(run["dir"])
 
 
 def found_runs(root: Path) -> list[Path]:

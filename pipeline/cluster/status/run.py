@@ -5,14 +5,18 @@ The files are its manifest, metrics, journal of attempts, faults, checkpoints an
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import MANIFEST, check_sizes, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.remote_run import UPLOADS, pull, url_of
+from headrace.base.storage import StorageError
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.cluster.status.agents import FOLDER as AGENTS
 from pipeline.cluster.status.agents import Agents, read_agents
@@ -26,8 +30,11 @@ from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
 from pipeline.runtime.launch.run_lock import is_training
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
+from pipeline.runtime.metrics.times import seconds_of
 
 SLURM_STARTS = ".agents/starts"
+_PULL_S = 10.0
+"""Seconds between two looks into an object store."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class RunStatus:
         faults: lost and failed ranks, rollbacks and failed checkpoints, oldest first.
         damaged_lines: of the journals, that were skipped.
         exchange: the newest exchange with other islands; None in an ordinary run.
+        uploads: what the process that uploads has told last; None of a run that is on a file system.
     """
 
     dir: Path
@@ -92,6 +100,7 @@ class RunStatus:
     faults: tuple[dict[str, Any], ...]
     damaged_lines: int
     exchange: dict[str, Any] | None = None
+    uploads: Uploading | None = None
 
     @property
     def finished(self) -> bool:
@@ -118,6 +127,42 @@ class RunStatus:
         return {**found, **derived, "checkpoint": path}
 
 
+@dataclass(frozen=True)
+class Uploading:
+    """Uploads of a run to an object store.
+
+    Attributes:
+        url: of the run there.
+        host: that wrote there last.
+        released: it has ended, and its last files are there.
+        age_seconds: since it has told this, by the clocks of both hosts.
+        silent_seconds: without a renewal after which it counts as ended.
+        durable_step: of the newest checkpoint there; None without one.
+        durable_age_seconds: since that was there, where this start of the run has uploaded it.
+        waiting: steps of checkpoints that wait, the one in progress among them.
+        backlog_bytes: what is left to upload.
+        bytes_per_second: that were sent in the last 30 s.
+        error: what fails now; None where nothing does.
+    """
+
+    url: str
+    host: str
+    released: bool
+    age_seconds: float
+    silent_seconds: float
+    durable_step: int | None
+    durable_age_seconds: float | None
+    waiting: tuple[int, ...]
+    backlog_bytes: int
+    bytes_per_second: float
+    error: str | None
+
+    @property
+    def lives(self) -> bool:
+        """Whether its host has renewed its lease lately."""
+        return not self.released and self.age_seconds < self.silent_seconds
+
+
 class RunReader:
     """Looks at one run again and again; of its metrics only what was appended is read.
 
@@ -129,7 +174,7 @@ class RunReader:
 
     def __init__(self, run_dir: Path, *, slurm: bool = True, jobs: Sequence[str] = ()) -> None:
         self._dir, self._slurm, self._jobs = run_dir, slurm, tuple(jobs)
-        self._metrics = MetricsReader(run_dir)
+        self._metrics, self._pulled = MetricsReader(run_dir), -_PULL_S
 
     def read(self) -> RunStatus:
         """The status now.
@@ -138,9 +183,16 @@ class RunReader:
             DataError: no run has begun there, or its manifest is damaged.
         """
         run_dir, now = self._dir, time.time()
+        if (url := url_of(run_dir)) is not None and time.monotonic() - self._pulled > _PULL_S:
+            with suppress(StorageError):  # what was copied last is shown, and how old it is
+                pull(url)
+            self._pulled = time.monotonic()
         if not has_begun(run_dir) and not self._jobs:
             raise not_begun(run_dir)
         steps, metrics, training = _steps(run_dir), self._metrics.read(), is_training(run_dir)
+        uploads = _uploads(run_dir, now)
+        if uploads is not None and not training:  # here; it may train on another host
+            training = uploads.lives
         last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}
         attempts, damaged = read_attempts(run_dir, training=training, **last)
         jobs = find_jobs(self._job_ids(attempts)) if self._slurm else []
@@ -156,7 +208,7 @@ class RunReader:
             shares=tuple(metrics.shares.get("samples", ())),
             newest=_newest(run_dir, metrics, now),
             training=training,
-            idle_seconds=_idle(run_dir, now),
+            idle_seconds=_idle(run_dir, now) if uploads is None else max(0.0, now - (metrics.last_time or now)),
             seconds_left=seconds_left(metrics, steps=steps) if training is not False else None,
             goodput=goodput_of(metrics, attempts, now=now, submitted=submission_time(run_dir)),
             attempts=tuple(attempts),
@@ -165,6 +217,7 @@ class RunReader:
             faults=tuple(sorted(faults, key=lambda row: int(row.get("step", 0)))),
             damaged_lines=damaged + metrics.damaged,
             exchange=metrics.exchange,
+            uploads=uploads,
         )
 
     def _job_ids(self, attempts: Sequence[RecordedAttempt]) -> list[str]:
@@ -198,6 +251,32 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def _uploads(run_dir: Path, now: float) -> Uploading | None:
+    url = url_of(run_dir)
+    try:
+        found = json.loads((run_dir / UPLOADS).read_text()) if url is not None else None
+    except (OSError, ValueError):
+        return None
+    if url is None or not isinstance(found, dict):
+        return None
+    told = found["status"]
+    durable = seconds_of(told.get("durable_at"))
+    in_progress = [told["uploading"]] if told.get("uploading") else []
+    return Uploading(
+        url=url,
+        host=found["host"],
+        released=found["released"],
+        age_seconds=max(0.0, now - (seconds_of(told.get("time")) or now)),
+        silent_seconds=found["silent_s"],
+        durable_step=told.get("durable_step"),
+        durable_age_seconds=None if durable is None else max(0.0, now - durable),
+        waiting=(*in_progress, *told.get("waiting", ())),
+        backlog_bytes=told.get("backlog_bytes", 0),
+        bytes_per_second=told.get("bytes_per_second", 0.0),
+        error=told.get("error"),
+    )
 
 
 def _idle(run_dir: Path, now: float) -> float | None:

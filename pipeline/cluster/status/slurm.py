@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.base import configfile
 from headrace.base.errors import HeadraceError
+from headrace.base.remote_run import working_directory
 from headrace.base.slurm import run_slurm
 from pipeline.cluster.status.slurm_reasons import in_words
 
@@ -86,7 +87,7 @@ def run_dir_of_job(job: QueuedJob) -> Path | None:
     words, workdir = _words(found[1])[1:], Path(found[2])
     sets = [match[1] for word in words if (match := _SET.fullmatch(word.removeprefix("--set=")))]
     if sets:
-        return workdir / sets[-1].strip('"')
+        return workdir / working_directory(sets[-1].strip('"'))
     for word in words:
         if Path(word).suffix in configfile.SUFFIXES:
             return _configured(workdir / word, workdir)
@@ -113,7 +114,8 @@ def _configured(config: Path, workdir: Path) -> Path | None:
         run = configfile.load(config).get("run")
     except (HeadraceError, OSError, json.JSONDecodeError):
         return None
-    return workdir / run["dir"] if isinstance(run, dict) and isinstance(run.get("dir"), str) else None
+    named = run.get("dir") if isinstance(run, dict) else None
+    return workdir / working_directory(named) if isinstance(named, str) else None
 
 
 def _queue(*options: str) -> list[QueuedJob]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.cluster.status.reason import agents_ended, reason_of
-from pipeline.cluster.status.run import RunStatus
+from pipeline.cluster.status.run import RunStatus, Uploading
 from pipeline.cluster.status.slurm import QueuedJob
 from pipeline.config.shares import shown
 from pipeline.runtime.goodput.attempts import RecordedAttempt, fault_line
@@ -20,13 +20,15 @@ _NODES = 8
 
 def lines_of(status: RunStatus) -> Iterator[str]:
     """The lines, each with its label."""
-    yield line("run", str(status.dir))
+    yield line("run", str(status.dir) if status.uploads is None else f"{status.uploads.url}, on this host {status.dir}")
     for job in status.jobs:
         yield line("Slurm job", job_line(job))
     yield from _progress(status)
     if status.exchange is not None:
         yield line("islands", _exchange(status.exchange))
     yield line("checkpoint", _checkpoint(status))
+    if status.uploads is not None:
+        yield from _uploads(status.uploads)
     yield line("process", _process(status))
     yield from _place(status)
     yield from _read(status.attempts)
@@ -114,6 +116,21 @@ def _checkpoint(status: RunStatus) -> str:
         return "none yet"
     whole = "whole by the sizes of its files" if newest.damage is None else f"DAMAGED: {newest.damage}"
     return f"{newest.path}, {ago(newest.age_seconds)}, {whole}"
+
+
+def _uploads(uploads: Uploading) -> Iterator[str]:
+    """The newest checkpoint in the object store, what waits, and what fails."""
+    durable, age = uploads.durable_step, uploads.durable_age_seconds
+    newest = "no checkpoint yet" if durable is None else f"newest checkpoint of step {durable:,}"
+    since = "" if age is None else f", there since {ago(age)}"
+    told = "" if uploads.released else f"; told by {uploads.host} {ago(uploads.age_seconds)}"
+    yield line("uploaded", f"{newest}{since}{told}")
+    if uploads.waiting:
+        steps = ", ".join(f"{step:,}" for step in uploads.waiting)
+        what = f"{uploads.backlog_bytes / 1e6:,.1f} MB at {uploads.bytes_per_second / 1e6:,.1f} MB/s"
+        yield line("to upload", f"{what}: checkpoints of step {steps}")
+    if uploads.error is not None and not uploads.released:
+        yield line("FAILING", uploads.error)
 
 
 def _process(status: RunStatus) -> str:

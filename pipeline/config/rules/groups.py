@@ -5,10 +5,23 @@ from __future__ import annotations
 import ipaddress
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import is_url
 from pipeline.config.sections.groups import QuorumSection
 from pipeline.config.sections.run import AnomaliesSection, Config
 
 REPLICAS = "replicas"
+
+
+def refuse_remote_groups(config: Config) -> None:
+    """Refuses groups of processes whose directory is in an object store: they find each other's files in it.
+
+    Raises:
+        ConfigError: names the section.
+    """
+    if is_url(config.run.dir) and (config.islands or config.replicas):
+        field = "islands" if config.islands else REPLICAS
+        why = f"with {field}, run.dir is a path: processes find each other's files there"
+        raise ConfigError("run.dir", config.run.dir, why=why, remedy=f"a path, or remove the section {field}")
 
 
 def check_islands(config: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import is_url
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import ModelSection, MoeSection, RunSection
 
@@ -116,11 +117,14 @@ def check_optimizer(optimizer: OptimizerSection) -> None:
 
 
 def check_checkpoints(section: RunSection) -> None:
-    """Checks what belongs to `run.checkpoint_every` "auto", and what contradicts it.
+    """Checks what belongs to `run.checkpoint_every` "auto" and to a `run.dir` that is a URL, and what contradicts them.
 
     Raises:
-        ConfigError: a key has no meaning beside it, or without it.
+        ConfigError: a key has no meaning beside them, or without them.
     """
+    if section.keep_in_bucket is not None and not is_url(section.dir):
+        why = f"run.dir is a path, {section.dir}: run.keep_checkpoints and run.keep_every decide there"
+        raise ConfigError("run.keep_in_bucket", section.keep_in_bucket, why=why, remedy="remove it")
     auto = section.checkpoint_every == "auto"
     if section.node_mtbf_hours is not None and not auto:
         why = "only run.checkpoint_every auto decides by it"

@@ -8,12 +8,14 @@ the remedy of an error about its key.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from headrace.base.errors import RefusedValueError
 from headrace.base.paths import LocalPath, PathOrUrl
+from headrace.base.remote_run import working_directory
 from headrace.base.section import Count, Index, Section
 from pipeline.config.sections.compression import DistillSection, QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
@@ -200,8 +202,11 @@ class Fp8Section(Section):
 class RunSection(Section):
     """Length, directory, seed and checkpoints of the run."""
 
-    dir: LocalPath = Field(
-        min_length=1, description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3"
+    dir: PathOrUrl = Field(
+        min_length=1,
+        description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3; or the URL of one in an"
+        " object store, e.g. s3://bucket/run: the run works in a directory below HEADRACE_CACHE, and uploads from there"
+        " in the background",
     )
     steps: Count | None = Field(
         None,
@@ -230,9 +235,15 @@ class RunSection(Section):
         " none with it; 0: none by minutes; with run.checkpoint_every auto an upper bound",
     )
     keep_checkpoints: Count = Field(2, description="Number of newest checkpoints kept on disk; older ones are deleted")
+    keep_in_bucket: Count | Literal["all"] | None = Field(
+        None,
+        description="Number of newest checkpoints kept in the object store of a run.dir that is a URL, or all;"
+        " run.keep_checkpoints when absent",
+    )
     keep_every: Count | None = Field(
         None,
-        description="Checkpoints at multiples of this many steps are never deleted, e.g. 10000; none when absent",
+        description="Checkpoints at multiples of this many steps are never deleted, e.g. 10000; none when absent."
+        " With a run.dir that is a URL they stay there, and not on disk",
     )
     async_checkpoints: bool = Field(
         True,
@@ -261,6 +272,19 @@ class RunSection(Section):
         description="auto: resume from the newest complete checkpoint in run.dir; never: refuse a directory that has"
         " one",
     )
+
+    @field_validator("dir")
+    @classmethod
+    def _takes_runs(cls, value: str) -> str:
+        if value.startswith("hf://"):
+            why = "a repository of the Hugging Face Hub has no conditional writes: two runs would mix their files"
+            raise RefusedValueError(why, "use an s3://, gs:// or az:// URL, or a path")
+        return value
+
+    @property
+    def local_dir(self) -> Path:
+        """Where the run works on this host: `dir`, or of a URL a directory below HEADRACE_CACHE."""
+        return working_directory(self.dir)
 
 
 class LaunchSection(Section):

@@ -25,7 +25,7 @@ def deepspeed_config(run: ResolvedRun) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": run.batch.micro,
         "gradient_accumulation_steps": run.batch.accumulation,
         "gradient_clipping": config.gradient_clipping if stage > 0 else 0.0,  # DeepSpeed's default is 1.0
-        "zero_optimization": _zero_section(config.zero_optimization, run_dir=config.run.dir),
+        "zero_optimization": _zero_section(config.zero_optimization, run_dir=str(config.run.local_dir)),
         # DeepSpeed's default is the model's dtype
         "communication_data_type": config.communication_data_type,
         "wall_clock_breakdown": config.wall_clock_breakdown,

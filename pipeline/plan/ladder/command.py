@@ -8,14 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.base.cli import add_config_arguments
 from headrace.base.configfile import load
 from headrace.base.errors import EXIT_USAGE, ConfigError
 from headrace.base.lock import lock_file
-from pipeline.plan.ladder.coordinates import add_coordinate_arguments, check_coordinate_arguments, run_check
+from pipeline.plan.ladder.coordinates import (
+    add_coordinate_arguments,
+    check_coordinate_arguments,
+    output_of,
+    run_check,
+)
 
 if TYPE_CHECKING:
     from pipeline.plan.ladder.plan import Ladder, Options
@@ -75,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.laws:
         print("\n".join(laws_lines(large.training)))
         return 0
-    output = Path(arguments.output or f"{large.run.config.run.dir}-ladder")
+    output = output_of(arguments.output, large.run.config.run)
     ladder = plan_ladder(large, _options(arguments), output)
     if not arguments.json:
         print("\n".join(plan_lines(ladder)), flush=True)

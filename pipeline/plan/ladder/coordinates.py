@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
+from headrace.base.paths import is_url
 
 if TYPE_CHECKING:
-    from pipeline.config.sections.run import Config
+    from pipeline.config.sections.run import Config, RunSection
     from pipeline.plan.ladder.coordinate_check.sizes import Grid
 
 Number = TypeVar("Number", int, float)
@@ -142,7 +143,18 @@ def _read(arguments: argparse.Namespace, check: str) -> tuple[Config, Grid, Path
     depths = _DEPTHS[check] if arguments.depths is None else arguments.depths
     grid = Grid(_numbers("widths", widths, int, "64,256"), _numbers("depths", depths, int, "2,4,8") if depths else ())
     config = load_config(arguments.config, arguments.overrides)
-    return config, grid, Path(arguments.output or f"{config.run.dir}-ladder")
+    return config, grid, output_of(arguments.output, config.run)
+
+
+def output_of(given: str | None, run: RunSection) -> Path:
+    """The directory of all runs and results, by default beside that of the run.
+
+    Raises:
+        ConfigError: none is given, and the run's is a URL.
+    """
+    if given is None and is_url(run.dir):
+        raise ConfigError("--output", why=f"run.dir is a URL, {run.dir}", remedy="--output DIR, a path")
+    return Path(given or f"{run.dir}-ladder")
 
 
 def _write(path: Path, figures: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def evaluate(ladder: Ladder, done: Sequence[Done], chosen: Chosen, *, tolerance:
         points_of(done), names, parameters=large.counts.multiplied, tokens=large.tokens, tolerance=tolerance
     )
     outcome = Outcome(ladder, done, chosen, verdict, None)
-    measured = _measured(Path(large.run.config.run.dir), steps=large.run.steps, lr=outcome.learning_rate)
+    measured = _measured(large.run.config.run.local_dir, steps=large.run.steps, lr=outcome.learning_rate)
     return Outcome(ladder, done, chosen, verdict, measured)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.base.paths import is_url
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
@@ -76,7 +77,8 @@ def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
     yield from _data_entries(config.data)
     yield _evaluation_entry(config.evaluation)
     yield _checkpoint_entry(config.run)
-    yield Entry("run directory", config.run.dir, config.run.dir)
+    here = f", on this host {config.run.local_dir}" if is_url(config.run.dir) else ""
+    yield Entry("run directory", f"{config.run.dir}{here}", config.run.dir)
 
 
 def _optimizer_entry(section: OptimizerSection, *, held: float | None) -> Entry:
@@ -169,12 +171,15 @@ def _evaluation_entry(section: EvaluationSection) -> Entry:
 def _checkpoint_entry(section: RunSection) -> Entry:
     when = ", ".join([*_checkpoint_times(section), "at the end"])
     kept = f"the newest {section.keep_checkpoints} are kept"
+    if is_url(section.dir):
+        count = section.keep_in_bucket or section.keep_checkpoints
+        kept += f" on disk, {'all' if count == 'all' else f'the newest {count}'} in the object store"
     kept += f", and those at multiples of {section.keep_every:,} steps" if section.keep_every else ""
     how = "asynchronous" if section.async_checkpoints else "training waits for them"
     how += f", copies in {section.in_memory_checkpoints}" if section.in_memory_checkpoints else ""
     names = (
         "checkpoint_every", "checkpoint_minutes", "node_mtbf_hours", "keep_checkpoints", "keep_every",
-        "async_checkpoints", "in_memory_checkpoints",
+        "keep_in_bucket", "async_checkpoints", "in_memory_checkpoints",
     )  # fmt: skip
     return Entry("checkpoints", f"{when}; {kept}; {how}", {name: getattr(section, name) for name in names})
 

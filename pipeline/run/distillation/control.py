@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
+from headrace.base.remote_run import working_directory
 from pipeline.config.sections.run import Config
 from pipeline.runtime.metrics.journal import read_rows
 
@@ -40,7 +41,7 @@ def comparison(run_dir: str) -> str | None:
     Args:
         run_dir: of the distillation.
     """
-    ends = [_last_evaluation(Path(path)) for path in (run_dir, control_dir(run_dir))]
+    ends = [_last_evaluation(working_directory(path)) for path in (run_dir, control_dir(run_dir))]
     if None in ends:
         return None
     (step, distilled), (control_step, control) = (end for end in ends if end is not None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.base.cli import add_config_arguments, leave
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.remote_run import up_to_date
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
@@ -54,7 +55,7 @@ def resolve_run(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded, launch = read_config(arguments.config, arguments.overrides), detect()
     config = change(loaded.config)
-    begun = has_begun(config.run.dir, train_batch_size=config.train_batch_size)
+    begun = has_begun(up_to_date(config.run.dir), train_batch_size=config.train_batch_size)
     if arguments.nproc is None:
         _start_pod(
             lambda processes: _check_no_spare(resolve(config, world_size=processes, begun=begun).topology, processes)
@@ -110,16 +111,15 @@ def _print_notes(loaded: LoadedConfig) -> None:
         print(f"{label}: {', '.join(texts)}", flush=True)
 
 
-def has_begun(run_dir: str, *, train_batch_size: int | None) -> bool:
+def has_begun(run_dir: Path, *, train_batch_size: int | None) -> bool:
     """Whether the run has trained in its directory before: it goes on with the processes there are now.
 
     With another batch it would be another run, and its numbers have to divide as those of any run that is begun.
     """
-    path = Path(run_dir)
-    if not (path / JOURNAL).exists() and not (path / "checkpoints").is_dir():
+    if not (run_dir / JOURNAL).exists() and not (run_dir / "checkpoints").is_dir():
         return False
     try:
-        before = read_manifest(path, kind="run").config
+        before = read_manifest(run_dir, kind="run").config
     except DataError:  # it was killed before its first checkpoint; what else may be wrong is told where it is opened
         return True
     return before.get("train_batch_size") == train_batch_size

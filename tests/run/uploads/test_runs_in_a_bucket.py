@@ -1,0 +1,134 @@
+"""A run whose directory is in an object store (a real S3 server): it resumes from there alone, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
+from headrace.commands.app import run as headrace
+from pipeline.runtime.metrics.journal import read_rows
+from tests import warm_python
+from tests.conftest import launch, losses
+from tests.conftest import start as start_to_end
+from tests.object_store import Faulty
+from tests.run.uploads.killed_runs import config_of, finish, rounds, start
+from tests.support import refusal_of, wait_until
+
+URL = "s3://store/runs/a"
+
+
+STEPS = 25
+
+
+@pytest.fixture(scope="module")
+def local(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in a directory of a file system."""
+    work = tmp_path_factory.mktemp("local")
+    launch("train.py", config_of(tokens, work, work / "run", steps=STEPS, keep_checkpoints=2), processes=2)
+    return work / "run"
+
+
+def files_of(checkpoint: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "manifest.json"}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    found, out = headrace(list(words)), capsys.readouterr()
+    assert found == code, out
+    return out.out + out.err
+
+
+def test_a_run_that_is_killed_has_the_checkpoints_of_a_local_one_and_is_read_and_goes_on_from_its_url(
+    local: Path, tokens: Path, tmp_path: Path, store: Any, faults: Faulty, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tokens, tmp_path, URL, steps=STEPS, keep_in_bucket="all")
+    rounds(3, 2, faults=faults, cache=tmp_path / "cache", config=config, url=URL)
+    assert finish(config, URL) == losses(local)
+    assert not [name for name in store.find("store/runs/a") if "probe" in name]
+    shutil.rmtree(tmp_path / "cache")  # from here on, what this host knows is the URL
+    assert f"{STEPS} of {STEPS} (100 %)" in (status := printed(capsys, "status", URL, "--once"))
+    assert f"newest checkpoint of step {STEPS}" in status
+    assert json.loads(printed(capsys, "status", URL, "--json"))["training"] is False
+    run_dir, there = working_directory(URL), remote_checkpoints(URL)
+    listed = printed(capsys, "checkpoint", "ls", URL)
+    assert listed.count("in the object store") == len({each.step for each in there})
+    assert "a resume takes this one" in listed
+    assert "intact" in printed(capsys, "checkpoint", "verify", URL)
+    assert f"step {STEPS}" in printed(capsys, "export", f"{URL}/checkpoints/latest", str(tmp_path / "model"))
+    printed(capsys, "report", str(tmp_path / "r.html"), "--run", f"a={URL}")
+    kept = [each for each in there if each.step >= STEPS - 5]  # the store may have been slower than the first of them
+    assert kept
+    for each in kept:
+        name = f"checkpoints/step-{each.step:08d}"
+        fetch_checkpoint(each.url, run_dir / name)
+        assert files_of(run_dir / name) == files_of(local / name)
+    shutil.rmtree(tmp_path / "cache")
+    changed = (f"run.steps={STEPS + 1}", 'run.allow_change=["run.steps", "scheduler"]', "run.keep_in_bucket=2")
+    said = launch("train.py", config, *changed)  # on one rank
+    assert f"fetching {there[0].url}" in said
+    assert f"resuming after step {STEPS}" in said
+    assert [each.step for each in remote_checkpoints(URL)] == [STEPS + 1, STEPS]
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("store")
+def test_a_store_that_fails_stops_no_step_and_at_the_end_the_exit_code_says_so(
+    tokens: Path, tmp_path: Path, faults: Faulty
+) -> None:
+    config = config_of(tokens, tmp_path, URL, steps=STEPS)
+    path = json.loads(config.read_text())
+    path["watchdog"]["heartbeat_timeout"] = 1.0
+    config.write_text(json.dumps(path))
+    faults.down_after = ("PUT", "/store/runs/a/checkpoints/step-00000005.1/manifest.json")
+    done = start_to_end("train.py", config)
+    assert done.returncode == 2, done.stdout
+    assert "training goes on, and it is tried again; the newest there is of step 5" in done.stdout
+    assert f"{URL} does not have the last checkpoint" in done.stdout
+    rows = read_rows(working_directory(URL), kind="event")
+    assert any(row["event"] == "upload_failing" and row["backlog_bytes"] > 0 for row in rows)
+    faults.down_after, faults.down = None, False
+    said = launch("train.py", config)  # the host has all: it uploads what is left
+    assert f"resuming after step {STEPS}" in said
+    assert remote_checkpoints(URL)[0].step == STEPS
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("store")
+def test_a_second_run_of_the_same_url_is_refused_and_a_stop_by_signal_uploads_first(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tokens, tmp_path, URL, steps=100_000)
+    first = start(config)
+    try:
+        wait_until(lambda: "checkpoint uploaded to" in first.said(), within_s=90)
+        monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "another-host"))
+        refusal = refusal_of(start_to_end("train.py", config))
+        assert "another process is writing there" in refusal
+        for rank in first.ranks:
+            os.kill(warm_python.real_pid(rank.pid), signal.SIGTERM)
+        codes = [rank.wait(60) for rank in first.ranks]
+        assert 75 in codes, first.said()
+        newest = remote_checkpoints(URL)[0].step
+        assert f"stopped by SIGTERM after step {newest}" in first.said()
+    finally:
+        first.kill()
+
+
+@pytest.mark.usefixtures("store")
+def test_what_cannot_work_is_refused_before_any_work(tokens: Path, tmp_path: Path, faults: Faulty) -> None:
+    def refused(*sets: str) -> str:
+        return refusal_of(start_to_end("train.py", config_of(tokens, tmp_path, URL), *sets))
+
+    assert "no-such-bucket" in refused("run.dir=s3://no-such-bucket/run")
+    assert "no conditional writes" in refused("run.dir=hf://org/run")
+    assert "run.dir is a path" in refused(f"run.dir={tmp_path / 'r'}", "run.keep_in_bucket=3")
+    faults.forbidden = "DELETE"
+    assert "cannot be deleted" in refused()
+    assert not (tmp_path / "r").exists()
