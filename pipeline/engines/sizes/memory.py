@@ -56,6 +56,14 @@ class Bytes:
         return float(sum(getattr(self, kind) for kind in KINDS))
 
 
+def caveat(run: ResolvedRun) -> str | None:
+    """What the formulas are known to get wrong for a run, for people; None where nothing is known."""
+    if run.topology.pp > 1 and run.config.parallel.schedule_kind.v_shaped:
+        name = run.config.parallel.schedule
+        return f"The formulas are too low for the first rank of {name} (34.6 GB for 53.7): headrace check --exact."
+    return None
+
+
 def peak_memory(
     run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
 ) -> Bytes:

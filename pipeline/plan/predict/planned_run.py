@@ -19,6 +19,7 @@ from pipeline.data.dataset import tokenizer_details
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import check_fp8_capability, experts_in_fp8, torchao_note
+from pipeline.engines.sizes.memory import caveat
 from pipeline.models.build.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.imbalance import with_imbalance
@@ -112,6 +113,8 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
         notes = [*notes, missing]
     if run.topology.ep > 1 and (exchange := expert_exchange(config)) != "all_to_all":
         notes = [*notes, f"The exchange of experts is counted as an all-to-all; {exchange} sends no more."]
+    if (known := caveat(run)) is not None:
+        notes = [*notes, known]
     if config.distill is not None:
         notes = [*notes, "A teacher's forward pass and its memory are not counted."]
     if not machine.gpu and config.compile.enabled is None:  # as a run does

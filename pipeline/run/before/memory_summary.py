@@ -14,7 +14,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import MemorySection
 from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.sizes.footprint import footprint_of
-from pipeline.engines.sizes.memory import KINDS, Bytes, largest_micro_batch, peak_memory
+from pipeline.engines.sizes.memory import KINDS, Bytes, caveat, largest_micro_batch, peak_memory
 from pipeline.run.before.summary import Entry
 
 
@@ -93,6 +93,8 @@ def memory_entries(
     total = peaks[worst].total
     if execute is None:
         yield _peak_entry(peaks[worst], worst, pp=run.topology.pp)
+        if (known := caveat(run)) is not None:
+            yield Entry("note", known, known)
     else:
         executed = execute(_executable(run.config.engine, [worst]))
         total = executed.peak
