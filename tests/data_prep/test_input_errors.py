@@ -227,7 +227,6 @@ def test_an_output_that_is_a_file_is_refused(work: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"output": "s3://bucket/tokens"}, "aws s3 sync"),
         ({"output": "file:///tmp/tokens"}, "use /tmp/tokens"),
         ({"output": "x" * 246}, "at most 245 bytes"),
         ({"output": "link"}, "a symbolic link to nowhere/at/all"),

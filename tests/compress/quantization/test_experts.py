@@ -171,7 +171,10 @@ def test_a_routers_bias_keeps_fp32_beside_weights_of_16_bits(tokens: Path, tmp_p
         ({"latent": True}, "vllm", "DeepSeek's latent heads"),
     ],
 )
-def test_what_a_consumer_cannot_take_is_said_before_the_work(fields: dict[str, Any], consumer: str, why: str) -> None:
+def test_what_a_consumer_cannot_take_is_said_before_the_work(
+    fields: dict[str, Any], consumer: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.evaluation.consumers.consumer._has", lambda _extension: True)
     about = ModelDescription(FOLDER, "mixed", 64, **fields)
     assert re.search(why, str(CONSUMERS[consumer].refuses(about)))
 
