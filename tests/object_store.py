@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from typing import Any
 
 import fsspec
@@ -25,7 +26,7 @@ class Faulty:
     Attributes:
         rate: share of requests that fail, while it is above zero.
         down: all requests fail.
-        down_after: method and path of a request after which all fail.
+        down_after: method and path of a request after which all fail, as a pattern.
         forbidden: a method that is answered with 403.
         overwrites: conditions of writes are lost on the way.
         seconds: that every write takes.
@@ -35,7 +36,7 @@ class Faulty:
 
     def __init__(self, seed: int = 0, rate: float = 0.0) -> None:
         self.rate, self.down, self.seconds = rate, False, 0.0
-        self.down_after: tuple[str, str] | None = None
+        self.down_after: str | None = None
         self.forbidden, self.overwrites = "", False
         self.requests: list[tuple[str, str]] = []
         self.injected: Counter[str] = Counter()
@@ -68,7 +69,7 @@ class Faulty:
             if kind == "reset":
                 _hang_up(environ)
             found = app(environ, start_response)
-            if self.down_after == (environ["REQUEST_METHOD"], environ["PATH_INFO"]):
+            if self.down_after and fnmatch(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}", self.down_after):
                 self.down = True
             if kind == "lost":  # the store has done it, and its answer does not arrive
                 b"".join(found)

@@ -102,7 +102,7 @@ def check_can_publish(url: str) -> None:
         DataError: there is a finished directory, or the store overwrites what a conditional write must not.
         StorageError: the store cannot be written to.
     """
-    if _exists(f"{url.rstrip('/')}/{MANIFEST}"):
+    if find_manifest(url) is not None:
         raise DataError(f"{url} exists already\n  try: delete it, or choose another place")
     check_can_write(url)
 

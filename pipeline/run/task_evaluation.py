@@ -159,7 +159,7 @@ class TaskEvaluation:
             self.engine.forward_passes(made, found)
         if made.count < len(passes):
             return None
-        last = coordinates["tp"] == 0 and coordinates["pp"] == topology.pp - 1
+        last = coordinates["tp"] == 0 and coordinates["pp"] == self.run.rank_of_stage(-1)
         nats: npt.NDArray[np.float64] = self._gathered(found.nats, counts=last).numpy()
         return nats
 

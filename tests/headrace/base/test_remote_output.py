@@ -106,7 +106,7 @@ def test_a_killed_upload_leaves_nothing_finished_and_what_was_made_is_kept_and_n
         "import sys, time; from pathlib import Path; import headrace.base.remote_directory as r;"
         " from headrace.base.directory import commit, staged; from headrace.base.remote_output import published\n"
         "write = r.upload\n"
-        "r.upload = lambda *a: (write(*a), time.sleep(60))\n"
+        "r.upload = lambda *a, **k: (write(*a, **k), time.sleep(60))\n"
         "with published(sys.argv[1]) as final, staged(final) as s:\n"
         "    (s / 'sub').mkdir()\n"
         "    for n, name in enumerate(('a', 'b', 'sub/c')): (s / name).write_bytes(bytes([n]) * 1000)\n"
