@@ -56,21 +56,24 @@ def find_manifest(url: str) -> Manifest | None:
         DataError: it is damaged.
         StorageError: the store cannot be read.
     """
+    found = _manifest(url)
+    return None if found is None else found[1]
+
+
+def _manifest(url: str) -> tuple[bytes, Manifest] | None:
     path = f"{url.rstrip('/')}/{MANIFEST}"
     try:
-        return parse_manifest(read_object(path), path=path)
+        text = read_object(path)
     except FileNotFoundError:
         return None
+    return text, parse_manifest(text, path=path)
 
 
 def read_remote_manifest(url: str) -> tuple[bytes, Manifest]:
     """The manifest's bytes, and what they say; see `remote_manifest`."""
-    path = f"{url.rstrip('/')}/{MANIFEST}"
-    try:
-        text = read_object(path)
-        return text, parse_manifest(text, path=path)
-    except FileNotFoundError:
-        objects = len(objects_below(url))
+    if (manifest := _manifest(url)) is not None:
+        return manifest
+    objects = len(objects_below(url))
     found = f"there are {objects} objects and no {MANIFEST}" if objects else "there is no object of that prefix"
     remedy = "copy it there again" if objects else "check the address"
     raise DataError(f"{url} is no finished directory: {found}\n  try: {remedy}")
@@ -261,13 +264,23 @@ def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
     Raises:
         DataError, StorageError: see `fetch`.
     """
-    manifest = remote_manifest(url)
+    return made_once(url, remote_manifest(url).fingerprint, lambda final: fetch(url, final, wanted=wanted))
+
+
+def made_once(url: str, fingerprint: str, make: Callable[[Path], object]) -> Path:
+    """A copy in the cache of this host, which one of its processes makes while the others wait.
+
+    Args:
+        url: of what is copied.
+        fingerprint: of its present content: another content is another copy.
+        make: makes the directory whose name it is given, whole or not at all.
+    """
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"{PurePosixPath(url).name}-{manifest.fingerprint[:16]}"
+    final = root / f"{PurePosixPath(url).name}-{fingerprint[:16]}"
     with lock_file(root / f".{final.name}.lock", doing=f"copying {url} to {root}", timeout_s=math.inf):
         if not final.is_dir():
-            fetch(url, final, wanted=wanted)
+            make(final)
     return final
 
 

@@ -6,15 +6,13 @@ sizes are compared, and the versions that the store gives, before and after.
 
 from __future__ import annotations
 
-import math
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from headrace.base.directory import MANIFEST, fingerprint_of, staged
 from headrace.base.errors import DataError
-from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import cache_root, cached, for_each, remote_manifest, require_room
+from headrace.base.remote_directory import cached, for_each, made_once, remote_manifest, require_room
 from headrace.base.storage import Stat, download, objects_below
 
 _TEMPLATES = "additional_chat_templates/"
@@ -51,24 +49,22 @@ def _plain(url: str, found: dict[str, Stat]) -> Path:
         why = "there is no object of that prefix" if not found else f"its {len(found)} objects are all in folders of it"
         raise DataError(f"{url} is no folder: {why}\n  try: check the address")
     listing = {name: [stat.bytes, stat.version] for name, stat in wanted.items()}
-    root = cache_root()
-    root.mkdir(parents=True, exist_ok=True)
-    final = root / f"{PurePosixPath(url).name}-{fingerprint_of([url, listing])[:16]}"
-    with lock_file(root / f".{final.name}.lock", doing=f"copying {url} to {root}", timeout_s=math.inf):
-        if not final.is_dir():
-            require_room(sum(stat.bytes for stat in wanted.values()), final)
-            with staged(final) as staging:
-                (staging / _TEMPLATES).mkdir()
-                for_each(lambda name: _receive(url, name, wanted[name], staging), wanted)
-                if not any((staging / _TEMPLATES).iterdir()):
-                    (staging / _TEMPLATES).rmdir()
-                now = objects_below(url)
-                changed = [name for name, stat in wanted.items() if name not in now or now[name].differs_from(stat)]
-                if changed:
-                    why = f"{url}/{changed[0]} was changed while it was copied"
-                    raise DataError(f"{why}\n  try: again, when no process writes there")
-                staging.rename(final)
-    return final
+    return made_once(url, fingerprint_of([url, listing]), lambda final: _copy(url, wanted, final))
+
+
+def _copy(url: str, wanted: dict[str, Stat], final: Path) -> None:
+    require_room(sum(stat.bytes for stat in wanted.values()), final)
+    with staged(final) as staging:
+        (staging / _TEMPLATES).mkdir()
+        for_each(lambda name: _receive(url, name, wanted[name], staging), wanted)
+        if not any((staging / _TEMPLATES).iterdir()):
+            (staging / _TEMPLATES).rmdir()
+        now = objects_below(url)
+        changed = [name for name, stat in wanted.items() if name not in now or now[name].differs_from(stat)]
+        if changed:
+            why = f"{url}/{changed[0]} was changed while it was copied"
+            raise DataError(f"{why}\n  try: again, when no process writes there")
+        staging.rename(final)
 
 
 def _receive(url: str, name: str, stat: Stat, staging: Path) -> None:

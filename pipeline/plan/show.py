@@ -71,9 +71,7 @@ def lines(report: Report) -> Iterator[str]:
         yield _line("MFU", plan.mfu.shown(lambda each: f"{each:.1%}"))
     yield _line("run", f"{plan.tokens:,} tokens: {plan.days.shown(_days)}, {_hours(plan.gpu_hours)} GPU-hours")
     if report.price is not None:
-        yield _line(
-            "money", f"{_money(plan, report.price).shown(lambda each: f'{each:,.0f}')} at {report.price:g} an hour"
-        )
+        yield _line("money", money_text(plan, report.price))
     yield _line("bound by", plan.binding)
     yield from _helps(report)
     yield from (_line("note", note) for note in planned.notes)
@@ -176,6 +174,11 @@ def _helps(report: Report) -> Iterator[str]:
     if report.nodes is not None:
         nodes, sets = report.nodes
         yield _line("fewest nodes", f"{nodes} of these would hold it, e.g. --nodes {nodes} {as_sets(sets)}")
+
+
+def money_text(plan: Plan, price: float) -> str:
+    """What a run costs at a price of a GPU-hour, with its interval."""
+    return f"{_money(plan, price).shown(lambda each: f'{each:,.0f}')} at {price:g} an hour"
 
 
 def _money(plan: Plan, price: float) -> Interval:

@@ -23,6 +23,7 @@ from pipeline.plan.search.search import Candidate, Search, allowed, search, simu
 from pipeline.plan.search.search_page import Table, page
 from pipeline.plan.search.verify import Verified, verify
 from pipeline.plan.search.winner import winner_of, write_config
+from pipeline.plan.show import money_text
 from pipeline.run.before.memory_summary import shown_bytes
 
 _SHOWN = 12
@@ -157,8 +158,7 @@ def _facts(
     ]
     if price is not None:
         plan = make_plan(winner.candidate.run, planned.costs, planned.machine)
-        money = plan.gpu_hours.map(lambda each: each * price).shown(lambda each: f"{each:,.0f}")
-        facts.insert(-1, ("money", f"{money} at {price:g} an hour"))
+        facts.insert(-1, ("money", money_text(plan, price)))
     in_fp8 = (each for each in found.fitting() if "fp8.enabled" in each.sets)
     for fp8 in simulated(allowed(in_fp8, planned.costs, count=1), planned.costs, planned.machine):
         gain = winner.candidate.step_s / fp8.step_s - 1

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.http_responses import respond, respond_json
+
 COMMIT = "0" * 40
 _API, _FILES = "/api/datasets/headrace/corpus", "/datasets/headrace/corpus/resolve/"
 
@@ -45,7 +47,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith(f"{_API}/tree/"):
             self._tree(path.removeprefix(f"{_API}/tree/").partition("/")[2])
         elif path in (_API, f"{_API}/revision/main", f"{_API}/revision/{COMMIT}"):
-            self._json({"id": "headrace/corpus", "sha": COMMIT, "private": False, "tags": [], "siblings": []})
+            respond_json(
+                self, 200, {"id": "headrace/corpus", "sha": COMMIT, "private": False, "tags": [], "siblings": []}
+            )
         else:
             self._missing()
 
@@ -56,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.path.startswith(f"{_API}/paths-info/"):
             return self._missing()
         names = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-        return self._json([self._entry(self.root / name) for name in names if (self.root / name).exists()])
+        return respond_json(self, 200, [self._entry(self.root / name) for name in names if (self.root / name).exists()])
 
     def log_message(self, *_: Any) -> None:
         """Suppresses the access log."""
@@ -66,7 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
         folder = self.root / name
         if not folder.is_dir():
             return self._missing()
-        return self._json([self._entry(path) for path in sorted(folder.rglob("*") if recursive else folder.iterdir())])
+        return respond_json(
+            self, 200, [self._entry(path) for path in sorted(folder.rglob("*") if recursive else folder.iterdir())]
+        )
 
     def _entry(self, path: Path) -> dict[str, Any]:
         name = path.relative_to(self.root).as_posix()
@@ -85,21 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if byte_range:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        return self._respond(206 if byte_range else 200, content[first : last + 1], headers)
-
-    def _json(self, value: Any) -> None:
-        self._respond(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        return respond(self, 206 if byte_range else 200, content[first : last + 1], headers)
 
     def _missing(self) -> None:
-        self._respond(404, b'{"error": "EntryNotFound"}', {"X-Error-Code": "EntryNotFound"})
-
-    def _respond(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        respond(self, 404, b'{"error": "EntryNotFound"}', {"X-Error-Code": "EntryNotFound"})
 
 
 def _oid(content: bytes) -> str:

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from tests.http_responses import respond, respond_json
+
 TOKEN, READ_ONLY = "hf_may_write", "hf_may_read"
 _LARGE = 10_000
 """Bytes from which a file goes by LFS."""
@@ -81,7 +83,7 @@ class _CommitHandler(BaseHTTPRequestHandler):
         if not self._may_write():
             return
         if path == "/api/validate-yaml":
-            self._json(200, {"errors": [], "warnings": []})
+            respond_json(self, 200, {"errors": [], "warnings": []})
         elif path == "/api/repos/create":
             self._create(json.loads(body))
         elif path.endswith(".git/info/lfs/objects/batch"):
@@ -94,7 +96,7 @@ class _CommitHandler(BaseHTTPRequestHandler):
         if verb == "branch":
             taken = branch in repository.branches
             repository.branches.setdefault(branch, [repository.branches["main"][-1]])
-            self._json(409 if taken else 200, {"error": "exists"} if taken else {})
+            respond_json(self, 409 if taken else 200, {"error": "exists"} if taken else {})
         elif verb == "preupload":
             self._preupload(repository.branches[branch][-1], json.loads(body))
         else:
@@ -112,7 +114,7 @@ class _CommitHandler(BaseHTTPRequestHandler):
         assert hashlib.sha256(body).hexdigest() == oid
         self.hub.objects[oid] = body
         self.hub.uploads.append(oid)
-        self._respond(200, b"", {})
+        respond(self, 200, b"", {})
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -124,7 +126,7 @@ class _CommitHandler(BaseHTTPRequestHandler):
         owner, name = (*rest[:2], "", "")[:2]
         rest, repository = rest[2:], self.hub.repositories.get(f"{kind}/{owner}/{name}")
         if repository is None:
-            return self._json(404, {"error": "none"}, {"X-Error-Code": "RepoNotFound"})
+            return respond_json(self, 404, {"error": "none"}, {"X-Error-Code": "RepoNotFound"})
         revision = rest[1] if len(rest) > 1 else "main"
         every = [commit for commits in repository.branches.values() for commit in commits]
         files = next((commit for commit in every if commit_id(commit) == revision), None)
@@ -132,13 +134,13 @@ class _CommitHandler(BaseHTTPRequestHandler):
         if rest and rest[0] == "resolve":
             content = files["/".join(rest[2:])]
             headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": commit_id(files)}
-            return self._respond(200, content, headers)
+            return respond(self, 200, content, headers)
         if rest and rest[0] == "tree":
             blobs = [{"type": "file", "path": n, "size": len(c), "oid": _git_oid(c)} for n, c in files.items()]
-            return self._json(200, blobs)
+            return respond_json(self, 200, blobs)
         siblings = [{"rfilename": each} for each in files]
         about = {"id": f"{owner}/{name}", "sha": commit_id(files), "private": repository.private, "tags": []}
-        return self._json(200, about | {"siblings": siblings})
+        return respond_json(self, 200, about | {"siblings": siblings})
 
     do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
@@ -158,14 +160,14 @@ class _CommitHandler(BaseHTTPRequestHandler):
     def _may_write(self) -> bool:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token != TOKEN:
-            self._json(403 if token == READ_ONLY else 401, {"error": "refused"})
+            respond_json(self, 403 if token == READ_ONLY else 401, {"error": "refused"})
         return token == TOKEN
 
     def _create(self, asked: dict[str, Any]) -> None:
         key = f"{asked.get('type', 'model')}s/{asked['organization']}/{asked['name']}"
         taken = key in self.hub.repositories
         self.hub.repositories.setdefault(key, Repository(private=asked.get("visibility") == "private"))
-        self._json(409 if taken else 200, {"url": f"{self.hub.address}/{key.removeprefix('models/')}"})
+        respond_json(self, 409 if taken else 200, {"url": f"{self.hub.address}/{key.removeprefix('models/')}"})
 
     def _preupload(self, files: dict[str, bytes], asked: dict[str, Any]) -> None:
         answer = []
@@ -174,7 +176,7 @@ class _CommitHandler(BaseHTTPRequestHandler):
             there = files.get(each["path"])
             known = None if there is None else hashlib.sha256(there).hexdigest() if mode == "lfs" else _git_oid(there)
             answer.append({"path": each["path"], "uploadMode": mode, "shouldIgnore": False, "oid": known})
-        self._json(200, {"files": answer})
+        respond_json(self, 200, {"files": answer})
 
     def _batch(self, asked: dict[str, Any]) -> None:
         def entry(each: dict[str, Any]) -> dict[str, Any]:
@@ -182,31 +184,20 @@ class _CommitHandler(BaseHTTPRequestHandler):
                 return each
             return each | {"actions": {"upload": {"href": f"{self.hub.address}/upload/{each['oid']}"}}}
 
-        self._json(200, {"transfer": "basic", "objects": [entry(each) for each in asked["objects"]]})
+        respond_json(self, 200, {"transfer": "basic", "objects": [entry(each) for each in asked["objects"]]})
 
     def _commit(self, repository: Repository, branch: str, lines: list[dict[str, Any]], url: str) -> None:
         if self.hub.moves:
             repository.branches[branch].append(repository.branches[branch][-1] | {"old.bin": b"1"})
         files = dict(repository.branches[branch][-1])
         if lines[0]["value"].get("parentCommit") != commit_id(files):
-            return self._json(412, {"error": "the branch has moved"})
+            return respond_json(self, 412, {"error": "the branch has moved"})
         for line in lines[1:]:
             value = line["value"]
             large = line["key"] == "lfsFile"
             files[value["path"]] = self.hub.objects[value["oid"]] if large else base64.b64decode(value["content"])
         repository.branches[branch].append(files)
-        return self._json(200, {"commitUrl": f"{url}/commit/{commit_id(files)}", "commitOid": commit_id(files)})
-
-    def _json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
-        self._respond(status, json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
-
-    def _respond(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        return respond_json(self, 200, {"commitUrl": f"{url}/commit/{commit_id(files)}", "commitOid": commit_id(files)})
 
 
 def _git_oid(content: bytes) -> str:
