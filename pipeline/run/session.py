@@ -310,6 +310,7 @@ class Session:
             if checkpoint is not None:
                 stepper.load_state_dict(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
+            batches = RankBatches(prepared, self.launch.rank)
             here = RankOfRun(
                 run=run,
                 rank=self.launch.rank,
@@ -323,7 +324,7 @@ class Session:
                 checkpoint=checkpoint,
                 stack=stack,
             )
-            group = self._open_group(here, stepper, batches := RankBatches(prepared, self.launch.rank))
+            group = self._open_group(here, stepper, batches)
             if group is not None:
                 if stop := group.start():
                     return stop
@@ -341,22 +342,26 @@ class Session:
             except BaseException as error:
                 self.watchdog.report_error(error)  # before the sinks are closed, which may take long
                 raise
-            self.watchdog.enter_phase("finishing")
-            found = measured(
-                prepared,
-                trainer.instruments.times,
-                self.agreement,
-                rank=self.launch.rank,
-                device_name=engine.device_name,
-            )
-            self.attempt.record("measured", step=trainer.progress.step, **found)
-            self._finish_uploads(sinks, display)
-            display.say(
-                closing_line(stop, step=trainer.progress.step, steps=prepared.run.steps, run_dir=prepared.run_dir)
-            )
-            if (goodput := self.attempt.account()) is not None:
-                display.say(goodput)
+            self._finish(trainer, stop, sinks, display, device_name=engine.device_name)
             return stop
+
+    def _finish(
+        self, trainer: Trainer, stop: Stop, sinks: Sinks, display: TrainingDisplay, *, device_name: str
+    ) -> None:
+        """Records what the attempt measured, uploads what is left, and says how the run ended. Collective.
+
+        Raises:
+            TrainingError: see `Uploads.finish`.
+        """
+        prepared, step = self.prepared, trainer.progress.step
+        self.watchdog.enter_phase("finishing")
+        times, rank = trainer.instruments.times, self.launch.rank
+        found = measured(prepared, times, self.agreement, rank=rank, device_name=device_name)
+        self.attempt.record("measured", step=step, **found)
+        self._finish_uploads(sinks, display)
+        display.say(closing_line(stop, step=step, steps=prepared.run.steps, run_dir=prepared.run_dir))
+        if (goodput := self.attempt.account()) is not None:
+            display.say(goodput)
 
     def _finish_uploads(self, sinks: Sinks, display: TrainingDisplay) -> None:
         """Waits until everything is uploaded. Collective.

@@ -163,11 +163,9 @@ class Uploads:
     def _events(self) -> Iterator[dict[str, Any]]:
         if self._process is None:
             return
-        if (
-            self._process.poll() is not None
-            and not self._lost
-            and time.monotonic() - self._started > self._silent_s / 6
-        ):
+        assert self._lease is not None
+        ended = self._process.poll() is not None and not self._lost
+        if ended and time.monotonic() - self._started > self._lease.interval_s:
             yield {"event": "upload_restarted", "code": self._process.returncode}
             self._start()
             if self._asked:
