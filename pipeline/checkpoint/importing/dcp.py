@@ -34,6 +34,7 @@ from pipeline.checkpoint.importing.source import (
     hugging_face_name,
     one_step_counter,
 )
+from pipeline.checkpoint.importing.unpickle import enum_member
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.streamed import LazyTensor
 
@@ -206,6 +207,8 @@ class _Unpickler(pickle.Unpickler):
         Raises:
             UnpicklingError: it is none of those.
         """
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         known = name in _CLASSES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )

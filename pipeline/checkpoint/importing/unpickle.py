@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from enum import Enum, EnumMeta, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,36 @@ class DynamicScale(Fields):
     cur_hysteresis: int
 
 
+class ZeroStage(IntEnum):
+    """Stands for DeepSpeed's `ZeroStageEnum`."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+def enum_member(owner: object, name: str) -> Enum:
+    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickles the members of enums: gives these, nothing else.
+
+    Raises:
+        UnpicklingError: the object is no enum, or has no such member.
+    """
+    if isinstance(owner, EnumMeta) and name in owner.__members__:
+        member: Enum = owner.__members__[name]
+        return member
+    raise pickle.UnpicklingError(f"it asks for the attribute {name!r} of {owner!r}, which is no member of an enum")
+
+
 _KNOWN: Mapping[str, Any] = {
     "deepspeed.utils.tensor_fragment.fragment_address": Fragment,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": StaticScale,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicScale,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
+    "builtins.getattr": enum_member,
 }
-"""Classes in files of DeepSpeed -> what is made in their place."""
+"""Names in files of DeepSpeed -> what is made in their place."""
 _ERRORS = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError)
 
 
