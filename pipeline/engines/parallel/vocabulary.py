@@ -63,7 +63,7 @@ def cross_entropy_gradient(
 
 def target_nats(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY) -> Tensor:
     """-log p(target) of every position, fp32 [B x T]; 0 where there is no target. Arguments as of `cross_entropy`."""
-    return _softmax(logits.flatten(0, -2), labels.flatten(), vocabulary).of_rows
+    return _softmax(logits.flatten(0, -2), labels.flatten(), vocabulary, by_row=True).nats
 
 
 class _Softmax(NamedTuple):
@@ -76,7 +76,7 @@ class _Softmax(NamedTuple):
         here: bool [N], rows whose target is among this rank's columns.
         column: int64 [N, 1], of the target; 0 for others.
         log_full: [N], log Z; 0 without a target.
-        of_rows: [N], -log p(target); 0 without a target.
+        nats: the sum of -log p(target); by row [N], with 0 where there is no target.
     """
 
     exp: Tensor
@@ -85,12 +85,7 @@ class _Softmax(NamedTuple):
     here: Tensor
     column: Tensor
     log_full: Tensor
-    of_rows: Tensor
-
-    @property
-    def nats(self) -> Tensor:
-        """The sum of -log p(target)."""
-        return self.of_rows.sum()
+    nats: Tensor
 
     @property
     def squares(self) -> Tensor:
@@ -108,7 +103,7 @@ class _Softmax(NamedTuple):
         return self.exp.mul_(factor).scatter_add_(-1, self.column, at_target)
 
 
-def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> _Softmax:
+def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_row: bool = False) -> _Softmax:
     """Logits [N, V'], labels int64 [N]. Allocates one fp32 tensor of the size of the logits."""
     counts = labels != IGNORE
     local = labels - vocabulary.first
@@ -125,7 +120,10 @@ def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> _So
         dist.all_reduce(both, group=vocabulary.group)
         at_target, z = both.unbind()
     log_z = z.log()
-    return _Softmax(exp, z, counts, here, column, (log_z + highest) * counts, (log_z - at_target) * counts)
+    nats = (log_z - at_target) * counts
+    if not by_row:
+        nats = nats.sum()  # before the next tensor of N rows
+    return _Softmax(exp, z, counts, here, column, (log_z + highest) * counts, nats)
 
 
 class _CrossEntropy(torch.autograd.Function):

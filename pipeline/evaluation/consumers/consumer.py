@@ -7,6 +7,7 @@ one is an error that names it.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,11 +127,20 @@ def _vllm_refuses(model: ModelDescription) -> str | None:
     return _vllm_refuses_dense(model) or (_vllm_refuses_experts(model) if model.experts else None)
 
 
+# of x86: what multiplies 8-bit integers into 32-bit sums (oneDNN, "Nuances of int8 computations")
+_VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
+
+
 def _vllm_refuses_dense(model: ModelDescription) -> str | None:
     if "W8A16" in model.schemes:
         return "vLLM has no kernel on a CPU for 8-bit weights with 16-bit activations: use W8A8"
     if "W4A16" in model.schemes and not _has("avx512f"):
         return "vLLM's kernel for 4-bit weights on a CPU needs AVX-512, which this processor does not have"
+    if "W8A8" in model.schemes and platform.machine() == "x86_64" and not any(map(_has, _VNNI)):
+        return (
+            "vLLM's kernel for W8A8 (oneDNN's) adds in 16 bits on a processor without VNNI, as this one, and cuts off "
+            "what overflows: its figures would not be those of another machine"
+        )
     return None
 
 
