@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipeline.plan.predict.planned_run import PlannedRun
 
 DEFAULT_MACHINE = "h100"
+MARGIN = 0.05
+"""Share of a device's memory that stays free in what is proposed: the error of the formulas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine",
         metavar="NAME|FILE",
         help="a machine that is known (a100, h100, h200, b200, ...) or the file of one; default: the device of this"
-        f" machine, else {DEFAULT_MACHINE}. With --calibrate: the file to write",
+        f" machine, else {DEFAULT_MACHINE}. Several (h100,h200) or all: what the run costs on each, in one table."
+        " With --calibrate: the file to write",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: the fewest that the layout takes)")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks, in the place of all devices of the nodes")
     add_imbalance_argument(parser)
     parser.add_argument("--tokens", type=float, metavar="T", help="length of the run in tokens, e.g. 1e11")
-    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour: prints what the run costs")
+    text = "price of a GPU-hour: prints what the run costs; of several machines also by name: h100=2.5,h200=3.8"
+    parser.add_argument("--price", metavar="P", help=text)
+    text = "with several machines: days in which the run has to be done; the cheapest number of nodes is looked for"
+    parser.add_argument("--deadline", type=float, metavar="DAYS", help=text)
+    text = f"share of a device's memory that stays free in layouts that are proposed (default: {MARGIN:g})"
+    parser.add_argument("--memory-margin", type=float, default=MARGIN, metavar="SHARE", help=text)
     parser.add_argument(
         "--timeline",
         metavar="FILE",
@@ -88,13 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
     read_config(arguments.config, overrides)  # refused before torch is imported, which takes seconds
     with quick_imports():
         planned = _open(arguments, overrides)
+    if _several(arguments):
+        return _compare(planned, arguments)
     if arguments.search:
         from pipeline.plan.search.command_search import search_command  # noqa: PLC0415
 
         return search_command(planned, arguments, overrides)
     from pipeline.plan.show import as_json, lines, report_of  # noqa: PLC0415
 
-    report = report_of(planned, price=arguments.price)
+    report = report_of(planned, price=arguments.price, margin=arguments.memory_margin)
     drawn = None
     if arguments.timeline is not None:
         from pipeline.plan.drawing.write_timeline import write_timeline  # noqa: PLC0415
@@ -115,17 +125,60 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
     from pipeline.plan.calibration.present import present_machine  # noqa: PLC0415  imports torch
     from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
-    machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
+    if _several(arguments):  # what it has of nodes is each machine's own
+        machine, nodes = load_machine(DEFAULT_MACHINE), None
+    else:
+        machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
+        nodes = arguments.nodes
     from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415  imports torch
 
     return open_run(
         arguments.config,
         overrides,
         machine,
-        nodes=arguments.nodes,
+        nodes=nodes,
         processes=arguments.processes,
         imbalance=arguments.imbalance,
     )
+
+
+def _several(arguments: argparse.Namespace) -> bool:
+    """Whether `--machine` asks for a table of machines."""
+    name = arguments.machine or ""
+    return "," in name or name.lower() == "all"
+
+
+def _compare(planned: PlannedRun, arguments: argparse.Namespace) -> int:
+    from pipeline.plan.search.machines import Question, as_json, compare, lines, machines_of  # noqa: PLC0415
+
+    question = Question(arguments.nodes, arguments.deadline, arguments.memory_margin, _prices(arguments.price))
+    offers, without = compare(planned, machines_of(arguments.machine), question)
+    if arguments.json:
+        print(json.dumps(as_json(offers, without), indent=2))
+    else:
+        for line in lines(planned, offers, without, question):
+            print(line)
+    sys.stdout.flush()
+    return 0
+
+
+def _prices(text: str | None) -> dict[str, float]:
+    """`--price` by machine; a number without a name is that of all others.
+
+    Raises:
+        ConfigError: it is not a positive number, or numbers by name.
+    """
+    found: dict[str, float] = {}
+    for part in [] if text is None else text.split(","):
+        name, _, number = part.rpartition("=")
+        try:
+            found[name.strip()] = float(number)
+        except ValueError:
+            found[name.strip()] = math.nan
+        if not 0 < found[name.strip()] < math.inf:
+            why = f"'{part}' is not a finite number above 0"
+            raise ConfigError("--price", text, why=why, remedy="e.g. --price 2.5, or --price h100=2.5,h200=3.8")
+    return found
 
 
 def _score(arguments: argparse.Namespace) -> int:
@@ -141,7 +194,8 @@ def _check(arguments: argparse.Namespace) -> None:
     _check_score(arguments)
     if arguments.config is None and not arguments.calibrate and not arguments.score:
         raise ConfigError("--config", why="there is no run to plan", remedy="--config FILE, or --calibrate, or --score")
-    for name in ("nodes", "processes", "tokens", "price"):
+    _check_machines(arguments)
+    for name in ("nodes", "processes", "tokens", "deadline"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:  # a nan is neither
             why = "it is not above 0" if value <= 0 else "it is not a finite number"
@@ -154,6 +208,29 @@ def _check(arguments: argparse.Namespace) -> None:
         _check_timeline(arguments)
     if arguments.verify is not None and arguments.verify < 0:
         raise ConfigError("--verify", arguments.verify, why="it is a number of layouts", remedy="0 or more")
+
+
+def _check_machines(arguments: argparse.Namespace) -> None:
+    """Refuses what does not go with several machines, or with one, and makes `--price` a number of one."""
+    several, prices = _several(arguments), _prices(arguments.price)
+    if not several:
+        if set(prices) - {""}:
+            why = "prices by name are those of several machines"
+            raise ConfigError("--price", arguments.price, why=why, remedy="one number, or --machine h100,h200")
+        arguments.price = prices.get("")
+        if arguments.deadline is not None:
+            why = "the nodes for it are looked for where machines are compared"
+            raise ConfigError("--deadline", arguments.deadline, why=why, remedy="--machine h100,h200, or all")
+    for name in ("search", "calibrate", "score", "timeline", "processes"):
+        if several and getattr(arguments, name):
+            why = f"--{name} is of one machine"
+            raise ConfigError("--machine", arguments.machine, why=why, remedy=f"one machine, or leave out --{name}")
+    if several and arguments.deadline is not None and arguments.nodes is not None:
+        why = "with a deadline the number of nodes is looked for"
+        raise ConfigError("--nodes", arguments.nodes, why=why, remedy="give one of the two")
+    if not 0 <= arguments.memory_margin < 1:
+        why = "it is a share of a device's memory"
+        raise ConfigError("--memory-margin", arguments.memory_margin, why=why, remedy="e.g. --memory-margin 0.1")
 
 
 def _check_timeline(arguments: argparse.Namespace) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 from pipeline.config.load import as_sets
 from pipeline.engines.sizes.expert_load import ExpertLoad, expert_load
 from pipeline.plan.laws.law_warnings import Training
+from pipeline.plan.laws.laws import chinchilla_loss
 from pipeline.plan.laws.show_laws import law_lines, laws_json, training_of_plan
+from pipeline.plan.predict.failures import UnderFailures, under_failures
 from pipeline.plan.predict.interval import Interval
+from pipeline.plan.predict.memory_plan import with_margin
 from pipeline.plan.predict.plan import Plan, make_plan
 from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.changes import Change, nearest_change
@@ -31,6 +34,7 @@ class Report:
         nodes: of a run that does not fit: the fewest nodes that would hold the model, and in which layout; None if none
             would, or where it fits.
         training: hyperparameters for the published laws; None where they do not apply.
+        failures: what failures of nodes add; None on a CPU.
     """
 
     planned: PlannedRun
@@ -39,18 +43,25 @@ class Report:
     price: float | None
     nodes: tuple[int, dict[str, Any]] | None
     training: Training | None
+    failures: UnderFailures | None
 
 
-def report_of(planned: PlannedRun, *, price: float | None = None) -> Report:
+def report_of(planned: PlannedRun, *, price: float | None, margin: float) -> Report:
     """Plans a run, and looks for what would help.
+
+    Args:
+        planned: the run.
+        price: of a GPU-hour.
+        margin: share of a device's memory that what would help leaves free.
 
     Raises:
         ConfigError: the architecture does not have the layout.
     """
     plan = make_plan(planned.run, planned.costs, planned.machine)
-    change = nearest_change(planned.run, planned.costs, planned.machine, plan)
+    change = nearest_change(planned.run, planned.costs, with_margin(planned.machine, margin), plan)
     nodes = fewest_nodes(planned) if not plan.memory.fits and change is None else None
-    return Report(planned, plan, change, price, nodes, training_of_plan(planned))
+    failures = under_failures(plan, nodes=planned.nodes) if planned.machine.gpu else None
+    return Report(planned, plan, change, price, nodes, training_of_plan(planned), failures)
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -69,9 +80,13 @@ def lines(report: Report) -> Iterator[str]:
     yield _line("speed", plan.tokens_per_s.shown(lambda each: f"{each:,.0f}") + " tokens/s")
     if plan.mfu is not None:
         yield _line("MFU", plan.mfu.shown(lambda each: f"{each:.1%}"))
-    yield _line("run", f"{plan.tokens:,} tokens: {plan.days.shown(_days)}, {_hours(plan.gpu_hours)} GPU-hours")
+    yield _line("run", f"{plan.tokens:,} tokens: {plan.days.shown(days_text)}, {hours_text(plan.gpu_hours)} GPU-hours")
     if report.price is not None:
         yield _line("money", money_text(plan, report.price))
+    if report.failures is not None:
+        yield _line("failures", _failures(report.failures, report.price))
+    if report.training is not None:
+        yield _line("more", _more(report.training))
     yield _line("bound by", plan.binding)
     yield from _helps(report)
     yield from (_line("note", note) for note in planned.notes)
@@ -111,7 +126,16 @@ def as_json(report: Report) -> dict[str, Any]:
         "mfu": None if plan.mfu is None else plan.mfu.plain(),
         "days": plan.days.plain(),
         "gpu_hours": plan.gpu_hours.plain(),
-        "money": None if report.price is None else _money(plan, report.price).plain(),
+        "money": None if report.price is None else money_of(plan.gpu_hours, report.price).plain(),
+        "failures": None
+        if report.failures is None
+        else {
+            "goodput": report.failures.goodput,
+            "mtbf_s": report.failures.mtbf_s,
+            "interval_s": report.failures.interval_s,
+            "days": report.failures.days.plain(),
+            "gpu_hours": report.failures.gpu_hours.plain(),
+        },
         "constraint": {"kind": plan.constraint, "text": plan.binding},
         "change": None if change is None else {"sets": dict(change.sets), "step_s": change.step_s, "peak": change.peak},
         "fewest_nodes": None if report.nodes is None else {"nodes": report.nodes[0], "sets": report.nodes[1]},
@@ -178,18 +202,37 @@ def _helps(report: Report) -> Iterator[str]:
 
 def money_text(plan: Plan, price: float) -> str:
     """What a run costs at a price of a GPU-hour, with its interval."""
-    return f"{_money(plan, price).shown(lambda each: f'{each:,.0f}')} at {price:g} an hour"
+    return f"{money_of(plan.gpu_hours, price).shown(lambda each: f'{each:,.0f}')} at {price:g} an hour"
 
 
-def _money(plan: Plan, price: float) -> Interval:
-    return plan.gpu_hours.map(lambda each: each * price)
+def money_of(gpu_hours: Interval, price: float) -> Interval:
+    """GPU-hours at a price of one."""
+    return gpu_hours.map(lambda each: each * price)
 
 
-def _hours(hours: Interval) -> str:
+def _failures(failures: UnderFailures, price: float | None) -> str:
+    money = "" if price is None else f", {money_of(failures.gpu_hours, price).typical:,.0f} in money"
+    return (
+        f"one in {failures.mtbf_s / 3600:,.1f} h at Llama 3's rate per node: {failures.goodput:.1%} goodput with a"
+        f" checkpoint each {failures.interval_s / 60:,.0f} min, so {days_text(failures.days.typical)},"
+        f" {failures.gpu_hours.typical:,.1f} GPU-hours{money}"
+    )
+
+
+def _more(training: Training, share: float = 0.1) -> str:
+    """What a tenth more tokens, and with them money, buys."""
+    gain = chinchilla_loss(training.parameters, training.tokens)
+    gain -= chinchilla_loss(training.parameters, (1 + share) * training.tokens)
+    return f"{share:.0%} more tokens, time and money: {gain:.3f} nats less by the Chinchilla law"
+
+
+def hours_text(hours: Interval) -> str:
+    """GPU-hours with their interval."""
     return hours.shown(lambda each: f"{each:,.1f}" if each < 100 else f"{each:,.0f}")
 
 
-def _days(days: float) -> str:
+def days_text(days: float) -> str:
+    """Days, hours or minutes."""
     if days >= 2:
         return f"{days:,.1f} days"
     return f"{days * 24:,.1f} h" if days * 24 >= 1 else f"{days * 1440:,.1f} min"

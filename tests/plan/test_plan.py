@@ -34,7 +34,7 @@ def planned(
 
 @cache
 def report(name: str, *overrides: str, machine: str = "h200", processes: int | None = None) -> Report:
-    return report_of(planned(name, *overrides, machine=machine, processes=processes), price=2.0)
+    return report_of(planned(name, *overrides, machine=machine, processes=processes), price=2.0, margin=0.05)
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -80,7 +80,7 @@ def test_a_run_that_does_not_fit_is_bound_by_memory_and_told_a_change_that_fits(
     found = report("llama_8b_8gpu.json", "memory.activation_checkpointing=none", machine="l40s", processes=8)
     assert not found.plan.memory.fits
     assert found.plan.constraint == "memory"
-    assert found.change.peak <= found.planned.machine.memory.bytes
+    assert found.change.peak <= 0.95 * found.planned.machine.memory.bytes
 
 
 def test_a_model_that_fits_nowhere_is_told_the_fewest_nodes_that_hold_it() -> None:
@@ -166,7 +166,7 @@ def test_no_law_is_told_where_none_applies(change: dict[str, Any], tmp_path: Pat
 
 def _report_of(raw: dict[str, Any], directory: Path) -> Report:
     config = str(write_config(directory / "c.json", raw))
-    return report_of(open_run(config, (), load_machine("h100"), nodes=None, processes=1))
+    return report_of(open_run(config, (), load_machine("h100"), nodes=None, processes=1), price=None, margin=0.05)
 
 
 def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,11 @@ NO_TOKENS = 'data.sources=[{"path": "no-tokens"}]'
 def searched() -> tuple[PlannedRun, Search]:
     planned = open_run(CONFIG, (), load_machine("h100"), nodes=None, processes=8)
     return planned, search(planned.run, planned.costs, planned.machine)
+
+
+def options(**given: Any) -> argparse.Namespace:
+    default = {"verify": 0, "memory_margin": 0.05, "price": None, "out": None, "config": CONFIG, "json": False}
+    return argparse.Namespace(**default | given)
 
 
 def test_every_layout_is_one_that_the_rules_allow_with_the_same_batch() -> None:
@@ -141,7 +148,7 @@ def test_the_command_executes_the_best_steps_and_prove_accepts_the_winner(tmp_pa
 def test_the_best_layouts_are_simulated_and_laws_warn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned, _ = searched()
     out = str(tmp_path / "plan")
-    arguments = __import__("argparse").Namespace(verify=0, price=None, out=out, config=CONFIG, json=True)
+    arguments = options(out=out, json=True)
     assert search_command(planned, arguments, ()) == 0
     found = json.loads(capsys.readouterr().out)
     assert len([text for text in found["warnings"] if text.startswith("training tokens")]) == 1
@@ -162,8 +169,8 @@ def test_a_budget_ends_the_execution_after_the_layout_that_would_win(
     raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", train_batch_size=64)
     config = str(write(tmp_path / "c.json", raw))
     planned = open_run(config, (), load_machine("h100"), nodes=None, processes=2)
-    given = {"verify": None, "price": 2.0, "out": str(tmp_path / "plan"), "config": config, "json": False}
-    assert search_command(planned, __import__("argparse").Namespace(**given), ()) == 0
+    given = options(verify=None, price=2.0, out=str(tmp_path / "plan"), config=config)
+    assert search_command(planned, given, ()) == 0
     said = capsys.readouterr()
     assert said.err.count("executed: ") == 1
     first, last = said.out.split("\n\n")[:2]
@@ -181,18 +188,14 @@ def test_a_read_only_directory_is_refused_before_the_search(tmp_path: Path, monk
     for out, said in (("file/plan", "is a file"), ("locked/plan", "locked is not writable")):
         if out.startswith("locked"):  # as of a user other than root
             monkeypatch.setattr("os.access", lambda path, _mode: path != tmp_path / "locked")
-        arguments = __import__("argparse").Namespace(
-            verify=0, price=None, out=str(tmp_path / out), config=CONFIG, json=False
-        )
         with pytest.raises(ConfigError, match=said):
-            search_command(planned, arguments, ())
+            search_command(planned, options(out=str(tmp_path / out)), ())
 
 
 def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() -> None:
     planned = open_run(
         str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=4
     )
-    arguments = __import__("argparse").Namespace(verify=0, price=None, out=None, config=CONFIG, json=False)
     with pytest.raises(ConfigError) as caught:
-        search_command(planned, arguments, ())
+        search_command(planned, options(), ())
     assert "--nodes" in caught.value.remedy

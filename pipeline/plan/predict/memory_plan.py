@@ -52,6 +52,12 @@ class MemoryPlan:
         return "does not fit" + (", but for the lower end of the interval" if self.peak.low <= self.device else "")
 
 
+def with_margin(machine: Machine, margin: float) -> Machine:
+    """The machine without a share of each device's memory, for what is proposed."""
+    memory = machine.memory.model_copy(update={"bytes": machine.memory.bytes * (1 - margin)})
+    return machine.model_copy(update={"memory": memory})
+
+
 def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> MemoryPlan:
     """The memory of a run.
 

@@ -75,7 +75,7 @@ def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: S
         if len(found) == _SIMULATED:
             break
         with suppress(ConfigError):
-            other = _changed(run, each.sets)
+            other = applied(run, each.sets)
             check_layout(other, costs.model, packages=False)
             seconds = typical_time(other, costs, machine, model=SIMULATED).total
             found.append(replace(each, step_s=seconds))
@@ -85,7 +85,7 @@ def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: S
 def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Change | None:
     """A change with its peak and time; None for one that no rule allows or that does not fit."""
     try:
-        other = _changed(run, sets)
+        other = applied(run, sets)
         if (
             other.spare
             or other.batch.padding_rows > run.batch.padding_rows
@@ -101,7 +101,7 @@ def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappi
         return None
 
 
-def _changed(run: ResolvedRun, sets: Mapping[str, Any]) -> ResolvedRun:
+def applied(run: ResolvedRun, sets: Mapping[str, Any]) -> ResolvedRun:
     """The run with other settings on the same processes; a fallback layout would hide that one does not fit them."""
     config = changed(run.config, {"launch.fallback_layouts": (), **sets})
     return replace(resolve(config, world_size=run.topology.world_size), imbalance=run.imbalance)

@@ -16,6 +16,7 @@ from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.fp8 import torchao_note
 from pipeline.plan.laws.law_warnings import warnings
 from pipeline.plan.laws.show_laws import training_of_plan
+from pipeline.plan.predict.memory_plan import with_margin
 from pipeline.plan.predict.plan import make_plan
 from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.fewest_nodes import fewest_nodes
@@ -39,6 +40,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
         ConfigError: nothing fits; says how many nodes would do. Or nothing can be written to `--out`.
     """
     out = Path(arguments.out or "out/plan")
+    planned = replace(planned, machine=with_margin(planned.machine, arguments.memory_margin))
     _check_out(out)
     found = search(planned.run, planned.costs, planned.machine)
     count = _SHOWN if arguments.verify is None else arguments.verify
@@ -63,7 +65,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     chosen = replace(planned, run=winner.candidate.run)
     training = training_of_plan(chosen)
     warned = [] if training is None else list(warnings(training))
-    facts = [*_facts(planned, found, winner, str(path), price=arguments.price), *(("warning", text) for text in warned)]
+    facts = [*_facts(planned, found, winner, str(path), arguments), *(("warning", text) for text in warned)]
     (out / "search.html").write_text(
         page(found, table, title=f"Layouts of {Path(arguments.config).name}", facts=facts), encoding="utf-8"
     )
@@ -141,7 +143,7 @@ def _row(each: Verified, planned: PlannedRun) -> list[str]:
 
 
 def _facts(
-    planned: PlannedRun, found: Search, winner: Verified, path: str, *, price: float | None
+    planned: PlannedRun, found: Search, winner: Verified, path: str, arguments: argparse.Namespace
 ) -> list[tuple[str, str]]:
     run = planned.run
     speed = found.looked_at / max(found.seconds, 1e-9)
@@ -154,11 +156,12 @@ def _facts(
             f" by a rule; {len(found.fitting()):,} fit, {len(found.pareto())} on the Pareto front",
         ),
         ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step{_unproven(winner)}"),
+        ("memory", f"{arguments.memory_margin:.0%} of a device stays free (--memory-margin)"),
         ("config", path),
     ]
-    if price is not None:
+    if arguments.price is not None:
         plan = make_plan(winner.candidate.run, planned.costs, planned.machine)
-        facts.insert(-1, ("money", money_text(plan, price)))
+        facts.insert(-1, ("money", money_text(plan, arguments.price)))
     in_fp8 = (each for each in found.fitting() if "fp8.enabled" in each.sets)
     for fp8 in simulated(allowed(in_fp8, planned.costs, count=1), planned.costs, planned.machine):
         gain = winner.candidate.step_s / fp8.step_s - 1

@@ -26,10 +26,11 @@ def fewest_nodes(planned: PlannedRun) -> tuple[int, dict[str, Any]] | None:
     """
     nodes = 1
     while nodes <= MOST_NODES:
-        if found := _on(planned, nodes):
+        if found := fastest_that_fits(planned, nodes):
             between = (each for each in range(nodes // 2 + 1, nodes) if nodes <= _TRIED)
-            better = next(((each, sets) for each in between if (sets := _on(planned, each)) is not None), None)
-            return better or (nodes, found)
+            better = next(((each, best) for each in between if (best := fastest_that_fits(planned, each))), None)
+            count, best = better or (nodes, found)
+            return count, dict(best.sets)
         nodes *= 2
     return None
 
@@ -38,14 +39,15 @@ _TRIED = 16
 """Nodes up to which every number is tried, not only powers of two."""
 
 
-def _on(planned: PlannedRun, nodes: int) -> dict[str, Any] | None:
+def fastest_that_fits(planned: PlannedRun, nodes: int) -> Candidate | None:
+    """The fastest layout on so many nodes of those that need least memory; None where none fits."""
     run, machine, costs = planned.run, planned.machine, planned.costs
     world = nodes * machine.devices_per_node
     topology = replace(run.topology, pp=1, cp=1, tp=1, ep=1, dp=world)
     wider = replace(run, topology=topology)
     fitting = sorted(_fitting(wider, costs, machine), key=lambda each: each.step_s)
     best = allowed(fitting, costs, count=1)
-    return dict(best[0].sets) if best else None
+    return best[0] if best else None
 
 
 def _fitting(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:

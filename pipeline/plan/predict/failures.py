@@ -1,0 +1,41 @@
+"""What failures of nodes add to a plan, by the formula of `headrace goodput` at its defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.plan.predict.interval import Interval
+from pipeline.plan.predict.plan import Plan
+from pipeline.runtime.goodput.failures.model import FailureModel, expected_goodput, with_best_interval
+
+
+@dataclass(frozen=True)
+class UnderFailures:
+    """A plan with failures in it.
+
+    Attributes:
+        goodput: expected share of the time that goes into steps that count.
+        mtbf_s: mean time between failures of all nodes.
+        interval_s: between two checkpoints, the best by Daly.
+        days: of the run, failures included.
+        gpu_hours: the same, of all devices.
+    """
+
+    goodput: float
+    mtbf_s: float
+    interval_s: float
+    days: Interval
+    gpu_hours: Interval
+
+
+def under_failures(plan: Plan, *, nodes: int) -> UnderFailures:
+    """A plan with the failures that so many nodes have: Llama 3's rate per node, spares at hand, the best interval."""
+    model = with_best_interval(FailureModel(nodes=nodes))
+    goodput = expected_goodput(model)
+    return UnderFailures(
+        goodput,
+        model.mtbf_s,
+        model.interval_s,
+        plan.days.map(lambda each: each / goodput),
+        plan.gpu_hours.map(lambda each: each / goodput),
+    )
