@@ -214,6 +214,9 @@ def upload(path: Path, url: str, *, progress: Callable[[int], None] = lambda _by
             def relative_update(self, inc: int = 1) -> None:
                 progress(inc)
 
+            def absolute_update(self, value: int) -> None:  # of adlfs, which gives the size of each block
+                progress(value)
+
         files, inner = filesystem(url)
         files.put_file(str(path), inner, callback=Sent())
 
