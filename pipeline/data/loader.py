@@ -448,9 +448,17 @@ def heldout_batches(  # noqa: PLR0913  five are the rank's part
         samples: number of windows to evaluate, evenly spaced over the split; all if None.
     """
     chosen = choose_windows(dataset.windows, samples)
+
+    def windows_from(start: int) -> npt.NDArray[np.int64]:
+        return chosen[np.minimum(start + dp_rank * batch_size + np.arange(batch_size), chosen.size - 1)]
+
     for start in range(0, chosen.size, batch_size * dp):
         mine = start + dp_rank * batch_size + np.arange(batch_size)
-        windows = chosen[np.minimum(mine, chosen.size - 1)]
+        windows = windows_from(start)
+        if start == 0:
+            dataset.read_ahead(windows)
+        if start + batch_size * dp < chosen.size:
+            dataset.read_ahead(windows_from(start + batch_size * dp))
         boundaries = dataset.boundaries(windows) if mask_documents else None
         rows = dataset.rows(windows)
         chunks = sequence_chunks(rows.shape[1] - 1, cp=cp, cp_rank=cp_rank, zigzag=zigzag)

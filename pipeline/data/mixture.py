@@ -228,7 +228,7 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
     for number, (section, dataset) in enumerate(zip(data.sources, mixture.sources, strict=True)):
         splits = dataset.manifest.details["splits"]
         if section.heldout is not None:
-            about: dict[str, Any] = {"of": dataset, "remote": mixture.remote, "stat_files": stat_files}
+            about: dict[str, Any] = {"of": dataset, "remote": mixture.remote.another(), "stat_files": stat_files}
             opened = _open_heldout(section.heldout, f"data.sources.{number}.heldout", length, **about)
             _check_tokenizer(f"data.sources.{number}.heldout", opened, like=mixture.sources[0])
             yield opened
@@ -244,7 +244,7 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
 
 def _again(dataset: TokenDataset, stat_files: bool) -> dict[str, Any]:
     """Opens another split of the same directory."""
-    remote = {"files": dataset.files} if is_url(dataset.origin) else {}
+    remote = {"files": dataset.files.another()} if isinstance(dataset.files, RemoteShards) else {}
     return {"path": dataset.origin, "manifest": dataset.manifest, "stat_files": stat_files, **remote}
 
 

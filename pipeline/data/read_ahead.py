@@ -58,6 +58,7 @@ class ReadAhead:
         self._sending, self._changed = threading.Lock(), threading.Condition()
         self._asked: dict[str, str | None] = {}
         self._plan, self._said = 0, -_SAY_S
+        self._ready = False
         self._reader = ExitStack()
 
     def begin(self, wanted: Iterable[Part | Index], *, step: int) -> None:
@@ -87,7 +88,7 @@ class ReadAhead:
             self._at(step)
 
     def read(self, part: Part) -> memoryview | None:
-        """The data of a part, once it is there; None where it could not be stored.
+        """The data of a part, once it is there; None where it could not be stored, or the process is not ready yet.
 
         Raises:
             CancelledError: another plan was begun, or this is closed.
@@ -102,7 +103,7 @@ class ReadAhead:
                 if self._plan != plan:
                     raise CancelledError
                 # what is said to be stored is damaged, or was evicted by a process that does not know of this one
-                if state in (None, "stored") or not self._alive():
+                if state in (None, "stored") or not self._ready or not self._alive():
                     return None
                 if not told:
                     told = True
@@ -139,6 +140,7 @@ class ReadAhead:
     def _start(self) -> None:
         if self._alive():
             return
+        self._ready = False
         command = [sys.executable, "-m", "pipeline.data.read_ahead_process"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._send({"folder": str(self.cache.folder), "limit": self.cache.limit})
@@ -148,7 +150,9 @@ class ReadAhead:
         assert process.stdout is not None
         for line in process.stdout:
             told: dict[str, Any] = json.loads(line)
-            if "warning" in told:
+            if "ready" in told:
+                self._ready = True
+            elif "warning" in told:
                 self._say(told["warning"])
             elif told["plan"] == self._plan:
                 with self._changed:

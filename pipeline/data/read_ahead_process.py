@@ -48,6 +48,7 @@ class ReadAheadProcess:
 
     def run(self) -> None:
         """Follows the lines of the standard input until its end."""
+        self._tell({"ready": True})
         for _ in range(_WORKERS):
             threading.Thread(target=self._work, daemon=True).start()
         for line in sys.stdin:
@@ -148,7 +149,6 @@ def main() -> None:
     """Runs until the standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are sent to all processes of a job: the rank decides
-    os.nice(5)
     given = json.loads(sys.stdin.readline())
     ReadAheadProcess(SpanCache(Path(given["folder"]), limit=given["limit"])).run()
     os._exit(0)  # its threads may be waiting for a store

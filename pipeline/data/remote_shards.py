@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,14 +25,17 @@ from data_prep.formats.maskfile import MASK
 from data_prep.formats.tokenfile import TokenFile
 from headrace.base.directory import Manifest, check_kind
 from headrace.base.errors import DataError
+from headrace.base.lock import LockedError
 from headrace.base.remote_directory import cache_root, cached, read_remote_manifest
 from headrace.base.storage import objects_below, read_range
 from pipeline.data.files import ShardSpan
 from pipeline.data.read_ahead import Index, ReadAhead, fetch_index
-from pipeline.data.span_cache import Bytes, Part
+from pipeline.data.span_cache import Bytes, Part, SpanCache
 
 _AT_ONCE = 32
 """Requests at a time of what is read without the cache."""
+_OTHERS_S = 5.0
+"""Seconds for which another process may have been downloading what this one needs now."""
 _DTYPES: dict[int, np.dtype[Any]] = {
     size: np.dtype(name) for size, name in {1: "u1", 2: "<u2", 4: "<i4", 8: "<i8"}.items()
 }
@@ -74,6 +78,12 @@ class RemoteShards:
             check_objects(url, self._directories[url][1])
             self._looked_at.add(url)
         return self._directories[url]
+
+    def another(self) -> RemoteShards:
+        """A reader of the same directories whose read-ahead is apart, for use beside this one."""
+        found = RemoteShards()
+        found._directories, found._looked_at = self._directories, self._looked_at
+        return found
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -179,11 +189,18 @@ class RemoteShards:
 
     def _load(self, ahead: ReadAhead, part: Part) -> Sequence[bytes | memoryview]:
         data = ahead.read(part)
-        if data is None:
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
-                return list(pool.map(lambda each: read_range(*each), part.spans))
-        ends = list(itertools.accumulate(size for _, _, size in part.spans))
-        return [data[end - size : end] for end, (_, _, size) in zip(ends, part.spans, strict=True)]
+        return self._load_directly(ahead.cache, part) if data is None else _split(part, data)
+
+    def _load_directly(self, cache: SpanCache, part: Part) -> Sequence[bytes | memoryview]:
+        """Reads a part from the store, unless another rank has done so meanwhile, and stores it for the others."""
+        with suppress(LockedError, OSError), cache.downloading(part.key, timeout_s=_OTHERS_S):
+            if (data := cache.read(part)) is not None:
+                return _split(part, data)
+            read = _read_at_once(part)
+            with suppress(OSError):  # the disk is full: the process has said so
+                cache.write(part, read)
+            return read
+        return _read_at_once(part)
 
     def _read(self, wanted: Sequence[Bytes]) -> list[bytes | memoryview]:
         self._ask(wanted)
@@ -197,6 +214,16 @@ class RemoteShards:
                 raise DataError(f"{why}\n  try: copy the dataset there again")
             found.append(data)
         return found
+
+
+def _split(part: Part, data: memoryview) -> list[memoryview]:
+    ends = itertools.accumulate(size for _, _, size in part.spans)
+    return [data[end - size : end] for end, (_, _, size) in zip(ends, part.spans, strict=True)]
+
+
+def _read_at_once(part: Part) -> list[bytes]:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(lambda each: read_range(*each), part.spans))
 
 
 def check_objects(url: str, manifest: Manifest) -> None:

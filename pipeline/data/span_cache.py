@@ -149,10 +149,12 @@ class SpanCache:
                 partial.unlink(missing_ok=True)
         return True
 
-    def downloading(self, key: str, *, wait: Callable[[], object]) -> AbstractContextManager[int]:
-        """Held by the process that downloads a part, so that no other does; `wait` is called while another holds it."""
-        number = int(key[:8], 16) % _LOCKS
-        return lock_file(self.folder / f".download-{number}.lock", doing="downloading", timeout_s=math.inf, wait=wait)
+    def downloading(
+        self, key: str, *, timeout_s: float = math.inf, wait: Callable[[], object] = lambda: None
+    ) -> AbstractContextManager[int]:
+        """Held by the process that downloads a part, so that no other does; see `lock_file`."""
+        lock = self.folder / f".download-{int(key[:8], 16) % _LOCKS}.lock"
+        return lock_file(lock, doing="downloading", timeout_s=timeout_s, wait=wait)
 
     @contextmanager
     def reader(self, order: str, step: int) -> Iterator[Callable[[int], None]]:
