@@ -24,6 +24,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import mean, median
 
+import s3fs
+
 from benchmarks.loader import write_tokens
 from headrace.base.remote_directory import CACHE, publish
 from headrace.base.section import parse
@@ -77,22 +79,21 @@ def main() -> None:
         tokens = write_tokens(work / "tokens", tokens=40_000_000)
         (work / "prep").mkdir()
         corpus = make_tokens(work / "prep", text_folders())
-        pauses: list[str] = []
         print(f"{SAMPLES} samples of {LENGTH} tokens per step of {arguments.step:g} s\n")
-        print("Waits for data are of the steps after the tenth.\n")
-        print("| latency, ms | read | first step, s | data wait, ms | longest, ms | CPU of the rank per step, ms |")
-        print("|---:|---|---:|---:|---:|---:|")
+        print("Waits for data are of the steps after the tenth.")
         for latency in arguments.latency:
             with store(latency, work / "cache"):
+                print("\n| latency, ms | read | first step, s | data wait, ms | longest, ms | CPU per step, ms |")
+                print("|---:|---|---:|---:|---:|---:|")
                 publish(tokens, "s3://store/tokens")
                 for way, found in readings(tokens, work / "spans", arguments).items():
                     first, *rest = (median(getattr(each, field.name) for each in found) for field in fields(Reading))
                     wait, longest, cpu = (f"{1e3 * seconds:.1f}" for seconds in rest)
                     print(f"| {latency:g} | {way} | {first:.2f} | {wait} | {longest} | {cpu} |", flush=True)
-                pauses += [f"| {latency:g} | {line} |" for line in checkpoints(corpus, work, arguments.rounds)]
-        print("\n| latency, ms | run.dir | pause per checkpoint, ms | step, ms | ratio of the pause |")
-        print("|---:|---|---:|---:|---:|")
-        print("\n".join(pauses))
+                print("\n| latency, ms | run.dir | pause per checkpoint, ms | step, ms | ratio of the pause |")
+                print("|---:|---|---:|---:|---:|")
+                for line in checkpoints(corpus, work, arguments.rounds):
+                    print(f"| {latency:g} | {line} |", flush=True)
 
 
 @contextmanager
@@ -105,6 +106,7 @@ def store(latency_ms: float, cache: Path) -> Iterator[None]:
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     try:
         with environment(variables | keys):
+            s3fs.S3FileSystem.clear_instance_cache()  # of another server
             yield
     finally:
         process.kill()

@@ -117,7 +117,8 @@ def azure_server(container: str) -> Iterator[Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     account, key = "devstoreaccount1", base64.b64encode(b"headrace").decode()
-    command = [program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort", str(port)]
+    options = ("--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry")
+    command = [program, *options, "--blobPort", str(port)]
     process = subprocess.Popen(command, env=os.environ | {"AZURITE_ACCOUNTS": f"{account}:{key}"})
     endpoint = f"http://127.0.0.1:{port}/{account}"
     connection = f"DefaultEndpointsProtocol=http;AccountName={account};AccountKey={key};BlobEndpoint={endpoint};"
