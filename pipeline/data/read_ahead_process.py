@@ -22,7 +22,8 @@ from headrace.base.storage import StorageError, read_ranges
 from pipeline.data.read_ahead import Index, fetch_index
 from pipeline.data.span_cache import Part, SpanCache
 
-_WORKERS = 4
+_WORKERS = 2
+"""Parts that are downloaded at a time: more would slow down the one that is needed first."""
 _WAIT_S = (0.2, 1.0)
 """Between two looks for room: the first, and the longest."""
 _RETRY_S = (1.0, 60.0)

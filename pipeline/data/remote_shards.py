@@ -34,7 +34,7 @@ from pipeline.data.span_cache import Bytes, Part, SpanCache
 
 _AT_ONCE = 32
 """Requests at a time of what is read without the cache."""
-_OTHERS_S = 5.0
+_OTHERS_S = 30.0
 """Seconds for which another process may have been downloading what this one needs now."""
 _DTYPES: dict[int, np.dtype[Any]] = {
     size: np.dtype(name) for size, name in {1: "u1", 2: "<u2", 4: "<i4", 8: "<i8"}.items()
