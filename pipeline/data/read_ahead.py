@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass
@@ -102,13 +102,20 @@ class ReadAhead:
             with self._changed:
                 if self._plan != plan:
                     raise CancelledError
+                if not told:  # what the process cannot have at once it gives up, and goes on with later parts
+                    told = True
+                    self._send({"now": part.key})
                 # what is said to be stored is damaged, or was evicted by a process that does not know of this one
                 if state in (None, "stored") or not self._ready or not self._alive():
                     return None
-                if not told:
-                    told = True
-                    self._send({"now": part.key})
                 self._changed.wait(_LOOK_S)
+
+    def store(self, part: Part, data: Sequence[bytes]) -> None:
+        """Stores what this process has read itself, for the other ranks, if there is room."""
+        try:
+            self.cache.write(part, data)
+        except OSError as error:
+            self._say(self.cache.shrink(error))
 
     def close(self) -> None:
         """Ends the process."""

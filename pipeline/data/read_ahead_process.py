@@ -45,7 +45,9 @@ class ReadAheadProcess:
         self._cache = cache
         self._changed, self._writing = threading.Condition(), threading.Lock()
         self._wanted: deque[tuple[int, Part | Index]] = deque()
-        self._plan, self._urgent = 0, set[str]()
+        self._plan, self._asked, self._needed = 0, 0, -1
+        self._numbers: dict[str, int] = {}
+        self._early = set[str]()
 
     def run(self) -> None:
         """Follows the lines of the standard input until its end."""
@@ -58,14 +60,21 @@ class ReadAheadProcess:
                 if "plan" in message:
                     self._plan = message["plan"]
                     self._wanted.clear()
-                    self._urgent.clear()
+                    self._numbers.clear()
+                    self._early.clear()
+                    self._needed = self._asked
                 elif "now" in message:
-                    self._urgent.add(message["now"])
+                    self._need(message["now"])
                 elif "index" in message:
                     self._wanted.append((self._plan, Index(*message["index"])))
                 else:
                     order, step, spans = message["part"]
-                    self._wanted.append((self._plan, Part(order, step, tuple(map(tuple, spans)))))
+                    part = Part(order, step, tuple(map(tuple, spans)))
+                    self._asked += 1
+                    self._numbers[part.key] = self._asked
+                    self._wanted.append((self._plan, part))
+                    if part.key in self._early:
+                        self._need(part.key)
                 self._changed.notify_all()
 
     def _work(self) -> None:
@@ -84,6 +93,9 @@ class ReadAheadProcess:
                 pass
             except (DataError, OSError) as error:  # whoever reads the part meets it again, and ends with it
                 self._warn(str(error))
+            with self._changed:
+                if plan == self._plan:
+                    self._numbers.pop(wanted.key, None)
             self._tell({"plan": plan, "key": wanted.key, "stored": stored})
 
     def _fetch(self, plan: int, part: Part) -> bool:
@@ -102,11 +114,7 @@ class ReadAheadProcess:
         try:
             self._cache.write(part, data)
         except OSError as error:
-            self._cache.limit = min(self._cache.limit, self._cache.used)
-            used = (
-                f"from now on {self._cache.limit / 1e9:,.3f} GB of it are used, and what has no room is read directly"
-            )
-            self._warn(f"{self._cache.folder}, the cache for tokens in object stores: {error.strerror}; {used}")
+            self._warn(self._cache.shrink(error))
 
     def _download(self, plan: int, part: Part) -> list[bytes]:
         wait_s = _RETRY_S[0]
@@ -132,11 +140,22 @@ class ReadAheadProcess:
                 self._warn(str(error).splitlines()[0])
 
     def _pause(self, plan: int, part: Part, seconds: float) -> None:
-        """Waits; raises _GivenUp where a part is not wanted, or is waited for by now."""
+        """Waits; raises _GivenUp where a part is not wanted, or is waited for by now, or one that comes after it is."""
         with self._changed:
-            self._changed.wait_for(lambda: plan != self._plan or part.key in self._urgent, timeout=seconds)
-            if plan != self._plan or (seconds and part.key in self._urgent):
+            self._changed.wait_for(lambda: plan != self._plan or self._is_late(part), timeout=seconds)
+            if plan != self._plan or (seconds and self._is_late(part)):
                 raise _GivenUp
+
+    def _is_late(self, part: Part) -> bool:
+        return self._numbers.get(part.key, 0) <= self._needed
+
+    def _need(self, key: str) -> None:
+        """Notes that the rank waits for a part, which may not have been asked for yet; it does so in order."""
+        if key in self._numbers:
+            self._needed = max(self._needed, self._numbers[key])
+            self._early.discard(key)
+        else:
+            self._early.add(key)
 
     def _warn(self, warning: str) -> None:
         self._tell({"warning": warning})

@@ -30,7 +30,7 @@ from headrace.base.remote_directory import cache_root, cached, read_remote_manif
 from headrace.base.storage import objects_below, read_range
 from pipeline.data.files import ShardSpan
 from pipeline.data.read_ahead import Index, ReadAhead, fetch_index
-from pipeline.data.span_cache import Bytes, Part, SpanCache
+from pipeline.data.span_cache import Bytes, Part
 
 _AT_ONCE = 32
 """Requests at a time of what is read without the cache."""
@@ -189,16 +189,15 @@ class RemoteShards:
 
     def _load(self, ahead: ReadAhead, part: Part) -> Sequence[bytes | memoryview]:
         data = ahead.read(part)
-        return self._load_directly(ahead.cache, part) if data is None else _split(part, data)
+        return self._load_directly(ahead, part) if data is None else _split(part, data)
 
-    def _load_directly(self, cache: SpanCache, part: Part) -> Sequence[bytes | memoryview]:
+    def _load_directly(self, ahead: ReadAhead, part: Part) -> Sequence[bytes | memoryview]:
         """Reads a part from the store, unless another rank has done so meanwhile, and stores it for the others."""
-        with suppress(LockedError, OSError), cache.downloading(part.key, timeout_s=_OTHERS_S):
-            if (data := cache.read(part)) is not None:
+        with suppress(LockedError, OSError), ahead.cache.downloading(part.key, timeout_s=_OTHERS_S):
+            if (data := ahead.cache.read(part)) is not None:
                 return _split(part, data)
             read = _read_at_once(part)
-            with suppress(OSError):  # the disk is full: the process has said so
-                cache.write(part, read)
+            ahead.store(part, read)
             return read
         return _read_at_once(part)
 

@@ -149,6 +149,12 @@ class SpanCache:
                 partial.unlink(missing_ok=True)
         return True
 
+    def shrink(self, error: OSError) -> str:
+        """Lowers the limit to what is used, after an error of `write`; returns a warning."""
+        self.limit = min(self.limit, self.used)
+        left = f"from now on {self.limit / 1e9:,.3f} GB of it are used, and what has no room is read directly"
+        return f"{self.folder}, the cache for tokens in object stores: {error.strerror}; {left}"
+
     def downloading(
         self, key: str, *, timeout_s: float = math.inf, wait: Callable[[], object] = lambda: None
     ) -> AbstractContextManager[int]:
