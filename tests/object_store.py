@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import os
 import random
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -15,6 +19,8 @@ from typing import Any
 
 import fsspec
 import pytest
+
+from tests.support import wait_until
 
 Application = Callable[[dict[str, Any], Any], Any]
 """A WSGI application: environment and start_response -> the response's parts."""
@@ -98,6 +104,41 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
         fsspec.config.conf.clear()
         fsspec.config.set_conf_env(fsspec.config.conf)
         yield
+
+
+@contextmanager
+def azure_server(container: str) -> Iterator[Any]:
+    """Serves an empty container by Azurite, Microsoft's emulator; see `s3_server`."""
+    adlfs = pytest.importorskip("adlfs", reason="needs adlfs")
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("needs Azurite (npm install azurite) in the PATH")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    account, key = "devstoreaccount1", base64.b64encode(b"headrace").decode()
+    options = ("--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry")
+    command = [program, *options, "--blobPort", str(port)]
+    process = subprocess.Popen(command, env=os.environ | {"AZURITE_ACCOUNTS": f"{account}:{key}"})
+    endpoint = f"http://127.0.0.1:{port}/{account}"
+    connection = f"DefaultEndpointsProtocol=http;AccountName={account};AccountKey={key};BlobEndpoint={endpoint};"
+    try:
+        wait_until(lambda: _listens(port), process=process)
+        with environment({"AZURE_STORAGE_CONNECTION_STRING": connection}):
+            adlfs.AzureBlobFileSystem.clear_instance_cache()
+            files = adlfs.AzureBlobFileSystem(connection_string=connection, use_listings_cache=False)
+            files.mkdir(container)
+            yield files
+            adlfs.AzureBlobFileSystem.clear_instance_cache()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 @contextmanager

@@ -177,9 +177,14 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
     except FileNotFoundError:
         why = f"{directory} has no {MANIFEST}: it was not finished, or not made by headrace"
         raise DataError(f"{why}{what_it_is(directory, _how_to_make(kind))}") from None
+    check_kind(directory, manifest, kind=kind)
+    return manifest
+
+
+def check_kind(directory: str | Path, manifest: Manifest, *, kind: str) -> None:
+    """Raises DataError if a directory is of another kind."""
     if manifest.kind != kind:
         raise DataError(f"{directory} holds a '{manifest.kind}', but a '{kind}' is needed\n  try: {_how_to_make(kind)}")
-    return manifest
 
 
 def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> Manifest:

@@ -181,6 +181,7 @@ def fetch(
     *,
     progress: Progress = lambda _bytes: None,
     wanted: Callable[[str], bool] = lambda _name: True,
+    found: tuple[bytes, Manifest] | None = None,
 ) -> Manifest:
     """Copies a finished directory of an object store to a disk, whole or not at all.
 
@@ -189,6 +190,7 @@ def fetch(
         final: what the copy is called; it must not exist.
         progress: see `Progress`.
         wanted: whether a file of the manifest is copied; the manifest lists all.
+        found: its manifest, if it is already read; see `read_remote_manifest`.
 
     Raises:
         DataError: `final` exists, there is no room, there is no finished directory, or a checksum differs.
@@ -196,7 +198,7 @@ def fetch(
     """
     if final.exists():
         raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
-    text, manifest = read_remote_manifest(url)
+    text, manifest = found or read_remote_manifest(url)
     files = [name for name in manifest.files if wanted(name)]
     check_room(manifest, files, final)
     with staged(final) as staging:
@@ -251,12 +253,13 @@ def give_name(staging: Path, final: Path, text: bytes) -> None:
     sync(final.parent)
 
 
-def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
+def cached(url: str, *, wanted: Callable[[str], bool], found: tuple[bytes, Manifest] | None = None) -> Path:
     """A part of a finished directory of an object store, in a cache of this host: fetched once, by one process.
 
     Args:
         url: of the directory.
         wanted: see `fetch`; of one URL it is always the same.
+        found: see `fetch`.
 
     Returns:
         the directory, whose manifest lists all files. It is below HEADRACE_CACHE, by default ~/.cache/headrace.
@@ -264,7 +267,8 @@ def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:
     Raises:
         DataError, StorageError: see `fetch`.
     """
-    return made_once(url, remote_manifest(url).fingerprint, lambda final: fetch(url, final, wanted=wanted))
+    manifest = found or read_remote_manifest(url)
+    return made_once(url, manifest[1].fingerprint, lambda final: fetch(url, final, wanted=wanted, found=manifest))
 
 
 def made_once(url: str, fingerprint: str, make: Callable[[Path], object]) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.base.directory import MANIFEST, fingerprint_of, staged
 from headrace.base.errors import DataError
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import cached, for_each, made_once, remote_manifest, require_room
+from headrace.base.remote_directory import cached, for_each, made_once, read_remote_manifest, require_room
 from headrace.base.storage import Stat, download, objects_below
 
 _TEMPLATES = "additional_chat_templates/"
@@ -35,11 +35,11 @@ def _copied(url: str) -> Path:
     found = objects_below(url)
     if MANIFEST not in found:
         return _plain(url, found)
-    manifest = remote_manifest(url)
+    text, manifest = read_remote_manifest(url)
     if manifest.kind in _GROWING:
         why = f"{url} holds a '{manifest.kind}', which is not read as a folder"
         raise DataError(f"{why}\n  try: {_GROWING[manifest.kind].format(url=url)}")
-    return cached(url, wanted=lambda _name: True)
+    return cached(url, wanted=lambda _name: True, found=(text, manifest))
 
 
 def _plain(url: str, found: dict[str, Stat]) -> Path:

@@ -22,7 +22,7 @@ from headrace.base.errors import DataError
 from headrace.base.paths import is_store_url
 from pipeline.data.documents import I64, DocumentBoundaries, find_boundaries, join
 from pipeline.data.files import OpenFiles, ShardSpan, SpanReader
-from pipeline.data.remote_shards import remote_tokens
+from pipeline.data.remote_shards import RemoteShards
 
 
 class UnknownIdError(DataError):
@@ -69,9 +69,10 @@ class TokenDataset:
         masked: whether it has a loss mask, as datasets of conversations do.
         in_place: whether it is a dataset of another tool, without a manifest.
         origin: the path, or the URL of a tokens directory in an object store, of which `path` has all but the shards.
+        files: reads its shards.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but four have defaults
         self,
         path: Path,
         manifest: Manifest,
@@ -82,9 +83,10 @@ class TokenDataset:
         folder: Path | None = None,
         tokenizer: Path | None = None,
         files: SpanReader | None = None,
+        origin: str | None = None,
     ) -> None:
-        self._files = OpenFiles() if files is None else files
-        self.origin = self._files.root or str(path)
+        self.files = OpenFiles() if files is None else files
+        self.origin = origin or str(path)
         self.path, self.manifest, self.split, self.source = path, manifest, split, source
         self.sequence_length = sequence_length
         self.tokenizer = tokenizer or path / "tokenizer"
@@ -124,21 +126,19 @@ class TokenDataset:
         Args:
             path: the tokens directory, or its URL: then its shards are read in place.
             split, sequence_length, source: see the attributes.
-            manifest: of the directory, if it is already read.
-            files: pool of open files, shared between datasets.
+            manifest: of a directory on a disk, if it is already read.
+            files: pool of open files, shared between datasets; `RemoteShards` for URLs.
             stat_files: false: go by the manifest alone, where another process looks at the files; each is compared when
                 it is first read.
 
         Raises:
             DataError: no such directory, split or source, a missing or truncated file, or less than one window.
         """
-        if is_store_url(str(path)):
-            path, remote = remote_tokens(str(path), stat_files=stat_files)
-            files, stat_files = remote["files"], remote["stat_files"]
-        path = Path(path)
-        manifest = manifest or read_manifest(path, kind="tokens")
+        origin = str(path)
+        path, manifest, files, stat_files = find_tokens(path, manifest, files, stat_files)
         check_files(path, manifest, split=split, source=source, stat_files=stat_files)
-        dataset = cls(path, manifest, split=split, sequence_length=sequence_length, source=source, files=files)
+        about: dict[str, Any] = {"split": split, "sequence_length": sequence_length, "source": source, "files": files}
+        dataset = cls(path, manifest, origin=origin, **about)
         dataset.check_not_empty()
         return dataset
 
@@ -170,8 +170,10 @@ class TokenDataset:
         return f"{self.origin}{which}: {self.tokens:,} tokens, {self.windows:,} samples{made}"
 
     def read_from(self, copy: Path) -> None:
-        """Reads shards from now on from a copy of the tokens directory; see `staging`."""
+        """Reads shards from now on from a copy of the tokens directory on a disk; see `staging`."""
         self._folder = f"{copy / self.split}/"
+        if isinstance(self.files, RemoteShards):
+            self.files = OpenFiles(random_access=True)
 
     def read(self, windows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Reads windows.
@@ -191,7 +193,7 @@ class TokenDataset:
             UnknownIdError: a token whose id the tokenizer does not have.
         """
         spans = self.spans(windows)
-        rows = self._rows_of(spans, self._files.read(self._shard_spans(spans)), self._padding)
+        rows = self._rows_of(spans, self.files.read(self._shard_spans(spans)), self._padding)
         # as unsigned numbers, negative ids are too large as well: one pass, a tenth of the time of the copy above
         if rows.size and rows.view(f"u{rows.itemsize}").max() >= self._vocabulary:
             raise self._unknown_id(np.asarray(windows), rows)
@@ -211,7 +213,7 @@ class TokenDataset:
         if not self.masked:
             return np.ones((np.size(windows), self.sequence_length + 1), dtype=np.bool_)
         spans, none = self.spans(windows), np.zeros(self.sequence_length + 1, dtype=np.uint8)
-        found = self._rows_of(spans, self._files.read_masks(self._shard_spans(spans)), none)
+        found = self._rows_of(spans, self.files.read_masks(self._shard_spans(spans)), none)
         return found.astype(np.bool_)
 
     def spans(self, windows: npt.ArrayLike) -> Spans:
@@ -226,12 +228,12 @@ class TokenDataset:
 
     def read_ahead(self, windows: npt.ArrayLike) -> None:
         """Readahead: has windows read from disk or network in the background."""
-        self._files.read_ahead(self._shard_spans(self.spans(windows)))
+        self.files.read_ahead(self._shard_spans(self.spans(windows)))
 
     def read_ahead_masks(self, windows: npt.ArrayLike) -> None:
         """Readahead of what `loss_mask` reads."""
         if self.masked:
-            self._files.read_ahead_masks(self._shard_spans(self.spans(windows)))
+            self.files.read_ahead_masks(self._shard_spans(self.spans(windows)))
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
         """Document boundaries within windows, from the index alone; no token is read.
@@ -271,7 +273,16 @@ class TokenDataset:
         Raises:
             DataError: it is damaged, or does not match the manifest.
         """
-        return self._files.file(self._folder + self._names[shard], self._sizes[shard])
+        return self.files.file(self._folder + self._names[shard], self._sizes[shard])
+
+    def shard_spans(self, windows: npt.ArrayLike) -> list[ShardSpan]:
+        """What is read of the shards for windows."""
+        return self._shard_spans(self.spans(windows))
+
+    def prefixes(self, windows: npt.ArrayLike | None = None) -> list[str]:
+        """The shards of windows, each once; all when None."""
+        shards = range(len(self._names)) if windows is None else np.unique(self.locate(windows)[0]).tolist()
+        return [self._folder + self._names[shard] for shard in shards]
 
     def _shard_spans(self, spans: Spans) -> list[ShardSpan]:
         """The spans without those of padding."""
@@ -291,6 +302,17 @@ class TokenDataset:
 
     def _windows_of_shards(self) -> list[int]:
         return [max(0, (size - 1) // self.sequence_length) for size in self._sizes]
+
+
+def find_tokens(
+    path: str | Path, manifest: Manifest | None, files: SpanReader | None, stat_files: bool
+) -> tuple[Path, Manifest, SpanReader | None, bool]:
+    """What `TokenDataset.open` opens: the directory on this host, its manifest, how it is read, whether files are
+    still to be compared with the manifest."""
+    if is_store_url(str(path)):
+        remote = files if isinstance(files, RemoteShards) else RemoteShards()
+        return *remote.open(str(path), stat_files=stat_files), remote, False
+    return Path(path), manifest or read_manifest(path, kind="tokens"), files, stat_files
 
 
 def check_files(path: Path, manifest: Manifest, *, split: str, source: str | None, stat_files: bool = True) -> None:

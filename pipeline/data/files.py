@@ -46,13 +46,7 @@ class ShardSpan(NamedTuple):
 
 
 class SpanReader(Protocol):
-    """Reads tokens and loss masks of shards, which it opens on first use.
-
-    Attributes:
-        root: URL of the only tokens directory whose shards it reads; None where prefixes are paths.
-    """
-
-    root: str | None
+    """Reads tokens and loss masks of shards, which it opens on first use."""
 
     def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
         """The tokens of spans, [length] each.
@@ -88,8 +82,6 @@ class OpenFiles:
         most: limit of open files, and of open masks.
         random_access: see `map_file`; callers should use readahead before they read.
     """
-
-    root: str | None = None
 
     def __init__(self, *, most: int = MOST, random_access: bool = False) -> None:
         self._most, self._random_access = most, random_access

@@ -23,8 +23,10 @@ from pipeline.config.topology import sequence_chunks
 from pipeline.data.dataset import TokenDataset, UnknownIdError, choose_windows
 from pipeline.data.documents import DocumentBoundaries
 from pipeline.data.mixture import DataMixture
+from pipeline.data.read_ahead import Index
 from pipeline.data.sample_order import SampleLocation
 from pipeline.data.skips import NO_SKIPS, Skips
+from pipeline.data.span_cache import Part
 
 IGNORE: Final = -100
 """Label of a position that is not a target."""
@@ -32,6 +34,8 @@ IGNORE: Final = -100
 _LOCATED_ROWS: Final = 2048
 _LOCATED_TOKENS: Final = 1 << 24
 """Rows and tokens that are located together and read ahead: some 32 MB."""
+PARTS_IN_CACHE: Final = 4
+"""Groups of steps of which all ranks of a host have room in the cache for object stores, at least."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,9 @@ class StepLoader:
         return max(0, self._last - self._first + 1)
 
     def __iter__(self) -> Iterator[StepBatch]:
+        remote = self._mixture.remote.ahead
+        if remote is not None:
+            remote.begin(self._remote_parts(remote.order), step=self._first)
         ready: queue.Queue[StepBatch | BaseException] = queue.Queue(self._prefetch)
         stop = threading.Event()
         thread = threading.Thread(target=self._gather_all, args=(ready, stop), name="loader", daemon=True)
@@ -233,27 +240,61 @@ class StepLoader:
         Readahead of the next group is requested while the current one is used, so that a slow file system reads
         concurrently and in advance. With loss masks it covers the masks of all samples, which every rank reads.
         """
-        most = min(_LOCATED_ROWS, _LOCATED_TOKENS // self._batch.sequence_length)
-        per_step = self._batch.samples if self._mixture.masked else self._samples_of_rows.size
-        together = max(1, most // per_step)
         ahead: tuple[range, SampleLocation] | None = None
-        for first in range(self._first, self._last + 1, together):
-            steps = range(first, min(first + together, self._last + 1))
-            location = self._mixture.order.locate(np.concatenate([self._rows(step) for step in steps]))
-            self._mixture.read_ahead(location)
-            self._read_ahead_masks(steps)
+        for steps in self._groups():
+            location = self._locate(steps)
+            self._mixture.read_ahead(location, self._all_samples(steps, self._mixture.masked), step=steps.start)
             if ahead is not None:
+                if self._mixture.remote.ahead is not None:
+                    self._mixture.remote.ahead.at(ahead[0].start)
                 yield from _by_step(*ahead)
             ahead = steps, location
         if ahead is not None:
             yield from _by_step(*ahead)
 
-    def _read_ahead_masks(self, steps: range) -> None:
-        if self._mixture.masked:
-            samples = [self._first_sample(step) + np.arange(self._batch.samples) for step in steps]
-            location = self._mixture.order.locate(np.concatenate(samples))
-            for number in np.unique(location.source):
-                self._mixture.sources[number].read_ahead_masks(location.window[location.source == number])
+    def _groups(self) -> Iterator[range]:
+        """Steps that are located and read ahead together.
+
+        Those that are cached together do not depend on the first step, but for the first ones, so that a run that
+        resumes finds them: they begin at multiples of their number, a power of two.
+        """
+        most = min(_LOCATED_ROWS, _LOCATED_TOKENS // self._batch.sequence_length)
+        per_step = self._batch.samples if self._mixture.masked else self._samples_of_rows.size
+        together = max(1, most // per_step)
+        remote, step = self._mixture.remote.ahead, self._first
+        if remote is not None:
+            step_bytes = step_bytes_of(self._batch, masked=self._mixture.masked)
+            together = largest_power_of_two(min(together, remote.cache.limit // (PARTS_IN_CACHE * step_bytes)))
+        size = together if remote is None else 1
+        while step <= self._last:
+            end = step + size
+            if remote is not None:
+                end = step + min(size, _lowest_bit(step) or size)
+                size = min(together, 2 * size)
+            yield range(step, min(end, self._last + 1))
+            step = end
+
+    def _locate(self, steps: range) -> SampleLocation:
+        return self._mixture.order.locate(np.concatenate([self._rows(step) for step in steps]))
+
+    def _all_samples(self, steps: range, wanted: bool) -> SampleLocation | None:
+        if not wanted:
+            return None
+        samples = [self._first_sample(step) + np.arange(self._batch.samples) for step in steps]
+        return self._mixture.order.locate(np.concatenate(samples))
+
+    def _remote_parts(self, order: str) -> Iterator[Part | Index]:
+        """What is read of object stores in all steps, in order."""
+        mixture, known = self._mixture, set[str]()
+        for steps in self._groups():
+            bounded = self._all_samples(steps, self._mask_documents or mixture.fim is not None)
+            for prefix in [] if bounded is None else mixture.remote_shards(bounded):
+                if prefix not in known:
+                    known.add(prefix)
+                    yield mixture.remote.index(prefix)
+            for spans in mixture.remote_parts(self._locate(steps), self._all_samples(steps, mixture.masked)):
+                if spans:
+                    yield Part(order, steps.start, tuple(spans))
 
     def _own(self, micro: MicroBatch) -> MicroBatch:
         """Contiguous and, for a GPU, in page-locked memory: a strided view would be copied once more."""
@@ -278,6 +319,20 @@ class StepLoader:
             raise
         except BaseException as error:  # raised by the consuming thread
             yield error
+
+
+def step_bytes_of(batch: BatchSizes, *, masked: bool) -> int:
+    """Bytes that all ranks read of an object store in a step, at most: ids of 4 bytes, and loss masks."""
+    return batch.samples * (batch.sequence_length + 1) * (5 if masked else 4)
+
+
+def largest_power_of_two(limit: int) -> int:
+    """The largest power of two that is at most a number; 1 for numbers below."""
+    return 1 << max(0, limit.bit_length() - 1)
+
+
+def _lowest_bit(number: int) -> int:
+    return number & -number
 
 
 def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
@@ -393,9 +448,17 @@ def heldout_batches(  # noqa: PLR0913  five are the rank's part
         samples: number of windows to evaluate, evenly spaced over the split; all if None.
     """
     chosen = choose_windows(dataset.windows, samples)
+
+    def windows_from(start: int) -> npt.NDArray[np.int64]:
+        return chosen[np.minimum(start + dp_rank * batch_size + np.arange(batch_size), chosen.size - 1)]
+
     for start in range(0, chosen.size, batch_size * dp):
         mine = start + dp_rank * batch_size + np.arange(batch_size)
-        windows = chosen[np.minimum(mine, chosen.size - 1)]
+        windows = windows_from(start)
+        if start == 0:
+            dataset.read_ahead(windows)
+        if start + batch_size * dp < chosen.size:
+            dataset.read_ahead(windows_from(start + batch_size * dp))
         boundaries = dataset.boundaries(windows) if mask_documents else None
         rows = dataset.rows(windows)
         chunks = sequence_chunks(rows.shape[1] - 1, cp=cp, cp_rank=cp_rank, zigzag=zigzag)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.formats.packfile import packing_name
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.paths import is_url
@@ -22,8 +23,9 @@ from pipeline.data.fim import Fim, make_fim
 from pipeline.data.in_place import InPlace
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.packed import PackedDataset
-from pipeline.data.remote_shards import RemoteShards, remote_tokens
+from pipeline.data.remote_shards import RemoteShards, masks
 from pipeline.data.sample_order import SampleLocation, SampleOrder
+from pipeline.data.span_cache import Bytes
 
 
 class DataMixture:
@@ -33,6 +35,7 @@ class DataMixture:
         sources: opened datasets, in the config's order.
         order: maps a global sample number to a source and its window; or give mixing `weights` and the run's `seed`.
         fim: fill-in-the-middle transformation, which the loader applies; `read` returns samples without it.
+        remote: reads the sources that are in object stores.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class DataMixture:
         weights: Sequence[float] = (1.0,),
         seed: int = 0,
         fim: Fim | None = None,
+        remote: RemoteShards | None = None,
     ) -> None:
-        self.sources = list(sources)
+        self.sources, self.remote = list(sources), remote or RemoteShards()
         self.order = order or SampleOrder([s.windows for s in sources], weights=weights, seed=seed)
         self.sequence_length = sources[0].sequence_length
         self.fim = fim
@@ -94,10 +98,46 @@ class DataMixture:
             loss_mask[mine] = self.sources[number].loss_mask(location.window[mine])
         return loss_mask
 
-    def read_ahead(self, location: SampleLocation) -> None:
-        """Readahead: asks the kernel to read the samples at the given locations in the background."""
-        for number in np.unique(location.source):
-            self.sources[number].read_ahead(location.window[location.source == number])
+    def read_ahead(self, location: SampleLocation, masks_of: SampleLocation | None = None, *, step: int = 0) -> None:
+        """Readahead: has samples read in the background, by the kernel or from object stores.
+
+        Args:
+            location: of the samples.
+            masks_of: locations of the samples whose loss masks are read.
+            step: the first optimizer step that reads them.
+        """
+        for source, windows in self._by_source(location):
+            if source.files is not self.remote:
+                source.read_ahead(windows)
+        for source, windows in self._by_source(masks_of):
+            if source.files is not self.remote:
+                source.read_ahead_masks(windows)
+        self.remote.read_parts_ahead(self.remote_parts(location, masks_of), step)
+
+    def remote_parts(self, location: SampleLocation, masks_of: SampleLocation | None) -> list[list[Bytes]]:
+        """What is read of object stores of the samples at the given locations: spans of tokens, and of loss masks."""
+        tokens, of_masks = [], []
+        for source, windows in self._by_source(location):
+            if source.files is self.remote:
+                tokens += self.remote.tokens(source.shard_spans(windows))
+        for source, windows in self._by_source(masks_of):
+            if source.files is self.remote and source.masked:
+                of_masks += masks(source.shard_spans(windows))
+        return [list(dict.fromkeys(spans)) for spans in (tokens, of_masks)]
+
+    def remote_shards(self, location: SampleLocation) -> list[str]:
+        """Shards in object stores whose index is read for the document boundaries of samples, each once."""
+        found = [
+            source.prefixes(windows)
+            for source, windows in self._by_source(location)
+            if source.files is self.remote and not isinstance(source, PackedDataset)
+        ]
+        return [prefix for prefixes in found for prefix in prefixes]
+
+    def _by_source(self, location: SampleLocation | None) -> Iterator[tuple[TokenDataset, npt.NDArray[np.int64]]]:
+        if location is not None:
+            for number in np.unique(location.source):
+                yield self.sources[number], location.window[location.source == number]
 
     def boundaries(self, samples: npt.ArrayLike) -> DocumentBoundaries:
         """Document boundaries within samples; see `TokenDataset.boundaries`. No token is read."""
@@ -120,7 +160,8 @@ class DataMixture:
         for i, source in enumerate(self.sources):
             found[f"data.sources.{i}"] = {"path": source.origin, "fingerprint": source.manifest.fingerprint}
             if isinstance(source, PackedDataset):
-                packed = {"path": str(source.packed), "fingerprint": source.packing.fingerprint}
+                place = f"{source.origin}/{packing_name(source.sequence_length)}"
+                packed = {"path": place, "fingerprint": source.packing.fingerprint}
                 found[f"data.sources.{i}.packing"] = packed
         return found
 
@@ -143,8 +184,8 @@ def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None, 
         DataError: a source is missing, damaged or too short.
         ConfigError: two sources were made with different tokenizers, or budgets and limits do not fit the run.
     """
-    files, manifests = OpenFiles(random_access=True), _Manifests()
-    pools: dict[str, Any] = {"files": files, "manifests": manifests, "stat_files": stat_files}
+    files, manifests, remote = OpenFiles(random_access=True), _Manifests(), RemoteShards()
+    pools: dict[str, Any] = {"files": files, "manifests": manifests, "remote": remote, "stat_files": stat_files}
     opened = [_open(source, i, data, **pools) for i, source in enumerate(data.sources)]
     for number, dataset in enumerate(opened):
         _check_tokenizer(f"data.sources.{number}.path", dataset, like=opened[0])
@@ -152,7 +193,7 @@ def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None, 
         why = "conversations have a loss mask, which fill-in-the-middle would misalign"
         raise ConfigError("data.fim", why=why, remedy="remove the section, or the sources of conversations")
     order = make_order(data, [dataset.windows for dataset in opened], seed=seed, extent=extent)
-    return DataMixture(opened, order=order, fim=_make_fim(data, opened[0], seed=seed))
+    return DataMixture(opened, order=order, fim=_make_fim(data, opened[0], seed=seed), remote=remote)
 
 
 def _make_fim(data: DataSection, dataset: TokenDataset, *, seed: int) -> Fim | None:
@@ -187,9 +228,8 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
     for number, (section, dataset) in enumerate(zip(data.sources, mixture.sources, strict=True)):
         splits = dataset.manifest.details["splits"]
         if section.heldout is not None:
-            opened = _open_heldout(
-                section.heldout, f"data.sources.{number}.heldout", length, of=dataset, stat_files=stat_files
-            )
+            about: dict[str, Any] = {"of": dataset, "remote": mixture.remote.another(), "stat_files": stat_files}
+            opened = _open_heldout(section.heldout, f"data.sources.{number}.heldout", length, **about)
             _check_tokenizer(f"data.sources.{number}.heldout", opened, like=mixture.sources[0])
             yield opened
         elif "heldout" not in splits:  # read in place, or made with heldout_fraction 0
@@ -197,15 +237,15 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
         elif section.source is None:
             yield TokenDataset.open(split="heldout", sequence_length=length, **_again(dataset, stat_files))
         else:  # of a small source it may be shorter than one window
-            about: dict[str, Any] = {"split": "heldout", "sequence_length": length, "source": section.source}
+            about = {"split": "heldout", "sequence_length": length, "source": section.source}
             if TokenDataset(dataset.path, dataset.manifest, **about).windows:
                 yield TokenDataset.open(**_again(dataset, stat_files), **about)
 
 
 def _again(dataset: TokenDataset, stat_files: bool) -> dict[str, Any]:
     """Opens another split of the same directory."""
-    remote = {"files": RemoteShards(dataset.origin), "stat_files": False} if is_url(dataset.origin) else {}
-    return {"path": dataset.path, "manifest": dataset.manifest, "stat_files": stat_files, **remote}
+    remote = {"files": dataset.files.another()} if isinstance(dataset.files, RemoteShards) else {}
+    return {"path": dataset.origin, "manifest": dataset.manifest, "stat_files": stat_files, **remote}
 
 
 class _Manifests(dict[str, Manifest]):
@@ -223,34 +263,23 @@ def _open(
     *,
     files: OpenFiles,
     manifests: _Manifests,
+    remote: RemoteShards,
     stat_files: bool,
 ) -> TokenDataset:
     field = f"data.sources.{number}"
     about: dict[str, Any] = {"files": files, "stat_files": stat_files}
     if is_url(section.path):
-        path, about = remote_tokens(section.path, stat_files=stat_files)
-        if data.packing != "contiguous":
-            why = f"{section.path} is read in place, and packings are on a disk"
-            remedy = f"use contiguous, or copy it to a disk (headrace copy {section.path} DIR) and pack it there"
-            raise ConfigError("data.packing", data.packing, why=why, remedy=remedy)
+        about["files"] = remote
     elif (found := in_place.find(section.path)) is not None:
         return _open_in_place(found, section, field, data, files=files)
     else:
         _refuse_suffix(section.path)
-        path = section.path
-    manifest = manifests[path]
+        about["manifest"] = manifests[section.path]
     if section.tokenizer is not None:
         why = f"{section.path} has the tokenizer that it was made with"
         raise ConfigError(f"{field}.tokenizer", section.tokenizer, why=why, remedy="leave it out")
     kind = PackedDataset if data.packing == "best_fit" else TokenDataset
-    return kind.open(
-        path,
-        split="train",
-        sequence_length=data.sequence_length,
-        source=section.source,
-        manifest=manifest,
-        **about,
-    )
+    return kind.open(section.path, split="train", sequence_length=data.sequence_length, source=section.source, **about)
 
 
 def _open_in_place(
@@ -272,11 +301,14 @@ def _open_in_place(
     return _in_place(found, f"{field}.tokenizer", data.sequence_length, **about)
 
 
-def _open_heldout(path: str, field: str, length: int, *, of: TokenDataset, stat_files: bool) -> TokenDataset:
+def _open_heldout(
+    path: str, field: str, length: int, *, of: TokenDataset, remote: RemoteShards, stat_files: bool
+) -> TokenDataset:
     if not is_url(path) and (found := in_place.find(path)) is not None:
         return _in_place(found, field, length, tokenizer=of.tokenizer, split="heldout")
     _refuse_suffix(path)
-    return TokenDataset.open(path, split="heldout", sequence_length=length, stat_files=stat_files)
+    files = remote if is_url(path) else None
+    return TokenDataset.open(path, split="heldout", sequence_length=length, files=files, stat_files=stat_files)
 
 
 def _in_place(

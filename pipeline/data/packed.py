@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.packfile import PACK_SUFFIX, PACKING_KIND, PackFile, packing_name
-from headrace.base.directory import Manifest, check_sizes, read_manifest
+from headrace.base.directory import Manifest, check_kind, check_sizes, read_manifest
 from headrace.base.errors import DataError
-from pipeline.data.dataset import Spans, TokenDataset, check_files
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import cached, find_manifest, read_remote_manifest
+from pipeline.data.dataset import Spans, TokenDataset, check_files, find_tokens
 from pipeline.data.documents import I64, DocumentBoundaries
 from pipeline.data.files import MOST, SpanReader
 
@@ -24,9 +26,9 @@ class PackedDataset(TokenDataset):
         packed: its directory.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, packing: Manifest, **about: Any) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, packing: Manifest, packed: Path, **about: Any) -> None:
         """`about` is passed on to `TokenDataset`."""
-        self.packing, self.packed = packing, path / packing_name(about["sequence_length"])
+        self.packing, self.packed = packing, packed
         self._packs: dict[int, PackFile] = {}
         super().__init__(path, manifest, **about)
 
@@ -47,22 +49,19 @@ class PackedDataset(TokenDataset):
         Raises:
             DataError: also if there is no packing of this length, or it was made from other tokens.
         """
-        path = Path(path)
-        manifest = manifest or read_manifest(path, kind="tokens")
+        origin = str(path)
+        path, manifest, files, stat_files = find_tokens(path, manifest, files, stat_files)
         check_files(path, manifest, split=split, source=source, stat_files=stat_files)
-        packed = path / packing_name(sequence_length)
-        how = f"headrace prep pack {path} --length {sequence_length}"
-        if not packed.is_dir():
-            raise DataError(f"{path} is not packed for samples of {sequence_length} tokens\n  try: {how}")
-        packing = read_manifest(packed, kind=PACKING_KIND)
+        packed, packing = _find_packing(origin, sequence_length)
         if packing.parents["tokens"]["fingerprint"] != manifest.fingerprint:
-            raise DataError(f"{packed} was made from other tokens than those in {path}\n  try: remove it, and {how}")
+            why = f"{origin}/{packing_name(sequence_length)} was made from other tokens than those in {origin}"
+            raise DataError(f"{why}\n  try: remove it, and {_how_to_pack(origin, sequence_length)}")
         if split not in packing.details["splits"]:
             raise DataError(f"{packed} has no split '{split}'\n  try: data.packing contiguous")
         if stat_files:
             check_sizes(packed, packing)
         about: dict[str, Any] = {"split": split, "sequence_length": sequence_length, "source": source, "files": files}
-        dataset = cls(path, manifest, packing=packing, **about)
+        dataset = cls(path, manifest, packing=packing, packed=packed, origin=origin, **about)
         dataset.check_not_empty()
         return dataset
 
@@ -126,6 +125,34 @@ class PackedDataset(TokenDataset):
 
     def _windows_of_shards(self) -> list[int]:
         return [entry["bins"] for entry in self._shards()]
+
+
+def _find_packing(tokens: str, length: int) -> tuple[Path, Manifest]:
+    """The packing of a tokens directory: its directory on this host, and its manifest.
+
+    Raises:
+        DataError: there is none.
+        StorageError: the store cannot be read.
+    """
+    name = packing_name(length)
+    if not is_store_url(tokens):
+        packed = Path(tokens) / name
+        if packed.is_dir():
+            return packed, read_manifest(packed, kind=PACKING_KIND)
+    url = f"{tokens}/{name}"
+    if not is_store_url(tokens) or find_manifest(url) is None:
+        why = f"{tokens} is not packed for samples of {length} tokens"
+        raise DataError(f"{why}\n  try: {_how_to_pack(tokens, length)}")
+    found = read_remote_manifest(url)
+    check_kind(url, found[1], kind=PACKING_KIND)
+    return cached(url, wanted=lambda _name: True, found=found), found[1]
+
+
+def _how_to_pack(tokens: str, length: int) -> str:
+    if not is_store_url(tokens):
+        return f"headrace prep pack {tokens} --length {length}"
+    name = packing_name(length)
+    return f"headrace prep pack TOKENS --length {length} on a disk, then headrace copy TOKENS/{name} {tokens}/{name}"
 
 
 def _where(shards: I64, shard: np.int64) -> I64:

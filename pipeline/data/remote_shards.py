@@ -1,17 +1,20 @@
-"""Shards of a tokens directory in an object store: spans are read in the order of the samples, ahead of the training.
+"""Shards of tokens directories in object stores: spans are read in the order of the samples, ahead of the training.
 
-Of the tokens a rank reads the spans of its own samples, each once, and keeps none on a disk: what is read ahead is in
-memory, for at most two groups of steps (`StepLoader`). The index of a shard is copied to a temporary directory when a
-document boundary in it is asked for. The bytes of a span are not compared with the shard's checksum, which is of the
-whole file; sizes are compared when the directory is opened.
+A training run reads them through a bounded cache on a disk of this host (`read_ahead`). Without one, as of verbs that
+score on some samples, what is read ahead is in memory, for at most two groups of steps (`StepLoader`). The index of a
+shard is copied to this host when a document boundary in it is asked for, and has the checksum of the manifest. The
+bytes of a span are not compared with the shard's checksum, which is of the whole file; sizes are compared when the
+directory is opened, and the cache has checksums of its own.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -19,98 +22,207 @@ import numpy.typing as npt
 
 from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
-from data_prep.formats.tokenfile import HEADER_BYTES, TokenFile, dtype_in_header
-from headrace.base.directory import Manifest, read_manifest
+from data_prep.formats.tokenfile import TokenFile
+from headrace.base.directory import Manifest, check_kind
 from headrace.base.errors import DataError
-from headrace.base.remote_directory import cached
-from headrace.base.storage import download, objects_below, read_range
+from headrace.base.lock import LockedError
+from headrace.base.remote_directory import cache_root, cached, read_remote_manifest
+from headrace.base.storage import objects_below, read_range
 from pipeline.data.files import ShardSpan
+from pipeline.data.read_ahead import Index, ReadAhead, fetch_index
+from pipeline.data.span_cache import Bytes, Part
 
-AT_ONCE = 32
-"""Requests at a time: a store answers each after tens of milliseconds, and answers many at once."""
-Bytes = tuple[str, int, int]
-"""URL, start and size."""
+_AT_ONCE = 32
+"""Requests at a time of what is read without the cache."""
+_OTHERS_S = 30.0
+"""Seconds for which another process may have been downloading what this one needs now."""
+_DTYPES: dict[int, np.dtype[Any]] = {
+    size: np.dtype(name) for size, name in {1: "u1", 2: "<u2", 4: "<i4", 8: "<i8"}.items()
+}
+"""Of ids by their size in bytes. Of signed ones none is negative, so that they are read alike."""
+Read = Callable[[], bytes | memoryview]
 
 
 class RemoteShards:
-    """Reads shards of a directory in an object store; see `SpanReader`.
+    """Reads shards of directories in object stores; see `SpanReader`.
 
-    Args:
-        url: of the directory.
+    Attributes:
+        ahead: reads ahead to a cache on this host, where a run has opened one.
     """
 
-    def __init__(self, url: str) -> None:
-        self.root: str | None = url
+    def __init__(self) -> None:
+        self.ahead: ReadAhead | None = None
+        self._directories: dict[str, tuple[Path, Manifest]] = {}
+        self._looked_at: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
-        self._asked: dict[Bytes, tuple[int, Future[bytes]]] = {}
+        self._asked: dict[Bytes, tuple[int, Read]] = {}
         self._group = 0
-        self._dtypes: dict[str, np.dtype[Any]] = {}
         self._indexes: dict[str, TokenFile] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def open(self, url: str, *, stat_files: bool) -> tuple[Path, Manifest]:
+        """A tokens directory: what is on this host of it, and its manifest. Each is read and listed once.
+
+        Args:
+            url: of the directory.
+            stat_files: compare the sizes of its objects with the manifest.
+
+        Raises:
+            DataError, StorageError: see `cached` and `check_objects`.
+        """
+        if url not in self._directories:
+            found = read_remote_manifest(url)
+            path = cached(url, wanted=lambda name: name.startswith("tokenizer/"), found=found)
+            check_kind(url, found[1], kind="tokens")
+            self._directories[url] = path, found[1]
+        if stat_files and url not in self._looked_at:
+            check_objects(url, self._directories[url][1])
+            self._looked_at.add(url)
+        return self._directories[url]
+
+    def another(self) -> RemoteShards:
+        """A reader of the same directories whose read-ahead is apart, for use beside this one."""
+        found = RemoteShards()
+        found._directories, found._looked_at = self._directories, self._looked_at
+        return found
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """URL -> fingerprint of the directories that are open."""
+        return {url: manifest.fingerprint for url, (_, manifest) in self._directories.items()}
 
     def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
         """See `SpanReader.read`."""
-        dtypes = self._dtypes_of(spans)
-        wanted = [_bytes(each, ".bin", dtype.itemsize) for each, dtype in zip(spans, dtypes, strict=True)]
-        return [np.frombuffer(data, dtype) for data, dtype in zip(self._read(wanted), dtypes, strict=True)]
+        dtypes = [self._dtype(each) for each in spans]
+        return [np.frombuffer(data, dtype) for data, dtype in zip(self._read(self.tokens(spans)), dtypes, strict=True)]
 
     def read_masks(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
         """See `SpanReader.read_masks`."""
-        return [np.frombuffer(data, np.uint8) for data in self._read([_bytes(each, MASK, 1) for each in spans])]
+        return [np.frombuffer(data, np.uint8) for data in self._read(masks(spans))]
 
     def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
         """Asks the store for spans, of tokens; what was asked for two calls ago and not read since is forgotten."""
-        self._group += 1
-        for key, (group, future) in list(self._asked.items()):
-            if group < self._group - 1:
-                future.cancel()
-                del self._asked[key]
-        dtypes = self._dtypes_of(spans)
-        self._ask([_bytes(each, ".bin", dtype.itemsize) for each, dtype in zip(spans, dtypes, strict=True)])
+        self.read_parts_ahead([], 0)
+        self._ask(self.tokens(spans))
 
     def read_ahead_masks(self, spans: Sequence[ShardSpan]) -> None:
         """As `read_ahead`, of loss masks, which belong to the tokens that were asked for last."""
-        self._ask([_bytes(each, MASK, 1) for each in spans])
+        self._ask(masks(spans))
+
+    def read_parts_ahead(self, parts: Iterable[Sequence[Bytes]], step: int) -> None:
+        """As `read_ahead`, of what will be read of the steps from one on, by the parts in which it is cached."""
+        self._group += 1
+        for key, (group, read) in list(self._asked.items()):
+            if group < self._group - 1:
+                if isinstance(owner := getattr(read, "__self__", None), Future):
+                    owner.cancel()
+                del self._asked[key]
+        for spans in parts:
+            if self.ahead is None or not spans:
+                self._ask(spans)
+            else:
+                self._ask_cached(self.ahead, Part(self.ahead.order, step, tuple(spans)))
 
     def file(self, prefix: str, tokens: int) -> IndexedTokens:
-        """See `SpanReader.file`: its index is copied to a temporary directory first."""
+        """See `SpanReader.file`: its index is copied to this host first."""
         found = self._indexes.get(prefix)
         if found is None:
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="headrace-indexes-")
-            local = Path(self._folder.name) / str(len(self._indexes))
-            download(f"{prefix}.idx", local.with_suffix(".idx"))
-            found = TokenFile.open_index(local)
+            index = self.index(prefix)
+            fetch_index(index)
+            found = TokenFile.open_index(Path(index.path).with_suffix(""))
             if found.tokens.size != tokens:
                 why = f"{prefix}.idx is of {found.tokens.size} tokens, the manifest lists {tokens}"
                 raise DataError(f"{why}\n  try: copy the dataset there again")
             self._indexes[prefix] = found
         return found
 
-    def _dtypes_of(self, spans: Sequence[ShardSpan]) -> list[np.dtype[Any]]:
-        """The dtype of each span's ids, by the code in the header of its shard's index."""
-        new = list(dict.fromkeys(each.prefix for each in spans if each.prefix not in self._dtypes))
-        for prefix, header in zip(new, self._read([(f"{each}.idx", 0, HEADER_BYTES) for each in new]), strict=True):
-            self._dtypes[prefix] = dtype_in_header(header, f"{prefix}.idx")
-        return [self._dtypes[each.prefix] for each in spans]
+    def index(self, prefix: str) -> Index:
+        """The index of a shard."""
+        url, manifest = self._directory(prefix)
+        name = f"{prefix.removeprefix(f'{url}/')}.idx"
+        folder = cache_root() / "indexes" / f"{PurePosixPath(url).name}-{manifest.fingerprint[:16]}"
+        return Index(f"{prefix}.idx", str(folder / name), manifest.files[name]["sha256"])
+
+    def index_bytes(self, prefix: str) -> int:
+        """Size of the index of a shard."""
+        url, manifest = self._directory(prefix)
+        return int(manifest.files[f"{prefix.removeprefix(f'{url}/')}.idx"]["bytes"])
+
+    def tokens(self, spans: Sequence[ShardSpan]) -> list[Bytes]:
+        """Where the tokens of spans are."""
+        return [_bytes(each, ".bin", self._dtype(each).itemsize) for each in spans]
+
+    def _directory(self, prefix: str) -> tuple[str, Manifest]:
+        url = prefix.rsplit("/", 2)[0]  # URL/SPLIT/SHARD
+        return url, self._directories[url][1]
+
+    def _dtype(self, span: ShardSpan) -> np.dtype[Any]:
+        url, manifest = self._directory(span.prefix)
+        size = manifest.files[f"{span.prefix[len(url) + 1 :]}.bin"]["bytes"]
+        width, rest = divmod(int(size), span.tokens)
+        if rest or width not in _DTYPES:
+            raise DataError(f"{span.prefix}.bin: {size} bytes are not {span.tokens} ids\n  try: make the dataset again")
+        return _DTYPES[width]
 
     def _ask(self, wanted: Sequence[Bytes]) -> None:
-        self._pool = self._pool or ThreadPoolExecutor(AT_ONCE, thread_name_prefix="remote-shards")
+        self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="remote-shards")
         for each in wanted:
             if each not in self._asked:
-                self._asked[each] = self._group, self._pool.submit(read_range, *each)
+                self._asked[each] = self._group, self._pool.submit(read_range, *each).result
 
-    def _read(self, wanted: Sequence[Bytes]) -> list[bytes]:
+    def _ask_cached(self, ahead: ReadAhead, part: Part) -> None:
+        """Has a part read from the cache by a thread; from the store where it is not there."""
+        loading: Future[Sequence[bytes | memoryview]] = Future()
+
+        def load() -> None:
+            try:
+                loading.set_result(self._load(ahead, part))
+            except BaseException as error:  # raised where the part is read
+                loading.set_exception(error)
+
+        threading.Thread(target=load, name="cached-shards", daemon=True).start()
+
+        def reading(number: int) -> Read:
+            return lambda: loading.result()[number]
+
+        for number, each in enumerate(part.spans):
+            self._asked.setdefault(each, (self._group, reading(number)))
+
+    def _load(self, ahead: ReadAhead, part: Part) -> Sequence[bytes | memoryview]:
+        data = ahead.read(part)
+        return self._load_directly(ahead, part) if data is None else _split(part, data)
+
+    def _load_directly(self, ahead: ReadAhead, part: Part) -> Sequence[bytes | memoryview]:
+        """Reads a part from the store, unless another rank has done so meanwhile, and stores it for the others."""
+        with suppress(LockedError, OSError), ahead.cache.downloading(part.key, timeout_s=_OTHERS_S):
+            if (data := ahead.cache.read(part)) is not None:
+                return _split(part, data)
+            read = _read_at_once(part)
+            ahead.store(part, read)
+            return read
+        return _read_at_once(part)
+
+    def _read(self, wanted: Sequence[Bytes]) -> list[bytes | memoryview]:
         self._ask(wanted)
-        futures = [self._asked[each][1] for each in wanted]
+        reads = [self._asked[each][1] for each in wanted]
         found = []
-        for (url, start, size), future in zip(wanted, futures, strict=True):
-            data = future.result()
+        for (url, start, size), read in zip(wanted, reads, strict=True):
+            data = read()
             self._asked.pop((url, start, size), None)
             if len(data) != size:
                 why = f"{url} has {len(data)} of the {size} bytes from {start} on: it was replaced, or is not finished"
                 raise DataError(f"{why}\n  try: copy the dataset there again")
             found.append(data)
         return found
+
+
+def _split(part: Part, data: memoryview) -> list[memoryview]:
+    ends = itertools.accumulate(size for _, _, size in part.spans)
+    return [data[end - size : end] for end, (_, _, size) in zip(ends, part.spans, strict=True)]
+
+
+def _read_at_once(part: Part) -> list[bytes]:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(lambda each: read_range(*each), part.spans))
 
 
 def check_objects(url: str, manifest: Manifest) -> None:
@@ -129,21 +241,10 @@ def check_objects(url: str, manifest: Manifest) -> None:
             raise DataError(f"{why}\n  try: copy the dataset there again")
 
 
+def masks(spans: Sequence[ShardSpan]) -> list[Bytes]:
+    """Where the loss masks of spans are."""
+    return [_bytes(each, MASK, 1) for each in spans]
+
+
 def _bytes(span: ShardSpan, suffix: str, width: int) -> Bytes:
     return f"{span.prefix}{suffix}", span.start * width, span.length * width
-
-
-def remote_tokens(url: str, *, stat_files: bool) -> tuple[str, dict[str, Any]]:
-    """A tokens directory in an object store: what is on this host of it, and how `TokenDataset.open` reads its shards.
-
-    Args:
-        url: of the directory.
-        stat_files: compare the sizes of its objects with the manifest.
-
-    Raises:
-        DataError, StorageError: see `cached` and `check_objects`.
-    """
-    path = cached(url, wanted=lambda name: name.startswith("tokenizer/"))
-    if stat_files:
-        check_objects(url, read_manifest(path, kind="tokens"))
-    return str(path), {"files": RemoteShards(url), "stat_files": False}

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from headrace.base.directory import MANIFEST, Manifest, check_sizes, free_bytes, read_manifest, sync
 from headrace.base.errors import DataError
 from headrace.base.lock import LockedError, lock_file
+from headrace.base.paths import is_url
+from headrace.base.remote_directory import fetch_files, read_remote_manifest
 
 _CHUNK = 8 << 20
 _MARGIN = 1.02
@@ -32,13 +34,13 @@ class StagedCopy:
     """A copy on this node's disk.
 
     Attributes:
-        original: the tokens directory.
+        original: the tokens directory, or its URL.
         path: the copy.
         copied_bytes: by this process; 0 where the copy was there, or another process made it.
         seconds: that the copying, or the wait for it, took.
     """
 
-    original: Path
+    original: str
     path: Path
     copied_bytes: int
     seconds: float
@@ -53,12 +55,12 @@ class StagedCopy:
         )
 
 
-def copy_path(to: Path, path: Path, manifest: Manifest) -> Path:
+def copy_path(to: Path, origin: str | Path, manifest: Manifest) -> Path:
     """Where the copy of a tokens directory lies."""
-    return to / f"{path.name}-{manifest.fingerprint[:16]}"
+    return to / f"{PurePosixPath(origin).name}-{manifest.fingerprint[:16]}"
 
 
-def check_space(to: Path, path: Path, manifest: Manifest) -> None:
+def check_space(to: Path, origin: str | Path, manifest: Manifest) -> None:
     """Refuses a copy that the disk has no room for; nothing is written.
 
     What the copy removes first, such as the part of one that was killed, counts as free.
@@ -66,7 +68,7 @@ def check_space(to: Path, path: Path, manifest: Manifest) -> None:
     Raises:
         DataError: says what is needed, what is free, and which other copies are there.
     """
-    final = copy_path(to, path, manifest)
+    final = copy_path(to, origin, manifest)
     if _is_whole(final, manifest):
         return
     free, needed = free_bytes(to) + sum(map(_bytes_on_disk, _left_behind(final))), int(manifest.bytes * _MARGIN)
@@ -74,34 +76,35 @@ def check_space(to: Path, path: Path, manifest: Manifest) -> None:
         others = [each.name for each in sorted(to.glob("*")) if (each / MANIFEST).is_file()]
         remedy = f"remove copies that no run needs ({', '.join(others)})" if others else "use a larger disk"
         raise DataError(
-            f"data.stage_to: {path} has {needed / 1e9:,.2f} GB, and {to} on {socket.gethostname()} has"
+            f"data.stage_to: {origin} has {needed / 1e9:,.2f} GB, and {to} on {socket.gethostname()} has"
             f" {free / 1e9:,.2f} GB free; nothing was copied\n  try: {remedy}, or leave data.stage_to out"
         )
 
 
-def stage(to: Path, path: Path, manifest: Manifest, *, progress: Callable[[], None]) -> StagedCopy:
+def stage(to: Path, origin: str | Path, manifest: Manifest, *, progress: Callable[[], None]) -> StagedCopy:
     """Copies a tokens directory to this node's disk, unless a whole copy is there.
 
     Args:
         to: directory on the node's disk; made if need be.
-        path: the tokens directory.
+        origin: the tokens directory, or its URL.
         manifest: its manifest.
         progress: is called while bytes are copied, and while another process copies.
 
     Raises:
         DataError: there is no room, or a file's checksum is not the manifest's.
+        StorageError: the store cannot be read.
     """
-    began, final = time.monotonic(), copy_path(to, path, manifest)
+    began, final, original = time.monotonic(), copy_path(to, origin, manifest), str(origin)
     to.mkdir(parents=True, exist_ok=True)
     lock = to / f".{final.name}.lock"
-    with lock_file(lock, doing=f"copying {path} to {to}", timeout_s=math.inf, wait=progress):
+    with lock_file(lock, doing=f"copying {origin} to {to}", timeout_s=math.inf, wait=progress):
         if _is_whole(final, manifest):
-            return StagedCopy(path, final, 0, time.monotonic() - began)
+            return StagedCopy(original, final, 0, time.monotonic() - began)
         for left in _left_behind(final):
             shutil.rmtree(left, ignore_errors=True)
-        check_space(to, path, manifest)
-        _copy(path, final, manifest, progress)
-    return StagedCopy(path, final, manifest.bytes, time.monotonic() - began)
+        check_space(to, origin, manifest)
+        _copy(original, final, manifest, progress)
+    return StagedCopy(original, final, manifest.bytes, time.monotonic() - began)
 
 
 @contextmanager
@@ -129,17 +132,17 @@ def _used(copy: Path) -> Path:
     return copy.parent / f".{copy.name}.used"
 
 
-def _copy(path: Path, final: Path, manifest: Manifest, progress: Callable[[], None]) -> None:
+def _copy(origin: str, final: Path, manifest: Manifest, progress: Callable[[], None]) -> None:
     partial = final.parent / f".{final.name}.{socket.gethostname()}-{os.getpid()}.partial"
     try:
-        for name, entry in manifest.files.items():
-            found = _copy_file(path / name, partial / name, progress)
-            if found != entry["sha256"]:
-                raise DataError(
-                    f"{path / name} has another checksum than its manifest says: the file is damaged, or was damaged"
-                    f" on the way to {final.parent}\n  try: headrace prep verify {path}"
-                )
-        shutil.copyfile(path / MANIFEST, partial / MANIFEST)
+        if is_url(origin):
+            partial.mkdir()
+            text = read_remote_manifest(origin)[0]
+            fetch_files(origin, manifest, list(manifest.files), partial, progress=lambda _bytes: progress())
+        else:
+            text = (Path(origin) / MANIFEST).read_bytes()
+            _copy_files(Path(origin), partial, manifest, progress)
+        (partial / MANIFEST).write_bytes(text)
         sync(partial / MANIFEST)
         sync(partial)
         with suppress(OSError):  # another host has put it there, where the disk is shared after all
@@ -147,6 +150,16 @@ def _copy(path: Path, final: Path, manifest: Manifest, progress: Callable[[], No
         sync(final.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy_files(path: Path, partial: Path, manifest: Manifest, progress: Callable[[], None]) -> None:
+    for name, entry in manifest.files.items():
+        found = _copy_file(path / name, partial / name, progress)
+        if found != entry["sha256"]:
+            raise DataError(
+                f"{path / name} has another checksum than its manifest says: the file is damaged, or was damaged"
+                f" on the way to {partial.parent}\n  try: headrace prep verify {path}"
+            )
 
 
 def _copy_file(source: Path, target: Path, progress: Callable[[], None]) -> str:

@@ -18,7 +18,7 @@ from pipeline.run.memory_checkpoints import memory_folder
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.resume import check_shared
-from pipeline.run.staged_data import check_stage_space
+from pipeline.run.staged_data import check_stage_space, open_cache
 from pipeline.run.uneven.balance_shares import check_compiled_shares
 from pipeline.run.uneven.measure_stages import MeasuredStages, measure_stages
 from pipeline.runtime.launch import Launch, Rendezvous, process_group
@@ -30,6 +30,7 @@ def check_node(prepared: PreparedRun) -> None:
     if config.engine == "deepspeed":
         check_machine(config.zero_optimization, config.fp16)
     check_stage_space(config.data, prepared.mixture)
+    open_cache(prepared.run, prepared.mixture)
     if config.islands or config.replicas:
         from pipeline.run.groups.islands.build import check_island  # noqa: PLC0415
 

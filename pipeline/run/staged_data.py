@@ -1,16 +1,28 @@
-"""A run's data on a disk of the node (`data.stage_to`): copied before training, read from there, removed on request."""
+"""A run's data on a disk of the node: a copy before training (`data.stage_to`), or a cache of what a store has."""
 
 from __future__ import annotations
 
+import math
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headrace.base.directory import Manifest
+from headrace.base.directory import Manifest, fingerprint_of, free_bytes
+from headrace.base.errors import ConfigError
+from headrace.base.remote_directory import cache_root
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.data import DataSection
 from pipeline.data.dataset import TokenDataset
+from pipeline.data.loader import PARTS_IN_CACHE, step_bytes_of
 from pipeline.data.mixture import DataMixture
+from pipeline.data.packed import PackedDataset
+from pipeline.data.read_ahead import ReadAhead
+from pipeline.data.span_cache import SpanCache
 from pipeline.data.staging import StagedCopy, check_space, copy_path, in_use, remove_copy, stage
+
+_DEFAULT_BYTES = 32_000_000_000
+"""Limit of the cache for tokens in object stores, where the disk has twice as much free."""
 
 
 def check_stage_space(data: DataSection, mixture: DataMixture) -> None:
@@ -20,8 +32,47 @@ def check_stage_space(data: DataSection, mixture: DataMixture) -> None:
         DataError: see `check_space`.
     """
     if data.stage_to is not None:
-        for path, manifest in _directories(mixture).items():
-            check_space(Path(data.stage_to), path, manifest)
+        for origin, manifest in _directories(mixture).items():
+            check_space(Path(data.stage_to), origin, manifest)
+
+
+def open_cache(run: ResolvedRun, mixture: DataMixture) -> None:
+    """Has the sources in object stores read through a bounded cache on this node's disk, unless they are staged.
+
+    Raises:
+        ConfigError: it is too small for a step, or larger than what is free.
+        DataError: the disk cannot be written to.
+    """
+    data, remote = run.config.data, mixture.remote
+    if data.stage_to is not None or not remote.fingerprints:
+        return
+    folder = (cache_root() if data.cache_to is None else Path(data.cache_to)) / "spans" / socket.gethostname()
+    cache = SpanCache(folder, limit=0)
+    free = free_bytes(folder) + cache.used
+    limit = min(_DEFAULT_BYTES, free // 2) if data.cache_gb is None else int(data.cache_gb * 1e9)
+    indexes = _index_bytes(mixture) if data.mask_documents or data.fim is not None else 0
+    needed = PARTS_IN_CACHE * step_bytes_of(run.batch, masked=mixture.masked) + indexes
+    place = f"set data.cache_to or HEADRACE_CACHE to a directory on a larger disk than that of {folder}"
+    if limit < needed:
+        why = f"a step needs {needed / 1e9:,.3f} GB of the cache for tokens in object stores"
+        why += f", of which {indexes / 1e9:,.3f} GB are the indexes of documents" if indexes else ""
+        remedy = f"--set data.cache_gb={math.ceil(needed / 1e6) / 1e3:g}" if needed <= free else place
+        raise ConfigError("data.cache_gb", f"{limit / 1e9:,.3f}", why=why, remedy=remedy)
+    if limit > free:
+        why = f"{free / 1e9:,.3f} GB are free in {folder} on {socket.gethostname()}, what the cache has included"
+        raise ConfigError("data.cache_gb", data.cache_gb, why=why, remedy=f"a number below that, or {place}")
+    cache.limit = limit - indexes
+    order = fingerprint_of([remote.fingerprints, run.config.run.seed, run.batch.samples, data.sequence_length])
+    remote.ahead = ReadAhead(cache, order[:16])
+
+
+def _index_bytes(mixture: DataMixture) -> int:
+    """Size of the indexes of the shards in object stores, which document boundaries are found in."""
+    shards: set[str] = set()
+    for source in mixture.sources:
+        if source.files is mixture.remote and not isinstance(source, PackedDataset):
+            shards.update(source.prefixes())
+    return sum(mixture.remote.index_bytes(each) for each in shards)
 
 
 @contextmanager
@@ -50,15 +101,18 @@ def staged_data(
     copies: list[StagedCopy] = []
     with ExitStack() as stack:
         if data.stage_to is not None:
-            for path, manifest in _directories(mixture).items():
+            for origin, manifest in _directories(mixture).items():
                 to = Path(data.stage_to)
-                stack.enter_context(in_use(copy_path(to, path, manifest)))
-                copy = stage(to, path, manifest, progress=progress)
+                stack.enter_context(in_use(copy_path(to, origin, manifest)))
+                copy = stage(to, origin, manifest, progress=progress)
                 say(str(copy))
                 copies.append(copy)
                 for dataset in (*mixture.sources, *heldout):
-                    if dataset.path == path:
+                    if dataset.origin == origin:
                         dataset.read_from(copy.path)
+
+        if mixture.remote.ahead is not None:
+            stack.callback(mixture.remote.ahead.close)
 
         def clean_up(finished: bool) -> None:
             stack.close()
@@ -68,6 +122,6 @@ def staged_data(
         yield clean_up
 
 
-def _directories(mixture: DataMixture) -> dict[Path, Manifest]:
+def _directories(mixture: DataMixture) -> dict[str, Manifest]:
     """The tokens directories of the mixture, each once; what is read in place has no checksums and stays."""
-    return {each.path: each.manifest for each in mixture.sources if not each.in_place}
+    return {each.origin: each.manifest for each in mixture.sources if not each.in_place}

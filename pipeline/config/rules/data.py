@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from headrace.base.paths import is_url
 from headrace.base.section import suggest
 from pipeline.config.sections.data import CurriculumStageSection, DataSection
 
@@ -19,10 +18,6 @@ def check_data(data: DataSection) -> None:
     for number, source in enumerate(data.sources):
         given = [key for key in _SHARES if getattr(source, key) is not None]
         field = f"data.sources.{number}"
-        if data.stage_to is not None and is_url(source.path):
-            why = "what is in an object store is read in place"
-            remedy = f"remove it, or: headrace copy {source.path} {data.stage_to}/NAME, and name that path"
-            raise ConfigError("data.stage_to", data.stage_to, why=why, remedy=remedy)
         if len(given) > 1:
             why = f"{' and '.join(given)} each set how much is drawn from this source"
             raise ConfigError(f"{field}.{given[1]}", getattr(source, given[1]), why=why, remedy=f"keep {given[0]}")

@@ -125,6 +125,16 @@ class DataSection(Section):
         description="true: the copies in stage_to stay for the next run; false: they are removed when the run has"
         " finished and no other run reads them",
     )
+    cache_gb: PositiveFloat | None = Field(
+        None,
+        description="Limit in GB of the cache on each node for tokens that are read from object stores, e.g. 200;"
+        " absent: 32, or half of what is free there if that is less",
+    )
+    cache_to: LocalPath | None = Field(
+        None,
+        description="Directory of that cache on a disk of each node, e.g. /local/headrace; absent: HEADRACE_CACHE, by"
+        " default ~/.cache/headrace",
+    )
     mask_documents: bool = Field(
         False,
         description="true: document mask. Attention stays within a document, positions restart in each, and no loss is"
