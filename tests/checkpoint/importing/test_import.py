@@ -114,7 +114,7 @@ def config_of(case: dict[str, Any], work: Path, run_dir: Path, *, steps: int = S
     """A config file of the run that goes on from a case."""
     config = {
         "engine": "reference",
-        "model": {"config": {**MODEL, **case.get("model", {})}},
+        "model": {"config": case.get("hf", {**MODEL, **case.get("model", {})})},
         "data": {"sources": [{"path": str(work / "tokens")}], "sequence_length": SEQUENCE},
         "run": {"dir": str(run_dir), "steps": steps, "seed": SEED},
         "evaluation": {"samples": 0},
@@ -123,7 +123,7 @@ def config_of(case: dict[str, Any], work: Path, run_dir: Path, *, steps: int = S
             "type": "SGD" if "sgd" in case else "AdamW",
             "params": {"lr": LR, "weight_decay": DECAY if case.get("split", True) else 0.0, **case.get("sgd", {})},
         },
-        "bf16": case.get("config", {}).get("bf16", {"enabled": False}),
+        "bf16": {"enabled": is_bf16(case)},
         "gradient_clipping": 1.0,
         **({"scheduler": case["scheduler"]} if "scheduler" in case else {}),
     }
@@ -148,7 +148,11 @@ def next_losses(prepared: PreparedRun) -> list[float]:
 
 
 def tolerance(case: dict[str, Any]) -> float:
-    return UNIT_ROUNDOFF["bf16"] if case.get("config", {}).get("bf16", {}).get("enabled") else LOSS_FP32
+    return UNIT_ROUNDOFF["bf16"] if is_bf16(case) else LOSS_FP32
+
+
+def is_bf16(case: dict[str, Any]) -> bool:
+    return bool(case.get("bf16") or case.get("config", {}).get("bf16", {}).get("enabled"))
 
 
 @pytest.mark.parametrize("name", NAMES)
