@@ -27,11 +27,12 @@ from pipeline.engines.parallel.compilation import compiles, eager
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, target_nats
 from pipeline.evaluation.tasks.batches import request_batches
 from pipeline.evaluation.tasks.encode import EncodedTask
-from pipeline.evaluation.tasks.figures import figures_line, generated_figures, ranked_figures
+from pipeline.evaluation.tasks.figures import generated_figures, ranked_figures
 from pipeline.evaluation.tasks.passes import ForwardPass, PassShape, forward_passes
 from pipeline.run.distillation.generation import Generator, Prompts
 from pipeline.run.distillation.kv_cache import kv_cache_problem
 from pipeline.run.distillation.sampling import Sampler
+from pipeline.runtime.metrics.task_figures import figures_line
 
 Batches = Callable[[Iterator[Any]], Iterator[Any]]
 """Passes batches on, and may end them early, on all ranks at the same one."""

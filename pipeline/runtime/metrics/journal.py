@@ -84,18 +84,18 @@ def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None)
     """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning.
 
     Rows of other kinds than the one, or those, that are asked for are not parsed: steps are nearly all, and there may
-    be millions.
+    be millions. A kind that ends in "/" stands for all that begin with it.
     """
     path, rows, damaged = Path(run_dir) / NAME, list[dict[str, Any]](), list[str]()
     kinds = {kind} if isinstance(kind, str) else kind
-    wanted = (b"",) if kinds is None else tuple(_BEGIN + each.encode() + b'"' for each in kinds)
+    wanted = (b"",) if kinds is None else tuple(_BEGIN + each.encode() + b'"' * (each[-1] != "/") for each in kinds)
     for number, line in enumerate(_whole_lines(path), start=1):
         if line.startswith(_BEGIN) and not line.startswith(wanted) and line.endswith(b"}\n"):
             continue
         row = _row(line)
         if row is None:
             damaged.append(str(number))
-        elif kinds is None or row["kind"] in kinds:
+        elif kinds is None or any(row["kind"] == k or (k[-1] == "/" and row["kind"].startswith(k)) for k in kinds):
             rows.append(row)
     if damaged:
         shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")

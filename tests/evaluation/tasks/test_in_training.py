@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.models.card.front_matter import front_matter_of
 from pipeline.runtime.metrics.journal import read_rows
+from pipeline.runtime.metrics.task_figures import figures_line, with_interval
 from tests import warm, warm_python
 from tests.conftest import launch, losses, start, tiny_config, warm_command, write_config
 from tests.evaluation.tasks.test_encode import questions
@@ -67,6 +69,31 @@ def test_the_exported_model_has_the_figures_of_the_last_step(run: tuple[Path, st
         assert found[name]["sequence_length"] == 48
         for figure, metric in found[name]["metrics"].items():
             assert metric["value"] == pytest.approx(row[figure], rel=1e-5), figure
+
+
+def test_status_report_and_cards_have_the_figures_of_the_journal(run: tuple[Path, str], tmp_path: Path) -> None:
+    run_dir, _ = run
+    rows = {name: rows_of(run_dir, name)[-1] for name in ("mills", "prompts")}
+    said = output_of(warm.run("-m", "pipeline", "status", run_dir))
+    output_of(warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"a={run_dir}"))
+    page = (tmp_path / "r.html").read_text()
+    output_of(warm.run("-m", "pipeline", "export", run_dir, tmp_path / "model"))
+    output_of(warm.run("-m", "pipeline", "card", run_dir, tmp_path / "papers"))
+    for name, row in rows.items():
+        assert f"{name}: {figures_line(row)} at step 8" in said
+        assert f"{figures_line(row)} at step 8" in page
+    for folder in ("model", "papers"):
+        card = (tmp_path / folder / "README.md").read_text()
+        for figure in ("accuracy", "bits_per_byte"):
+            cells = f"mills | 5 | {figure.replace('_', ' ')} | {with_interval(rows['mills'], figure)}"
+            assert f"| {cells} |" in card
+        results = front_matter_of(card)["model-index"][0]["results"]
+        found = {each["dataset"]["name"]: each["metrics"] for each in results}
+        (metric,) = found["prompts"]
+        row = rows["prompts"]
+        assert (metric["type"], metric["value"]) == ("exact_match", row["exact_match"])
+        ends = {"low": row["exact_match_low"], "high": row["exact_match_high"]}
+        assert metric["args"] == {"samples": 5, **ends}
 
 
 def test_a_resumed_run_evaluates_what_is_missing_and_nothing_twice(run: tuple[Path, str]) -> None:
