@@ -128,16 +128,10 @@ def _metric(figures: Mapping[str, float], name: str) -> dict[str, float | None]:
 
 def _table(found: Mapping[str, dict[str, Any]]) -> Table:
     """A row for each task and figure, a column for each model."""
-    shown = Table(title="tasks", title_justify="left")
-    for head in ("task", "samples", "figure"):
-        shown.add_column(head)
-    for name in found:
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = harness.table_of_figures(
+        found, "tasks", {"samples": "documents"}, _cell, lambda name: name.replace("_", " ")
+    )
     first = next(iter(found.values()))
-    for task, about in first.items():
-        for name in about["metrics"]:
-            cells = [_cell(each[task]["metrics"][name], name) for each in found.values()]
-            shown.add_row(task, f"{about['documents']:,}", name.replace("_", " "), *cells)
     cut = ", ".join(f"{about['truncated']:,} of {task}" for task, about in first.items() if about["truncated"])
     shown.caption = "value [95 % interval]" + (f"; requests truncated on the left: {cut}" if cut else "")
     return shown
