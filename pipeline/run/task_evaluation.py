@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
+from headrace.base.task_figures import figures_line
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import sequence_chunks
@@ -32,7 +33,6 @@ from pipeline.evaluation.tasks.passes import ForwardPass, PassShape, forward_pas
 from pipeline.run.distillation.generation import Generator, Prompts
 from pipeline.run.distillation.kv_cache import kv_cache_problem
 from pipeline.run.distillation.sampling import Sampler
-from pipeline.runtime.metrics.task_figures import figures_line
 
 Batches = Callable[[Iterator[Any]], Iterator[Any]]
 """Passes batches on, and may end them early, on all ranks at the same one."""

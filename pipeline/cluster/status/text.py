@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from headrace.base.task_figures import figures_line
 from pipeline.cluster.status.reason import agents_ended, reason_of
 from pipeline.cluster.status.run import RunStatus, Uploading
 from pipeline.cluster.status.slurm import QueuedJob
 from pipeline.config.shares import shown
 from pipeline.runtime.goodput.attempts import RecordedAttempt, fault_line
 from pipeline.runtime.goodput.text import goodput_text
-from pipeline.runtime.metrics.task_figures import figures_line
 from pipeline.runtime.metrics.times import clock
 
 _SHOWN = 5

@@ -8,9 +8,9 @@ from typing import Any
 
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.task_figures import figures_line
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.models.folder.model_folder import ModelFolder
-from pipeline.runtime.metrics.task_figures import figures_line
 
 SHORT = 12
 """Characters of a fingerprint that are shown, as in error messages."""

