@@ -60,11 +60,7 @@ KINDS = (
         ("*/mp_rank_*/model_optim_rng.pt",),
         f"convert it to a Hugging Face folder with Megatron-LM's tools/checkpoint or Megatron Bridge, {_WEIGHTS}",
     ),
-    Foreign(
-        "a checkpoint of Megatron-LM",
-        ("latest_checkpointed_iteration.txt",),
-        f"convert it to a Hugging Face folder with Megatron-LM's tools/checkpoint or Megatron Bridge, {_WEIGHTS}",
-    ),
+    Foreign("checkpoints of Megatron-LM", ("latest_checkpointed_iteration.txt",), _RESUMED, checkpoint=True),
     Foreign("a distributed checkpoint of torch (DCP)", (".metadata", "*.distcp"), _RESUMED, checkpoint=True),
     Foreign("a folder of checkpoints of torchtitan", ("step-*/.metadata",), _RESUMED, checkpoint=True),
     Foreign(

@@ -555,4 +555,4 @@ def _skips_after(checkpoint: Checkpoint, run_dir: Path) -> Skips:
 
 def _written(kinds: Sequence[str], run_dir: Path, step: int) -> set[str]:
     """Those of the kinds of rows that the journal has of a step."""
-    return {kind for kind in kinds if any(row["step"] == step for row in read_rows(run_dir, kind=kind))}
+    return {row["kind"] for row in read_rows(run_dir, kind=kinds) if row["step"] == step}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
+from headrace.base.task_figures import figures_line
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import sequence_chunks
@@ -27,7 +28,7 @@ from pipeline.engines.parallel.compilation import compiles, eager
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, target_nats
 from pipeline.evaluation.tasks.batches import request_batches
 from pipeline.evaluation.tasks.encode import EncodedTask
-from pipeline.evaluation.tasks.figures import figures_line, generated_figures, ranked_figures
+from pipeline.evaluation.tasks.figures import generated_figures, ranked_figures
 from pipeline.evaluation.tasks.passes import ForwardPass, PassShape, forward_passes
 from pipeline.run.distillation.generation import Generator, Prompts
 from pipeline.run.distillation.kv_cache import kv_cache_problem

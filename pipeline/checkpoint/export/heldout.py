@@ -1,4 +1,4 @@
-"""The held-out evaluation of a checkpoint, from the journal of its run."""
+"""The evaluation of a checkpoint, held-out and of tasks, from the journal of its run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from typing import Any
 
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.runtime.metrics.journal import NAME, read_rows
+from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
+from pipeline.runtime.metrics.task_figures import newest_figures
 
 
 def heldout_figures(checkpoint: Checkpoint) -> dict[str, Any]:
     """The evaluation at the checkpoint's step, as a manifest's details record it.
 
     Returns:
-        {"heldout": {"step", "loss_nats", "perplexity", "bits_per_byte"}}; {} where the run was not evaluated then.
+        {"heldout": {"step", "loss_nats", "perplexity", "bits_per_byte"}, "tasks": {task: {"step", figures}}}; without
+        what was not evaluated then.
     """
     run_dir = checkpoint.path.parent.parent
     if not (run_dir / NAME).is_file():
         return {}
-    rows = [row for row in read_rows(run_dir, kind="eval") if row["step"] == checkpoint.step]
-    if not rows:
-        return {}
-    found = {"step": checkpoint.step, "loss_nats": rows[-1]["loss"], "perplexity": rows[-1].get("perplexity")}
-    return {"heldout": found | {"bits_per_byte": rows[-1].get("bits_per_byte")}}
+    rows = [row for row in read_rows(run_dir, kind=(HELD_OUT, TASK)) if row["step"] == checkpoint.step]
+    tasks = newest_figures(rows)
+    found: dict[str, Any] = {"tasks": tasks} if tasks else {}
+    if heldout := [row for row in rows if row["kind"] == HELD_OUT]:
+        row = heldout[-1]
+        names = {"loss_nats": "loss", "perplexity": "perplexity", "bits_per_byte": "bits_per_byte"}
+        found["heldout"] = {"step": checkpoint.step} | {name: row.get(key) for name, key in names.items()}
+    return found

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.format.metadata import TORCH_METADATA, storage_errors
+from pipeline.checkpoint.format.shard_table import StoredTensor
+from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
 from pipeline.checkpoint.importing import torchtitan
 from pipeline.checkpoint.importing.source import (
@@ -34,7 +36,7 @@ from pipeline.checkpoint.importing.source import (
     hugging_face_name,
     one_step_counter,
 )
-from pipeline.checkpoint.importing.unpickle import enum_member
+from pipeline.checkpoint.importing.unpickle import Opaque, enum_member
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.streamed import LazyTensor
 
@@ -60,6 +62,8 @@ _CLASSES = {
     "collections": ("OrderedDict",),
 }
 """What `.metadata` may name."""
+_NOT_NEEDED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
+"""Modules of the plans that Megatron keeps in `.metadata`: nothing of them is made."""
 
 
 @dataclass
@@ -149,51 +153,95 @@ def _sort_in(found: _Collected, path: tuple[str, ...], value: Any) -> None:
         found.left_out[path[0]] = None
 
 
+@dataclass(frozen=True)
+class DcpFolder:
+    """A folder of `dcp.save`, opened.
+
+    Attributes:
+        folder: with `.metadata`.
+        tensors: key -> what is stored.
+        places: key of a value that is no tensor -> where it lies.
+        metadata: torch's.
+        reader: of the tensors.
+    """
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    places: Mapping[str, Any]
+    metadata: Any
+    reader: ShardReader
+
+    @classmethod
+    def open(cls, folder: Path) -> DcpFolder:
+        """Opens a folder.
+
+        Raises:
+            CheckpointError: files are missing or damaged.
+        """
+        metadata = _metadata(folder)
+        try:
+            table = from_torch_metadata(metadata)
+            found = {index.fqn: info for index, info in metadata.storage_data.items()}
+            plain = [key for key in metadata.state_dict_metadata if key not in table.table.index and key in found]
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            raise _damaged(folder / TORCH_METADATA, repr(error)) from None
+        files = {*table.files, *(found[key].relative_path for key in plain)}
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(missing[:4])}{more}\n"
+                f"  try: copy the files of all ranks here, from the disks of all nodes"
+            )
+        sizes = {name: (folder / name).stat().st_size for name in table.files}
+        for key, why in storage_errors(table, sizes):
+            raise _damaged(folder, f"{key}: {why}")
+        tensors = {each.key: each for each in table.tensors}
+        return cls(folder, tensors, {key: found[key] for key in plain}, metadata, ShardReader(folder, table))
+
+    def tensor(self, key: str) -> LazyTensor:
+        """A whole tensor."""
+        stored = self.tensors[key]
+        return LazyTensor(tuple(stored.shape), stored.dtype, partial(self._read, key, 0, tuple(stored.shape)))
+
+    def row(self, key: str, index: int) -> LazyTensor:
+        """One entry along the first dim of a tensor, without that dim."""
+        stored = self.tensors[key]
+        shape = tuple(stored.shape[1:])
+        start = index * torch.Size(shape).numel()
+        return LazyTensor(shape, stored.dtype, partial(self._read, key, start, shape))
+
+    def _read(self, key: str, start: int, shape: tuple[int, ...]) -> Tensor:
+        stored = self.tensors[key]
+        values = torch.empty(torch.Size(shape).numel(), dtype=stored.dtype)
+        self.reader.read({key: NamedShard(tuple(stored.shape), start=start, values=values)})
+        return values.view(shape)
+
+    def bytes_of(self, key: str) -> io.BytesIO:
+        """The file of torch.save that a value which is no tensor was written as."""
+        place = self.places[key]
+        with (self.folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return io.BytesIO(file.read(place.length))
+
+
 def _entries(folder: Path) -> Iterator[tuple[tuple[str, ...], LazyTensor | Any]]:
     """Path and value of everything in a folder: tensors, which are read later, and plain values."""
-    metadata = _metadata(folder)
-    try:
-        table = from_torch_metadata(metadata)
-        paths: Mapping[str, Any] = metadata.planner_data or {}
-        plain = [key for key in metadata.state_dict_metadata if key not in table.table.index]
-        places = {index.fqn: info for index, info in metadata.storage_data.items()}
-    except (AttributeError, TypeError, ValueError, LookupError) as error:
-        raise _damaged(folder / TORCH_METADATA, repr(error)) from None
-    files = {*table.files, *(places[key].relative_path for key in plain if key in places)}
-    if missing := sorted(name for name in files if not (folder / name).is_file()):
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing[:4])}{f' and {len(missing) - 4} more' if len(missing) > 4 else ''}\n"
-            f"  try: copy the files of all ranks here, from the disks of all nodes"
-        )
-    sizes = {name: (folder / name).stat().st_size for name in table.files}
-    for key, why in storage_errors(table, sizes):
-        raise _damaged(folder, f"{key}: {why}")
-    reader = ShardReader(folder, table)
-    for stored in table.tensors:
-        read = partial(_read, reader, stored.key, stored.shape, stored.dtype)
-        yield _path(paths, stored.key), LazyTensor(tuple(stored.shape), stored.dtype, read)
-    for key in plain:
-        if key in places:
-            yield _path(paths, key), _plain(folder, places[key])
+    opened = DcpFolder.open(folder)
+    paths: Mapping[str, Any] = opened.metadata.planner_data or {}
+    for key in opened.tensors:
+        yield _path(paths, key), opened.tensor(key)
+    for key in opened.places:
+        yield _path(paths, key), _plain(opened.bytes_of(key))
 
 
 def _path(paths: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(map(str, paths.get(key, (key,))))
 
 
-def _read(reader: ShardReader, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    value = torch.empty(shape, dtype=dtype)
-    reader.read({key: value})
-    return value
-
-
-def _plain(folder: Path, place: Any) -> Any:
+def _plain(file: io.BytesIO) -> Any:
     """A value that is no tensor; None where it is not made of plain ones."""
-    with (folder / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        data = file.read(place.length)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
         return None
 
@@ -209,6 +257,8 @@ class _Unpickler(pickle.Unpickler):
         """
         if (module, name) == ("builtins", "getattr"):
             return enum_member
+        if module in _NOT_NEEDED:
+            return Opaque
         known = name in _CLASSES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )

@@ -8,13 +8,14 @@ from pathlib import Path
 from headrace.base.errors import CheckpointError
 from headrace.base.foreign_folders import what_it_is
 from pipeline.checkpoint.importing.dcp import read_dcp
+from pipeline.checkpoint.importing.megatron import read_megatron
 from pipeline.checkpoint.importing.replicated import read_replicated
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.importing.trainer_folder import read_trainer
 from pipeline.checkpoint.importing.universal import read_universal
 from pipeline.checkpoint.importing.zero import read_zero
 
-KNOWN = "a checkpoint folder of DeepSpeed, of the Hugging Face Trainer, of torchtitan, or of torch (DCP)"
+KNOWN = "a checkpoint folder of DeepSpeed, the Hugging Face Trainer, torchtitan, Megatron-core, or of torch (DCP)"
 Reader = Callable[[Path, TargetModel], SourceCheckpoint]
 
 
@@ -53,6 +54,8 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("*/*_optim_states.pt",), read_zero),
     (("*mp_rank_*_model_states.pt",), read_replicated),
     (("*/*mp_rank_*_model_states.pt",), read_replicated),
+    (("latest_checkpointed_iteration.txt",), read_megatron),
+    (("metadata.json", ".metadata", "*.distcp"), read_megatron),
     ((".metadata", "*.distcp"), read_dcp),
     (("step-*/.metadata",), read_dcp),
 )

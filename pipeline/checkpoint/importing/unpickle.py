@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from enum import Enum, EnumMeta, IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -15,6 +14,13 @@ from headrace.base.errors import CheckpointError
 
 class Fields:
     """Stands for an object of which only the attributes are wanted."""
+
+
+class Opaque(Fields):
+    """Stands for an object of any class or function, of which nothing but its attributes is made."""
+
+    def __init__(self, *_: Any) -> None:
+        """Takes what the class or function would have been called with."""
 
 
 class Fragment(Fields):
@@ -71,7 +77,7 @@ def enum_member(owner: object, name: str) -> Enum:
     raise pickle.UnpicklingError(f"it asks for the attribute {name!r} of {owner!r}, which is no member of an enum")
 
 
-_KNOWN: Mapping[str, Any] = {
+_KNOWN: dict[str, Any] = {
     "deepspeed.utils.tensor_fragment.fragment_address": Fragment,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": StaticScale,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicScale,
@@ -82,26 +88,36 @@ _KNOWN: Mapping[str, Any] = {
 _ERRORS = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError)
 
 
-def open_saved(path: Path) -> Any:
+def open_saved(path: Path, *, file: BinaryIO | None = None, opaque: bool = False) -> Any:
     """The contents of a file of torch.save. Tensors are mapped into memory: their bytes are read when they are used.
+
+    Args:
+        path: of the file, or of that which it is a part of.
+        file: it, where it is a part of another file; then it is read at once.
+        opaque: whether classes and functions that are not known become `Opaque`; otherwise they are refused.
 
     Raises:
         CheckpointError: there is no such file, it is damaged, or it names a class or function that is not known.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing\n  try: copy the whole folder again")
+    source: Any = file or str(path)
     try:
-        unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))) - _KNOWN.keys()
+        unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(source)) - _KNOWN.keys()
     except _ERRORS as error:
         raise _damaged(path, error) from None
-    if unknown:
+    if unknown and not opaque:
         raise CheckpointError(
             f"{path} names {', '.join(sorted(unknown)[:4])}, which opening it would execute: refused\n"
             f"  try: save it again without objects other than tensors, numbers, texts, lists and dicts"
         )
+    others = dict.fromkeys((*unknown, "builtins.getattr"), Opaque) if opaque else {}
+    stand_ins: list[Any] = [(stand_in, name) for name, stand_in in (_KNOWN | others).items()]
     try:
-        with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in _KNOWN.items()]):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if file is not None:
+            file.seek(0)
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(source, map_location="cpu", mmap=file is None, weights_only=True)
     except _ERRORS as error:
         raise _damaged(path, error) from None
 

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class RunStatus:
         tokens_per_second: of that step, over all ranks.
         mfu: of that step, a fraction; None where the device's peak is not known.
         heldout_loss: of the newest evaluation, in nats per token.
+        tasks: task -> its newest figures, with their step.
         shares: samples of a step by data-parallel rank, as measured last; empty where they are fixed.
         newest: the newest finished checkpoint.
         training: whether a process trains there now; None where the file system has no locks.
@@ -100,6 +101,7 @@ class RunStatus:
     faults: tuple[dict[str, Any], ...]
     damaged_lines: int
     exchange: dict[str, Any] | None = None
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     uploads: Uploading | None = None
 
     @property
@@ -217,6 +219,7 @@ class RunReader:
             faults=tuple(sorted(faults, key=lambda row: int(row.get("step", 0)))),
             damaged_lines=damaged + metrics.damaged,
             exchange=metrics.exchange,
+            tasks=metrics.tasks,
             uploads=uploads,
         )
 

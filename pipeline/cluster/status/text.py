@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from headrace.base.task_figures import figures_line
 from pipeline.cluster.status.reason import agents_ended, reason_of
 from pipeline.cluster.status.run import RunStatus, Uploading
 from pipeline.cluster.status.slurm import QueuedJob
@@ -93,6 +94,8 @@ def _progress(status: RunStatus) -> Iterator[str]:
         yield line("loss", f"{status.loss:.4f} nats/token")
     if status.heldout_loss is not None:
         yield line("held-out loss", f"{status.heldout_loss:.4f} nats/token")
+    for task, figures in status.tasks.items():
+        yield line("task", f"{task}: {figures_line(figures)} at step {figures['step']:,}")
     if status.tokens_per_second is not None:
         mfu = "" if status.mfu is None else f", MFU {status.mfu:.1%}"
         yield line("speed", f"{status.tokens_per_second:,.0f} tokens/s{mfu}")

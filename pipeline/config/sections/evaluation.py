@@ -37,10 +37,11 @@ class TaskSection(Section):
         description="Tokens to evaluate at most, e.g. 1e6: as many of the drawn questions as fit; no limit when absent",
     )
     seed: Index = Field(0, description="Of the draw of samples; not run.seed, so that runs have the same questions")
-    match: Literal["exact", "contains", "number"] = Field(
+    match: Literal["exact", "contains", "number", "gsm8k_strict", "gsm8k_flexible"] = Field(
         "exact",
         description="When a continuation is right: exact (it is one of the answers, without surrounding space),"
-        " contains (an answer is in it), number (its last number is an answer)",
+        " contains (an answer is in it), number (its last number is an answer), gsm8k_strict (the number after ####),"
+        " gsm8k_flexible (the last number), as the filters of lm-evaluation-harness's gsm8k take it",
     )
     new_tokens: Count = Field(64, description="Tokens of a continuation at most, e.g. 256")
     stop: tuple[str, ...] = Field(

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -120,22 +120,49 @@ def check(args: argparse.Namespace, tasks: Sequence[str], models: Mapping[str, P
             raise DataError(f"{why}\n  try: export the model again, with its tokenizer")
 
 
+Figures = Mapping[str, Mapping[str, Any]]
+"""Task -> {"metrics": {name: its value and uncertainty}, ...}."""
+
+
 def table(found: Mapping[str, dict[str, Any]]) -> Table:
-    """A row for each task and metric, a column for each model."""
-    shown = Table(title="lm-evaluation-harness", title_justify="left")
-    for head in ("task", "shots", "documents", "metric"):
-        shown.add_column(head)
-    for name in found:
-        shown.add_column(name, justify="right", no_wrap=True)
-    first = next(iter(found.values()))
-    for task, about in first.items():
-        for metric in about["metrics"]:
-            cells = [_cell(each[task]["metrics"][metric]) for each in found.values()]
-            shown.add_row(task, str(about["shots"]), f"{about['documents']:,}", metric, *cells)
+    """Of the figures of this module."""
+    shown = table_of_figures(found, "lm-evaluation-harness", {"shots": "shots", "documents": "documents"}, _cell)
     shown.caption = "value ± standard error"
     return shown
 
 
-def _cell(metric: Mapping[str, Any]) -> str:
+def table_of_figures(
+    found: Mapping[str, Figures],
+    title: str,
+    counts: Mapping[str, str],
+    cell: Callable[[Any, str], str],
+    label: Callable[[str], str] = str,
+) -> Table:
+    """A row for each task and figure, a column for each model.
+
+    Args:
+        found: name of a model -> its tasks.
+        title: above it.
+        counts: head of a column -> key of a task, what is in it.
+        cell: of a figure and its name, what is shown.
+        label: of the name of a figure.
+    """
+    shown = Table(title=title, title_justify="left")
+    for head in ("task", *counts, "figure"):
+        shown.add_column(head)
+    for name in found:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for task, about in next(iter(found.values())).items():
+        for name in about["metrics"]:
+            cells = [cell(each[task]["metrics"][name], name) for each in found.values()]
+            shown.add_row(task, *(_count(about[key]) for key in counts.values()), label(name), *cells)
+    return shown
+
+
+def _count(value: int | None) -> str:
+    return str(value) if value is None else f"{value:,}"
+
+
+def _cell(metric: Mapping[str, Any], _name: str) -> str:
     stderr = metric["stderr"]
     return f"{metric['value']:.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.base.task_figures import NAMES
 from pipeline.evaluation.report.charts import Chart, ChartLine
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.evaluation.report.series import POINTS, smoothing_window
-from pipeline.evaluation.tasks.figures import NAMES
 
 COMPARABLE = 8.0
 """Runs whose lengths in tokens differ by a larger factor get separate charts: the short one would be barely visible."""

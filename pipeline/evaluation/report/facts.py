@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.task_figures import figures_line
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.models.folder.model_folder import ModelFolder
 
@@ -85,6 +86,8 @@ def _last_evaluation(run: RunRecord) -> Iterator[tuple[str, str]]:
         last = run.evaluations[-1]
         per_byte = f", {last['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in last else ""
         yield "held-out", f"{last['loss']:.4f} nats per token{per_byte} at step {last['step']:,}"
+    for task, rows in run.tasks.items():
+        yield task, f"{figures_line(rows[-1])} at step {rows[-1]['step']:,}"
 
 
 def _engine(config: dict[str, Any]) -> str:

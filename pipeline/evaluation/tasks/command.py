@@ -18,10 +18,10 @@ from rich.table import Table
 from headrace.base.configfile import SUFFIXES, load
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
+from headrace.base.task_figures import names_in, with_interval
 from pipeline.config.sections.evaluation import EvaluationSection, TaskSection
 from pipeline.evaluation.heldout import harness
 from pipeline.evaluation.tasks.encode import EncodedTask, open_tasks
-from pipeline.evaluation.tasks.figures import NAMES, with_interval
 from pipeline.evaluation.tasks.passes import PassShape
 from pipeline.models.folder.model_folder import ModelFolder, trained_data
 
@@ -118,7 +118,7 @@ def _evaluated(folder: ModelFolder, tasks: Sequence[EncodedTask], shape: PassSha
         figures = folder_figures(model, task, shape)
         counts = {name: figures[name] for name in ("requests", "truncated")}
         about = {"documents": figures["samples"], **counts, "sequence_length": shape.length}
-        found[task.name] = {"metrics": {name: _metric(figures, name) for name in NAMES if name in figures}, **about}
+        found[task.name] = {"metrics": {name: _metric(figures, name) for name in names_in(figures)}, **about}
     return found
 
 
@@ -128,16 +128,10 @@ def _metric(figures: Mapping[str, float], name: str) -> dict[str, float | None]:
 
 def _table(found: Mapping[str, dict[str, Any]]) -> Table:
     """A row for each task and figure, a column for each model."""
-    shown = Table(title="tasks", title_justify="left")
-    for head in ("task", "samples", "figure"):
-        shown.add_column(head)
-    for name in found:
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = harness.table_of_figures(
+        found, "tasks", {"samples": "documents"}, _cell, lambda name: name.replace("_", " ")
+    )
     first = next(iter(found.values()))
-    for task, about in first.items():
-        for name in about["metrics"]:
-            cells = [_cell(each[task]["metrics"][name], name) for each in found.values()]
-            shown.add_row(task, f"{about['documents']:,}", name.replace("_", " "), *cells)
     cut = ", ".join(f"{about['truncated']:,} of {task}" for task, about in first.items() if about["truncated"])
     shown.caption = "value [95 % interval]" + (f"; requests truncated on the left: {cut}" if cut else "")
     return shown

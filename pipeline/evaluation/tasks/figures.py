@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -25,8 +25,6 @@ from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion
 
 F64 = npt.NDArray[np.float64]
-NAMES: Final = ("accuracy", "accuracy_per_character", "accuracy_per_token", "exact_match", "bits_per_byte")
-"""Of all figures; a task has some of them, the first of which is its headline."""
 Z95: Final = 1.959963984540054
 """Two-sided 95 % of the normal distribution."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -91,10 +89,26 @@ def _is_number(text: str, answer: str) -> bool:
         return False
 
 
+def _gsm8k(pattern: re.Pattern[str], which: int) -> Callable[[str, str], bool]:
+    """A filter of lm-evaluation-harness's task gsm8k (version 3) and its exact_match."""
+
+    def rule(text: str, answer: str) -> bool:
+        found = [match[0].strip() for match in pattern.finditer(text)]
+        return _gsm8k_text(found[which] if found else "[invalid]") == _gsm8k_text(answer)
+
+    return rule
+
+
+def _gsm8k_text(text: str) -> str:
+    return re.sub(r"\.$", "", re.sub(r"(?s).*#### ", "", re.sub(r"[,$]", "", text))).lower()
+
+
 MATCHES: Final[dict[str, Callable[[str, str], bool]]] = {
     "exact": lambda text, answer: text.strip() == answer.strip(),
     "contains": lambda text, answer: answer.strip() in text,
     "number": _is_number,
+    "gsm8k_strict": _gsm8k(re.compile(r"(?<=#### )-?[0-9.,]+"), 0),
+    "gsm8k_flexible": _gsm8k(re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+"), -1),
 }
 """Rule -> whether a continuation is an answer."""
 
@@ -122,16 +136,3 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _counts(task: EncodedTask) -> dict[str, float]:
     return {"samples": len(task.questions), "requests": len(task.ids), "truncated": task.truncated}
-
-
-def figures_line(figures: Mapping[str, float]) -> str:
-    """Figures in one line."""
-    parts = [f"{name.replace('_', ' ')} {with_interval(figures, name)}" for name in NAMES if name in figures]
-    cut = f", {figures['truncated']:,} truncated" if figures["truncated"] else ""
-    return f"{', '.join(parts)} ({figures['samples']:,} samples{cut})"
-
-
-def with_interval(figures: Mapping[str, float], name: str) -> str:
-    """A figure and its interval."""
-    low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
-    return f"{figures[name]:.4f}" + ("" if low is None or high is None else f" [{low:.4f}, {high:.4f}]")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import Manifest, commit, sha256_of_file
+from headrace.base.task_figures import names_in, with_interval
 from pipeline.models.card import training_summary
 from pipeline.models.card.facts import KEY as FACTS
 from pipeline.models.card.facts import CardFacts, Gaps, facts_of
@@ -74,7 +75,8 @@ def model_card(
     parts += how_to_load(
         folder, scheme=scheme_of(details), consumers=details.get("consumers"), tokenizer=details.get("tokenizer")
     )
-    parts += [*_origin(details), *_measured(details), *_consumers(details), *_files(folder, checksums)]
+    parts += [*_origin(details), *_measured(details), *_tasks(details), *_consumers(details)]
+    parts += _files(folder, checksums)
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -82,7 +84,7 @@ def run_card(details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
     """The card of a run as Markdown: its lineage and its newest held-out figures.
 
     Args:
-        details: `lineage`, `model_type`, `step`, and `heldout`, if it was evaluated.
+        details: `lineage`, `model_type`, `step`, and `heldout` and `tasks`, if it was evaluated.
         facts: of a person.
         gaps: takes what is missing.
     """
@@ -92,7 +94,7 @@ def run_card(details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
     parts += [f"{facts.description}\n"] if facts.description else []
     what = "A training run of Headrace: checkpoint shards and metrics. `headrace export` writes its model."
     parts.append(f"{what}{_license_note(facts)}\n")
-    return "\n".join([*parts, *_origin(details), *_heldout(details)]).rstrip() + "\n"
+    return "\n".join([*parts, *_origin(details), *_heldout(details), *_tasks(details)]).rstrip() + "\n"
 
 
 def commit_with_card(
@@ -185,6 +187,21 @@ def _heldout(details: Mapping[str, Any]) -> Iterator[str]:
     if found:
         yield "## Held-out figures\n"
         yield f"Held-out loss {found['loss_nats']:.4f} nats per token, at step {found['step']:,} of the training.\n"
+
+
+def _tasks(details: Mapping[str, Any]) -> Iterator[str]:
+    """Figures of tasks during the training, where they were measured at this step."""
+    tasks: Mapping[str, Any] = details.get("tasks") or {}
+    if not tasks:
+        return
+    step = next(iter(tasks.values()))["step"]
+    yield "## Tasks\n"
+    yield f"At step {step:,} of the training; value [95 % interval].\n"
+    yield "| task | samples | figure | value |\n|---|---:|---|---:|"
+    for task, figures in tasks.items():
+        for name in names_in(figures):
+            yield f"| {task} | {figures['samples']:,} | {name.replace('_', ' ')} | {with_interval(figures, name)} |"
+    yield ""
 
 
 def _consumers(details: Mapping[str, Any]) -> Iterator[str]:

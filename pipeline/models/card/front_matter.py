@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from headrace.base.task_figures import names_in
 from pipeline.models.card.facts import CardFacts, Gaps
 from pipeline.models.card.lineage import KEY
 
@@ -50,8 +51,9 @@ def of_model(
         about["base_model"] = facts.base_model[0] if len(facts.base_model) == 1 else facts.base_model
     elif any(step["step"] == "given" for step in lineage["steps"]):
         gaps.mark("base_model")
-    if metrics := list(_metrics(details)):
-        about["model-index"] = [{"name": facts.name or title, "results": [_result(details, metrics)]}]
+    metrics = list(_metrics(details))
+    if results := [*([_result(details, metrics)] if metrics else []), *_task_results(details)]:
+        about["model-index"] = [{"name": facts.name or title, "results": results}]
     return about
 
 
@@ -130,6 +132,26 @@ def _result(details: Mapping[str, Any], metrics: list[dict[str, Any]]) -> dict[s
         "dataset": {"type": "held-out", "name": f"{split} split of the corpus"},
         "metrics": metrics,
     }
+
+
+def _task_results(details: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of each task its figures; `args` has the interval and the number of samples."""
+    for task, figures in (details.get("tasks") or {}).items():
+        ends = {name: {end: figures.get(f"{name}_{end}") for end in ("low", "high")} for name in names_in(figures)}
+        metrics = [
+            {
+                "type": name,
+                "name": name.replace("_", " "),
+                "value": figures[name],
+                "args": {"samples": figures["samples"], **{end: each for end, each in own.items() if each is not None}},
+            }
+            for name, own in ends.items()
+        ]
+        yield {
+            "task": {"type": "text-generation", "name": "Text generation"},
+            "dataset": {"type": task, "name": task},
+            "metrics": metrics,
+        }
 
 
 def _size_category(documents: int) -> str:

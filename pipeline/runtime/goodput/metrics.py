@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.runtime.metrics.journal import NAME
+from pipeline.runtime.metrics.sinks import TASK
+from pipeline.runtime.metrics.task_figures import newest_figures
 from pipeline.runtime.metrics.time_sums import SumsByAttempt
 from pipeline.runtime.metrics.times import seconds_of
 
@@ -25,6 +27,7 @@ class Metrics:
     Attributes:
         step: the newest row of a step; {"step": 0} before the first.
         evaluation: the newest row of an evaluation; empty before the first.
+        tasks: task -> its newest figures.
         recent: (step, time) of the newest steps, seconds since the epoch.
         sums: seconds by what they were spent on, one sum for each attempt that has rows.
         checkpoints: step of a checkpoint -> when it was written.
@@ -37,6 +40,7 @@ class Metrics:
 
     step: dict[str, Any] = field(default_factory=lambda: {"step": 0})
     evaluation: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     sums: SumsByAttempt = field(default_factory=SumsByAttempt)
     checkpoints: dict[int, float] = field(default_factory=dict)
@@ -95,6 +99,8 @@ def _add(metrics: Metrics, line: bytes) -> None:
             metrics.recent.append((step, time))
     elif kind == "eval":
         metrics.evaluation = row
+    elif str(kind).startswith(TASK):
+        metrics.tasks |= newest_figures([row])
     elif kind == "event":
         _add_event(metrics, row, step, time)
 

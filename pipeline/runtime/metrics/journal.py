@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -80,20 +80,22 @@ class Journal:
         self._warned = bool(self._unwritten)
 
 
-def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:
+def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> list[dict[str, Any]]:
     """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning.
 
-    Rows of other kinds than the one that is asked for are not parsed: steps are nearly all, and there may be millions.
+    Rows of other kinds than the one, or those, that are asked for are not parsed: steps are nearly all, and there may
+    be millions. A kind that ends in "/" stands for all that begin with it.
     """
     path, rows, damaged = Path(run_dir) / NAME, list[dict[str, Any]](), list[str]()
-    wanted = b"" if kind is None else _BEGIN + kind.encode() + b'"'
+    kinds = {kind} if isinstance(kind, str) else kind
+    wanted = (b"",) if kinds is None else tuple(_BEGIN + each.encode() + b'"' * (each[-1] != "/") for each in kinds)
     for number, line in enumerate(_whole_lines(path), start=1):
         if line.startswith(_BEGIN) and not line.startswith(wanted) and line.endswith(b"}\n"):
             continue
         row = _row(line)
         if row is None:
             damaged.append(str(number))
-        elif kind in (None, row["kind"]):
+        elif kinds is None or any(row["kind"] == k or (k[-1] == "/" and row["kind"].startswith(k)) for k in kinds):
             rows.append(row)
     if damaged:
         shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")

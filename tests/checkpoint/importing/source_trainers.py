@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_mixture
+from pipeline.engines.optim.lion import Lion
 
 SEQUENCE, VOCABULARY, BATCH, SEED, LR = 32, 128, 8, 3, 2e-3
 MODEL: dict[str, Any] = {
@@ -89,7 +90,10 @@ def with_deepspeed(case: dict[str, Any]) -> Losses:
     model = model_of(case)
     config = {"train_batch_size": BATCH, "gradient_clipping": 1.0, **case["config"]}
     params = groups_of(model, split=case.get("split", True))
-    optimizer = torch.optim.SGD(params, **case["sgd"]) if "sgd" in case else torch.optim.AdamW(params, lr=LR)
+    # a Lion of its own deepspeed has for CUDA and by a compiler; the states of all have the same name
+    made = {"sgd": torch.optim.SGD, "lion": Lion}
+    kind = next((name for name in made if name in case), None)
+    optimizer = torch.optim.AdamW(params, lr=LR) if kind is None else made[kind](params, **case[kind])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if "load" in case:
         engine.load_checkpoint(case["load"])

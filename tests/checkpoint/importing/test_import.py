@@ -72,6 +72,7 @@ CASES = {
     "ZeRO-1, bf16 by BF16_Optimizer": zero(1, **BF16, data_types={"grad_accum_dtype": "fp32"}),
     "ZeRO-2, bf16": zero(2, **BF16),
     "ZeRO-2, SGD": {**zero(2, zero_allow_untested_optimizer=True), "sgd": {"lr": 0.05, "momentum": 0.9}},
+    "ZeRO-2, Lion": {**zero(2, zero_allow_untested_optimizer=True), "lion": {"lr": 2e-4, "betas": (0.9, 0.99)}},
     "ZeRO-2, one group": {**zero(2), "split": False},
     "ZeRO-3 of small sub-groups": zero(3) | {"config": {"zero_optimization": {"stage": 3, "sub_group_size": 5000}}},
     "universal of ZeRO-2": {**zero(2), "universal": True},
@@ -114,16 +115,20 @@ def config_of(case: dict[str, Any], work: Path, run_dir: Path, *, steps: int = S
     """A config file of the run that goes on from a case."""
     config = {
         "engine": "reference",
-        "model": {"config": {**MODEL, **case.get("model", {})}},
+        "model": {"config": case.get("hf", {**MODEL, **case.get("model", {})})},
         "data": {"sources": [{"path": str(work / "tokens")}], "sequence_length": SEQUENCE},
         "run": {"dir": str(run_dir), "steps": steps, "seed": SEED},
         "evaluation": {"samples": 0},
         "train_batch_size": BATCH,
         "optimizer": {
-            "type": "SGD" if "sgd" in case else "AdamW",
-            "params": {"lr": LR, "weight_decay": DECAY if case.get("split", True) else 0.0, **case.get("sgd", {})},
+            "type": "SGD" if "sgd" in case else "Lion" if "lion" in case else "AdamW",
+            "params": {
+                "lr": LR,
+                "weight_decay": DECAY if case.get("split", True) else 0.0,
+                **case.get("sgd", case.get("lion", {})),
+            },
         },
-        "bf16": case.get("config", {}).get("bf16", {"enabled": False}),
+        "bf16": {"enabled": is_bf16(case)},
         "gradient_clipping": 1.0,
         **({"scheduler": case["scheduler"]} if "scheduler" in case else {}),
     }
@@ -148,7 +153,11 @@ def next_losses(prepared: PreparedRun) -> list[float]:
 
 
 def tolerance(case: dict[str, Any]) -> float:
-    return UNIT_ROUNDOFF["bf16"] if case.get("config", {}).get("bf16", {}).get("enabled") else LOSS_FP32
+    return UNIT_ROUNDOFF["bf16"] if is_bf16(case) else LOSS_FP32
+
+
+def is_bf16(case: dict[str, Any]) -> bool:
+    return bool(case.get("bf16") or case.get("config", {}).get("bf16", {}).get("enabled"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,7 +171,8 @@ def test_the_next_losses_are_those_of_the_other_trainer(
     said = capsys.readouterr().out
     assert f", step {SAVED}" in said
     assert f"goes on with sample {SAVED * BATCH} of" in said
-    assert ("momentum_buffer" if "sgd" in case else "exp_avg, exp_avg_sq, optimizer step 3") in said
+    states = {"sgd": "momentum_buffer", "lion": "float32, exp_avg\n"}
+    assert next((states[kind] for kind in states if kind in case), "exp_avg, exp_avg_sq, optimizer step 3") in said
     assert "DIFFERENT" not in said
     assert "differs" not in said
     assert next_losses(prepare(resolved(config))) == pytest.approx(trained[name][SAVED:], rel=tolerance(case))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.base.task_figures import figures_line
 from pipeline.config.sections.evaluation import TaskSection
 from pipeline.evaluation.tasks.encode import EncodedTask
-from pipeline.evaluation.tasks.figures import MATCHES, continuations, figures_line, ranked_figures, wilson
+from pipeline.evaluation.tasks.figures import MATCHES, continuations, ranked_figures, wilson
 from pipeline.evaluation.tasks.passes import PassShape, forward_passes, positions
 from pipeline.evaluation.tasks.rows import RankedQuestion
 
@@ -102,3 +106,50 @@ def test_every_request_is_in_one_pass_that_is_no_larger_than_a_micro_batch(shape
     assert [each.length for each in passes] == sorted((each.length for each in passes), reverse=True)
     if not shape.fixed:
         assert positions(passes) < 1.5 * lengths.sum()
+
+
+def test_the_rules_of_gsm8k_are_the_filters_and_the_metric_of_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    # its module of metrics imports them; exact_match uses neither
+    for name in ("sacrebleu", "evaluate"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
+    regex = import_module("lm_eval.filters.extraction").RegexFilter
+    exact = import_module("lm_eval.api.metrics").exact_match_hf_evaluate
+    ignored = {"regexes_to_ignore": [",", "\\$", "(?s).*#### ", "\\.$"], "ignore_case": True}
+    filters = {
+        "gsm8k_strict": regex(r"#### (\-?[0-9\.\,]+)"),
+        "gsm8k_flexible": regex(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", group_select=-1),
+    }
+    answers = ["She has 48/2 = <<48/2=24>>24.\n#### 72", "#### 1,080", "-3", "0.5"]
+    texts = [
+        " He sold 72.",
+        "48 + 24\n#### 72",
+        "#### 72.",
+        "$1,080 in all",
+        "#### $72",
+        "#### -3",
+        "- 3",
+        "-3",
+        "is 7",
+    ]
+    texts += [
+        "",
+        "no number",
+        "72 eggs",
+        "so 72, not 71",
+        "#### 1080.00",
+        "0.5",
+        ".5",
+        "#### 72\n#### 71",
+        "...",
+        "###72",
+    ]
+    agreed = 0
+    for name, theirs in filters.items():
+        for answer in answers:
+            (chosen,) = theirs.apply([texts], [{}])
+            for text, one in zip(texts, chosen, strict=True):
+                wanted = bool(exact(predictions=[one], references=[answer], **ignored)["exact_match"])
+                assert MATCHES[name](text, answer) == wanted, (name, text, answer)
+                agreed += wanted
+    assert agreed > len(answers)

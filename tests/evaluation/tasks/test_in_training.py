@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.base.task_figures import figures_line, with_interval
+from pipeline.models.card.front_matter import front_matter_of
 from pipeline.runtime.metrics.journal import read_rows
-from tests import warm
-from tests.conftest import launch, losses, start, tiny_config, write_config
+from tests import warm, warm_python
+from tests.conftest import launch, losses, start, tiny_config, warm_command, write_config
 from tests.evaluation.tasks.test_encode import questions
 from tests.evaluation.tasks.test_questions import write
-from tests.support import output_of, refusal_of
+from tests.support import output_of, refusal_of, wait_until
 
 
-def config_of(work: Path, tokens: Path, **keys: Any) -> Path:
+def config_of(work: Path, tokens: Path, *, prompts: int = 5, **keys: Any) -> Path:
     ranked = write(work / "mills.jsonl", *questions())
-    prompts = [{"prompt": f"The mill at race {n} turns{' often' * n}", "answers": [" times"]} for n in range(5)]
-    generated = {"file": str(write(work / "prompts.jsonl", *prompts)), "new_tokens": 6, "match": "contains"}
+    texts = [f"The mill at race {n} turns{' often' * (n % 5)}" for n in range(prompts)]
+    rows = [{"prompt": text, "answers": [" times"]} for text in texts]
+    generated = {"file": str(write(work / "prompts.jsonl", *rows)), "new_tokens": 6, "match": "contains"}
     evaluation = {"every": 4, "samples": 2, "tasks": [{"file": str(ranked)}, generated]}
     config = tiny_config(tokens, work / "run", evaluation=evaluation, scheduler=None, **keys)
     config["data"]["sequence_length"] = 48
@@ -65,6 +71,31 @@ def test_the_exported_model_has_the_figures_of_the_last_step(run: tuple[Path, st
             assert metric["value"] == pytest.approx(row[figure], rel=1e-5), figure
 
 
+def test_status_report_and_cards_have_the_figures_of_the_journal(run: tuple[Path, str], tmp_path: Path) -> None:
+    run_dir, _ = run
+    rows = {name: rows_of(run_dir, name)[-1] for name in ("mills", "prompts")}
+    said = output_of(warm.run("-m", "pipeline", "status", run_dir))
+    output_of(warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"a={run_dir}"))
+    page = (tmp_path / "r.html").read_text()
+    output_of(warm.run("-m", "pipeline", "export", run_dir, tmp_path / "model"))
+    output_of(warm.run("-m", "pipeline", "card", run_dir, tmp_path / "papers"))
+    for name, row in rows.items():
+        assert f"{name}: {figures_line(row)} at step 8" in said
+        assert f"{figures_line(row)} at step 8" in page
+    for folder in ("model", "papers"):
+        card = (tmp_path / folder / "README.md").read_text()
+        for figure in ("accuracy", "bits_per_byte"):
+            cells = f"mills | 5 | {figure.replace('_', ' ')} | {with_interval(rows['mills'], figure)}"
+            assert f"| {cells} |" in card
+        results = front_matter_of(card)["model-index"][0]["results"]
+        found = {each["dataset"]["name"]: each["metrics"] for each in results}
+        (metric,) = found["prompts"]
+        row = rows["prompts"]
+        assert (metric["type"], metric["value"]) == ("exact_match", row["exact_match"])
+        ends = {"low": row["exact_match_low"], "high": row["exact_match_high"]}
+        assert metric["args"] == {"samples": 5, **ends}
+
+
 def test_a_resumed_run_evaluates_what_is_missing_and_nothing_twice(run: tuple[Path, str]) -> None:
     run_dir, _ = run
     path = run_dir / "metrics.jsonl"
@@ -80,6 +111,36 @@ def test_a_resumed_run_evaluates_what_is_missing_and_nothing_twice(run: tuple[Pa
     assert [row["step"] for row in rows_of(run_dir, "mills")] == [4, 8]
     assert [row["step"] for row in read_rows(run_dir, kind="eval")] == [4, 8]
     assert len(losses(run_dir)) == 8
+
+
+def test_a_run_killed_in_the_middle_of_an_evaluation_has_the_figures_of_one_that_was_not(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """SIGKILL while prompts are continued: the first task's row is there, the second's is not."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for work in (whole, killed):
+        work.mkdir()
+        config_of(work, tokens, engine="torch", prompts=400)
+    launch("train.py", whole / "c.json")
+    config, run_dir = killed / "c.json", killed / "run"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(warm_command("train.py", config, processes=1), cwd=killed, **quiet)
+    wait_until(
+        lambda: (run_dir / "metrics.jsonl").exists() and rows_of(run_dir, "mills"), process=process, poll_s=0.005
+    )
+    os.kill(warm_python.real_pid(process.pid), signal.SIGKILL)
+    process.wait()
+    assert [row["step"] for row in rows_of(run_dir, "mills")] == [4]
+    assert not rows_of(run_dir, "prompts"), "it was killed too late"
+    launch("train.py", config)
+    timeless = {"time": None, "seconds": None}
+    for kind in ("eval", "task/mills", "task/prompts"):
+        found, wanted = (
+            [{**row, **timeless} for row in read_rows(work / "run", kind=kind)] for work in (killed, whole)
+        )
+        assert [row["step"] for row in found] == [4, 8]
+        assert found == wanted
+    assert losses(run_dir) == losses(whole / "run")
 
 
 def test_the_report_has_a_chart_for_each_task(run: tuple[Path, str], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ FOLDERS = {
     "a folder of universal checkpoints of DeepSpeed": ("latest_universal", "global_step9_universal/zero/x/fp32.pt"),
     "a checkpoint of DeepSpeed without ZeRO": ("latest", "global_step9/mp_rank_00_model_states.pt"),
     "a checkpoint of Megatron-LM (torch)": ("iter_0000100/mp_rank_00/model_optim_rng.pt",),
-    "a checkpoint of Megatron-LM": ("latest_checkpointed_iteration.txt", "iter_0000100/__0_0.distcp"),
+    "checkpoints of Megatron-LM": ("latest_checkpointed_iteration.txt", "iter_0000100/__0_0.distcp"),
     "a distributed checkpoint of torch (DCP)": (".metadata", "__0_0.distcp"),
     "a folder of checkpoints of torchtitan": ("step-10/.metadata", "step-10/__0_0.distcp"),
     "the output folder of the Hugging Face Trainer": ("checkpoint-9/trainer_state.json", "training_args.bin"),
@@ -69,7 +69,7 @@ def test_a_folder_of_another_tool_is_named_with_a_remedy(kind: str, tmp_path: Pa
     assert kind.startswith(found.name)
     assert "FOLDER" not in found.remedy
     if "manifest.json" not in FOLDERS[kind]:
-        with pytest.raises(DataError, match=r"; it is (a|the|tokens) ") as refused:
+        with pytest.raises(DataError, match=r"; it is (a|the|tokens|checkpoints) ") as refused:
             read_manifest(folder, kind="tokens")
         assert found.remedy in str(refused.value)
     if "config.json" not in FOLDERS[kind]:

@@ -1,0 +1,375 @@
+"""Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`) in Hugging Face names.
+
+    latest_checkpointed_iteration.txt                text: the newest iteration
+    iter_0000100/metadata.json                       {"sharded_backend": "torch_dist", ...}
+    iter_0000100/.metadata, __R_N.distcp             a distributed checkpoint of torch
+    iter_0000100/common.pt                           arguments, iteration, parameter groups; newer: in .distcp
+
+    embedding.word_embeddings.weight                                   rows may be padding
+    decoder.layers.self_attention.linear_qkv.weight  [L, rows, D]      all layers in one tensor; per key head its query
+                                                                       heads, the key, the value
+    decoder.layers.3.self_attention.linear_qkv.weight                  or a tensor per layer, where they differ
+    decoder.layers.mlp.linear_fc1.weight             [L, 2 F, D]       gate, then up
+    decoder.layers.mlp.experts.experts.linear_fc1.weight  [L, E, 2 F, D]
+    optimizer.state.exp_avg.NAME                                       shaped as the weight; fp32_param, param: master
+                                                                       weights
+    optimizer.state.exp_avg.NAME  [pieces of each dim, elements of one]        of `fully_sharded_model_space`
+
+Seen with megatron-core 0.13.1, 0.16.1 and its source of 2026-08-22 (0.20).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.format.metadata import TORCH_METADATA
+from pipeline.checkpoint.importing.dcp import DcpFolder
+from pipeline.checkpoint.importing.source import (
+    STATES,
+    SourceCheckpoint,
+    TargetModel,
+    hugging_face_name,
+    one_step_counter,
+)
+from pipeline.checkpoint.importing.unpickle import open_saved
+from pipeline.checkpoint.write.streamed import LazyTensor
+
+LATEST, BACKEND, COMMON = "latest_checkpointed_iteration.txt", "metadata.json", "common.pt"
+_COMMON_KEY = "common_state/shard_0_1"
+_MASTERS = ("fp32_param", "param")
+_STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>{'|'.join((*STATES, *_MASTERS))})\.(?P<name>.+)")
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+_LAYER = re.compile(r"decoder\.layers\.(?:(?P<number>\d+)\.)?(?P<inner>.+)")
+_LEFT_OUT = {
+    "opt_param_scheduler": "opt_param_scheduler: the config's schedule goes on at the step",
+    "rerun_state_machine": "rerun_state_machine",
+}
+Split = Callable[[Tensor], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Query heads and key heads."""
+
+    query: int
+    key: int
+
+    def split(self, fused: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values of a fused projection [key heads x (queries of one + 2) x head size, ...]."""
+        per_key = self.query // self.key
+        rest = fused.shape[1:]
+        heads = fused.view(self.key, per_key + 2, -1, *rest)
+        parts = heads.split([per_key, 1, 1], dim=1)
+        return [part.reshape(-1, *rest) for part in parts]
+
+    def together(self, fused: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values one behind the other, as inputs x outputs where it is a matrix."""
+        return [torch.cat(list(self.split(fused))).t()]
+
+
+def _transposed(matrix: Tensor) -> Sequence[Tensor]:
+    return [matrix.t()]
+
+
+def _same(tensor: Tensor) -> Sequence[Tensor]:
+    return [tensor]
+
+
+def _halves(tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.chunk(2)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Names of a Hugging Face family.
+
+    Attributes:
+        layers: before the number of a layer.
+        whole: Megatron's name -> ours, outside of layers.
+        inner: Megatron's name in a layer -> ours, and how its tensor becomes those.
+    """
+
+    layers: str
+    whole: Mapping[str, str]
+    inner: Mapping[str, tuple[Sequence[str], Split]]
+
+
+def _llama(heads: _Heads) -> _Family:
+    mlp_norm = (["post_attention_layernorm.weight"], _same)
+    return _Family(
+        "model.layers.",
+        {
+            "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+            "decoder.final_layernorm.weight": "model.norm.weight",
+            "output_layer.weight": "lm_head.weight",
+        },
+        {
+            "input_layernorm.weight": (["input_layernorm.weight"], _same),
+            "self_attention.linear_qkv.layer_norm_weight": (["input_layernorm.weight"], _same),
+            **{
+                f"self_attention.linear_qkv.{kind}": ([f"self_attn.{n}_proj.{kind}" for n in "qkv"], heads.split)
+                for kind in ("weight", "bias")
+            },
+            "self_attention.q_layernorm.weight": (["self_attn.q_norm.weight"], _same),
+            "self_attention.k_layernorm.weight": (["self_attn.k_norm.weight"], _same),
+            "self_attention.linear_proj.weight": (["self_attn.o_proj.weight"], _same),
+            "pre_mlp_layernorm.weight": mlp_norm,
+            "mlp.linear_fc1.layer_norm_weight": mlp_norm,
+            "mlp.linear_fc1.weight": (["mlp.gate_proj.weight", "mlp.up_proj.weight"], _halves),
+            "mlp.linear_fc2.weight": (["mlp.down_proj.weight"], _same),
+            "mlp.router.weight": (["mlp.gate.weight"], _same),
+            "mlp.experts.experts.linear_fc1.weight": (["mlp.experts.gate_up_proj"], _same),
+            "mlp.experts.experts.linear_fc2.weight": (["mlp.experts.down_proj"], _same),
+        },
+    )
+
+
+def _gpt2(heads: _Heads) -> _Family:
+    inner: dict[str, tuple[Sequence[str], Split]] = {}
+    for kind in ("weight", "bias"):
+        inner |= {
+            f"input_layernorm.{kind}": ([f"ln_1.{kind}"], _same),
+            f"self_attention.linear_qkv.layer_norm_{kind}": ([f"ln_1.{kind}"], _same),
+            f"self_attention.linear_qkv.{kind}": ([f"attn.c_attn.{kind}"], heads.together),
+            f"self_attention.linear_proj.{kind}": ([f"attn.c_proj.{kind}"], _transposed),
+            f"pre_mlp_layernorm.{kind}": ([f"ln_2.{kind}"], _same),
+            f"mlp.linear_fc1.layer_norm_{kind}": ([f"ln_2.{kind}"], _same),
+            f"mlp.linear_fc1.{kind}": ([f"mlp.c_fc.{kind}"], _transposed),
+            f"mlp.linear_fc2.{kind}": ([f"mlp.c_proj.{kind}"], _transposed),
+        }
+    whole = {
+        "embedding.word_embeddings.weight": "transformer.wte.weight",
+        "embedding.position_embeddings.weight": "transformer.wpe.weight",
+        "decoder.final_layernorm.weight": "transformer.ln_f.weight",
+        "decoder.final_layernorm.bias": "transformer.ln_f.bias",
+        "output_layer.weight": "lm_head.weight",
+    }
+    return _Family("transformer.h.", whole, inner)
+
+
+_FAMILIES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _llama), "gpt2": _gpt2}
+"""model_type -> its names."""
+
+
+def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
+    """Opens a distributed checkpoint of Megatron-core.
+
+    Args:
+        folder: `iter_N`, or that with `latest_checkpointed_iteration.txt`.
+        wanted: the model of the config: its family and numbers of heads.
+
+    Raises:
+        CheckpointError: it is of another format, or of a family that is not known; files are missing or damaged.
+    """
+    folder = _newest(folder)
+    opened = DcpFolder.open(folder)
+    family = _family_of(folder, wanted.hf_config)
+    common = _common(folder, opened)
+    _refuse_others(folder, opened, common)
+    weights: dict[str, LazyTensor] = {}
+    masters: dict[str, LazyTensor] = {}
+    states: dict[str, dict[str, LazyTensor]] = {}
+    left_out = [text for key, text in _LEFT_OUT.items() if key in common]
+    for key in opened.tensors:
+        match = _STATE.fullmatch(key)
+        kind, name = (match["kind"], match["name"]) if match else ("", key)
+        into = masters if kind in _MASTERS else states.setdefault(kind, {}) if kind else weights
+        for own, tensor in _renamed(opened, key, hugging_face_name(name), family):
+            rows = wanted.parameters.get(own, (0,))[0]
+            if rows and name.endswith(("word_embeddings.weight", "output_layer.weight")) and tensor.shape[0] > rows:
+                into[own] = LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, partial(_first, tensor, rows))
+                left_out += [_padding(own, tensor.shape[0] - rows)] if into is weights else []
+            else:
+                into[own] = tensor
+    if not states:
+        raise CheckpointError(
+            f"{folder} has no optimizer states (--no-save-optim)\n"
+            "  try: convert it to a Hugging Face folder with Megatron Bridge, and take the weights, as model.path"
+        )
+    arguments, groups = common.get("args"), list(_found(common.get("optimizer"), "param_groups"))
+    counters = [*_found(common.get("optimizer"), "common_step"), *(group.get("step") for group in groups)]
+    return SourceCheckpoint(
+        path=folder,
+        kind="Megatron-core (torch_dist)",
+        step=int(common["iteration"]),
+        weights=weights | masters,
+        states=states,
+        optimizer_step=one_step_counter(counters, folder),
+        groups=[group for group in groups if "lr" in group],
+        samples=getattr(arguments, "consumed_train_samples", None),
+        hf_config=_fields(arguments, wanted.hf_config) if arguments is not None else None,
+        loss_scale=_loss_scale(common),
+        left_out=left_out,
+    )
+
+
+def _newest(folder: Path) -> Path:
+    """The folder of an iteration, with `.metadata`."""
+    if (folder / LATEST).is_file():
+        latest = (folder / LATEST).read_text().strip()
+        folder = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
+    backend = {}
+    if (folder / BACKEND).is_file():
+        try:
+            backend = json.loads((folder / BACKEND).read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{folder / BACKEND} is damaged: {error}\n  try: copy it again") from None
+    if backend.get("sharded_backend") != "torch_dist" or not (folder / TORCH_METADATA).is_file():
+        raise CheckpointError(
+            f"{folder} is no checkpoint of Megatron's format torch_dist\n"
+            "  try: load it in Megatron-LM with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+            " --dist-ckpt-optim-fully-reshardable, and import FOLDER"
+        )
+    return folder
+
+
+def _family_of(folder: Path, config: Mapping[str, Any]) -> _Family:
+    family = str(config.get("model_type"))
+    if family not in _FAMILIES:
+        raise CheckpointError(
+            f"{folder} is Megatron's, and the config's model is a {family}\n"
+            f"  try: model_type {', '.join(_FAMILIES)}; others are not read: convert it to a Hugging Face folder with"
+            " Megatron Bridge, and take the weights, as model.path"
+        )
+    query = int(config.get("num_attention_heads") or config["n_head"])
+    return _FAMILIES[family](_Heads(query, int(config.get("num_key_value_heads") or query)))
+
+
+def _common(folder: Path, opened: DcpFolder) -> Mapping[str, Any]:
+    """Arguments, iteration and parameter groups: objects in them are attributes without a class."""
+    if _COMMON_KEY in opened.places:
+        place = folder / opened.places[_COMMON_KEY].relative_path
+        [found] = open_saved(place, file=opened.bytes_of(_COMMON_KEY), opaque=True)
+    else:
+        found = open_saved(folder / COMMON, opaque=True)
+    if not isinstance(found, Mapping) or "iteration" not in found:
+        raise CheckpointError(f"{folder} records no iteration\n  try: a checkpoint that Megatron-LM has saved")
+    return found
+
+
+def _refuse_others(folder: Path, opened: DcpFolder, common: Mapping[str, Any]) -> None:
+    if any(map(_BUCKETS.match, (*opened.tensors, *opened.places))):
+        raise CheckpointError(
+            f"{folder} has the buckets of Megatron's distributed optimizer (dp_reshardable), in which no parameter has"
+            " a name\n  try: load it in Megatron-LM with --dist-ckpt-optim-fully-reshardable, and save it"
+        )
+    arguments = common.get("args")
+    for name, why in (
+        ("apply_layernorm_1p", "its norms are stored less one"),
+        ("rotary_interleaved", "it rotates neighbouring elements of a head"),
+        ("moe_router_pre_softmax", "its router takes the softmax over all experts"),
+    ):
+        if getattr(arguments, name, False) and (not name.startswith("moe") or getattr(arguments, "num_experts", None)):
+            raise CheckpointError(
+                f"{folder} was trained with --{name.replace('_', '-')}: {why}, and the config's model does not\n"
+                "  try: convert it to a Hugging Face folder with Megatron Bridge, and take the weights, as model.path"
+            )
+
+
+def _renamed(opened: DcpFolder, key: str, name: str, family: _Family) -> Iterator[tuple[str, LazyTensor]]:
+    """Hugging Face name and tensor of all that a stored tensor has; a name that is not known stays."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        yield family.whole.get(name, name), _unflattened(opened.tensor(key), opened, key)
+        return
+    names, split = family.inner.get(layer["inner"], ([f"?.{layer['inner']}"], _same))
+    if layer["number"] is not None:
+        pieces = {int(layer["number"]): _unflattened(opened.tensor(key), opened, key)}
+    else:
+        count = opened.tensors[key].shape[0]
+        pieces = {n: _unflattened(opened.row(key, n), opened, key, stacked=True) for n in range(count)}
+    for number, piece in pieces.items():
+        shapes = [tuple(each.shape) for each in split(torch.empty(piece.shape, device="meta"))]
+        for place, (own, shape) in enumerate(zip(names, shapes, strict=True)):
+            yield f"{family.layers}{number}.{own}", LazyTensor(shape, piece.dtype, partial(_part, piece, split, place))
+
+
+def _part(tensor: LazyTensor, split: Split, place: int) -> Tensor:
+    return split(tensor.read())[place].contiguous()
+
+
+def _first(tensor: LazyTensor, rows: int) -> Tensor:
+    return tensor.read()[:rows]
+
+
+def _unflattened(tensor: LazyTensor, opened: DcpFolder, key: str, *, stacked: bool = False) -> LazyTensor:
+    """A tensor of flat pieces, [pieces of each dim, elements of one], in its shape; others as they are."""
+    shapes = getattr(opened.metadata, "mcore_data", None) or {}
+    whole = (shapes.get(key) or {}).get("nd_reformulated_orig_global_shape")
+    if whole is None:
+        return tensor
+    shape = tuple(whole)[1:] if stacked else tuple(whole)
+    return LazyTensor(shape, tensor.dtype, lambda: _joined(tensor.read(), shape))
+
+
+def _joined(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    pieces = flat.shape[:-1]
+    sizes = [size // count for size, count in zip(shape, pieces, strict=True)]
+    order = [dim for pair in zip(range(len(shape)), range(len(shape), 2 * len(shape)), strict=True) for dim in pair]
+    return flat.view(*pieces, *sizes).permute(order).reshape(shape)
+
+
+def _padding(name: str, rows: int) -> str:
+    return f"{rows:,} rows of {name} beyond model.config's vocab_size (Megatron's loss counts their logits, too)"
+
+
+def _found(values: Any, key: str) -> Iterator[Any]:
+    """What nested dicts and lists have under a key; of a list its items."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            if name == key:
+                yield from value if isinstance(value, list) else [value]
+            else:
+                yield from _found(value, key)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _found(value, key)
+
+
+def _loss_scale(common: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """Of its dynamic loss scaler; see `SourceCheckpoint.loss_scale`."""
+    for scaler in _found(common.get("optimizer"), "grad_scaler"):
+        if "growth_tracker" in scaler:
+            return float(scaler["scale"]), float(scaler["growth_tracker"]), float(scaler["hysteresis_tracker"])
+    return None
+
+
+def _activation(arguments: Any, ours: str | None) -> str | None:
+    """Of the GELUs, which no shape of a tensor shows: ours where it computes the same."""
+    if not hasattr(arguments, "openai_gelu"):
+        return None
+    approximate = arguments.openai_gelu or getattr(arguments, "bias_gelu_fusion", False)
+    same = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast") if approximate else ("gelu",)
+    return ours if ours is not None and ours in same else same[0]
+
+
+def _fields(arguments: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments as fields of the config's Hugging Face config, those that both have."""
+    heads = getattr(arguments, "num_attention_heads", None)
+    grouped = getattr(arguments, "group_query_attention", False)
+    untied = getattr(arguments, "untie_embeddings_and_output_weights", None)
+    theirs: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "n_head": heads,
+        "num_key_value_heads": getattr(arguments, "num_query_groups", None) if grouped else heads,
+        "head_dim": getattr(arguments, "kv_channels", None),
+        "rms_norm_eps": getattr(arguments, "norm_epsilon", None),
+        "layer_norm_epsilon": getattr(arguments, "norm_epsilon", None),
+        "num_experts_per_tok": getattr(arguments, "moe_router_topk", None),
+        "activation_function": _activation(arguments, config.get("activation_function")),
+        "tie_word_embeddings": None if untied is None else not untied,
+    }
+    if (base := getattr(arguments, "rotary_base", None)) and isinstance(config.get("rope_parameters"), Mapping):
+        kind = "llama3" if getattr(arguments, "use_rope_scaling", False) else "default"
+        theirs["rope_parameters"] = {**config["rope_parameters"], "rope_theta": float(base), "rope_type": kind}
+    return {key: value for key, value in theirs.items() if value is not None and config.get(key) is not None}

@@ -1,0 +1,134 @@
+"""Megatron-core's distributed checkpoints: a run that goes on from one has the next losses of Megatron."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.commands.app import run as headrace
+from pipeline.checkpoint.importing.find import open_checkpoint
+from pipeline.checkpoint.importing.source import TargetModel
+from pipeline.run.prepare import prepare
+from tests.checkpoint.importing.megatron_cases import LIVE, SMALL, STORED, train, write_token_folder
+from tests.checkpoint.importing.megatron_trainer import FOLDER
+from tests.checkpoint.importing.source_trainers import BATCH
+from tests.checkpoint.importing.test_import import config_of, next_losses, refusal, resolved, tolerance
+
+SAVED, STEPS = 3, 6
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens, and the checkpoints that megatron-core has written: `work / NAME`."""
+    folder = tmp_path_factory.mktemp("megatron")
+    write_token_folder(folder)
+    for name in STORED:
+        with tarfile.open(Path(__file__).parent / "megatron" / f"{name}.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+    return folder
+
+
+def words_of(name: str, work: Path, run_dir: Path, **case: Any) -> list[str]:
+    return [str(work / name), str(run_dir), "--config", str(config_of({**STORED[name], **case}, work, run_dir))]
+
+
+@pytest.mark.parametrize("name", [name for name in STORED if name != "buckets"])
+def test_the_next_losses_are_those_of_megatron(
+    work: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(name, work, tmp_path / "run")
+    assert headrace(["import", *words]) == 0
+    said = capsys.readouterr().out
+    assert f"Megatron-core (torch_dist), step {SAVED}, {SAVED * BATCH} samples" in said
+    assert "weights in float32, exp_avg, exp_avg_sq, optimizer step 3" in said
+    assert "differ" not in said.lower()
+    losses = json.loads((work / name / "losses.json").read_text())
+    found = next_losses(prepare(resolved(Path(words[-1]))))
+    assert found == pytest.approx(losses[SAVED:], rel=tolerance(STORED[name]))
+
+
+def test_the_buckets_of_the_distributed_optimizer_are_refused(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(words_of("buckets", work, tmp_path / "run"), capsys)
+    assert "has the buckets of Megatron's distributed optimizer (dp_reshardable)" in said
+    assert "--dist-ckpt-optim-fully-reshardable" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_is_refused_by_megatrons_arguments(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = STORED["llama"]["model"]
+    said = refusal(words_of("llama", work, tmp_path / "a", model={**model, "rms_norm_eps": 1e-5}), capsys)
+    assert "rms_norm_eps: checkpoint 1e-06, config 1e-05" in said
+    said = refusal(words_of("gpt2", work, tmp_path / "b", hf={**STORED["gpt2"]["hf"], "n_head": 2}), capsys)
+    assert "n_head: checkpoint 4, config 2" in said
+    said = refusal(words_of("gpt2", work, tmp_path / "b", hf={"model_type": "gpt_neox"}), capsys)
+    assert "is Megatron's, and the config's model is a gpt_neox" in said
+
+
+def test_rows_of_padding_are_cut_and_named(work: Path, tmp_path: Path) -> None:
+    prepared = prepare(resolved(Path(words_of("llama", work, tmp_path / "run")[-1])))
+    full = TargetModel.of(prepared.model, prepared.hf_config)
+    padded = ("model.embed_tokens.weight", "lm_head.weight")
+    cut = replace(full, parameters=full.parameters | dict.fromkeys(padded, (100, SMALL["hidden_size"])))
+    whole, source = (open_checkpoint(work / "llama", wanted) for wanted in (full, cut))
+    assert [text for text in source.left_out if "rows" in text] == [
+        f"28 rows of {name} beyond model.config's vocab_size (Megatron's loss counts their logits, too)"
+        for name in padded
+    ]
+    for ours, all_rows in ((source.weights, whole.weights), (source.states["exp_avg"], whole.states["exp_avg"])):
+        assert torch.equal(ours[padded[0]].read(), all_rows[padded[0]].read()[:100])
+
+
+def test_objects_in_common_pt_are_not_executed_and_the_format_torch_is_refused(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(work / "llama", tmp_path / "llama"))
+    common = folder / "iter_0000003/common.pt"
+
+    (tmp_path / "kept").mkdir()
+
+    class Executed:
+        def __reduce__(self) -> Any:
+            return (shutil.rmtree, (str(tmp_path / "kept"),))
+
+    torch.save({"iteration": 3, "args": Executed(), "optimizer": {"param_groups": [{"step": 3.0}]}}, common)
+    words = words_of("llama", work, tmp_path / "run")
+    assert headrace(["import", str(folder), *words[1:]]) == 0
+    assert (tmp_path / "kept").exists()
+    words = words_of("llama", work, tmp_path / "again")
+    common.write_bytes(pickle.dumps({"iteration": 3}))
+    assert "is damaged, or no file of torch.save" in refusal([str(folder), *words[1:]], capsys)
+    (folder / "iter_0000003/.metadata").unlink()
+    assert "is no checkpoint of Megatron's format torch_dist" in refusal([str(folder), *words[1:]], capsys)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(FOLDER not in os.environ, reason=f"needs megatron-core, whose folder {FOLDER} names")
+def test_ten_steps_after_ten_steps_of_megatron(tmp_path: Path) -> None:
+    """Prints the rows of the table in docs/how-to/import-checkpoints.md."""
+    write_token_folder(tmp_path)
+    (tmp_path / "runs").mkdir()
+    both = {"tp": 2, "pp": 2, "sharding": "fully_reshardable"}
+    for processes, cases in ((2, LIVE), (4, {"llama, tp 2, pp 2": both})):
+        theirs = train(tmp_path, cases, processes=processes, saved=10, steps=20)
+        for name, case in cases.items():
+            run_dir = tmp_path / "runs" / name
+            config = config_of(case, tmp_path, run_dir, steps=20)
+            assert headrace(["import", str(tmp_path / name), str(run_dir), "--config", str(config)]) == 0
+            ours, after = next_losses(prepare(resolved(config))), theirs[name][10:]
+            worst = max(abs(a - b) / b for a, b in zip(ours, after, strict=True))
+            losses = f"{after[0]:.6f} | {ours[0]:.6f} | {after[-1]:.6f} | {ours[-1]:.6f}"
+            print(f"| Megatron-core, {name} | {processes} | {losses} | {worst:.1e} |")
+            assert ours == pytest.approx(after, rel=tolerance(case))
