@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,13 +24,24 @@ from headrace.base.directory import (
     check_sizes,
     free_bytes,
     parse_manifest,
+    read_manifest,
     sha256_of_file,
     staged,
     sync,
 )
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
-from headrace.base.storage import delete, download, objects_below, put_if_absent, read_object, upload
+from headrace.base.paths import is_store_url
+from headrace.base.storage import (
+    delete,
+    download,
+    objects_below,
+    patiently,
+    put_if_absent,
+    read_object,
+    same_object,
+    upload,
+)
 
 CACHE = "HEADRACE_CACHE"
 """Variable with the directory on this host for what is read of object stores."""
@@ -47,6 +59,21 @@ def remote_manifest(url: str) -> Manifest:
         StorageError: the store cannot be read.
     """
     return read_remote_manifest(url)[1]
+
+
+def manifest_of(place: str, *, kind: str) -> Manifest:
+    """The manifest of a finished directory on a disk or in an object store.
+
+    Raises:
+        DataError: there is none, it is damaged, or it is of another kind.
+        StorageError: the store cannot be read.
+    """
+    if not is_store_url(place):
+        return read_manifest(place, kind=kind)
+    manifest = patiently(partial(remote_manifest, place))
+    if manifest.kind != kind:
+        raise DataError(f"{place} holds a '{manifest.kind}', but a '{kind}' is needed\n  try: check the address")
+    return manifest
 
 
 def find_manifest(url: str) -> Manifest | None:
@@ -106,8 +133,13 @@ def check_can_publish(url: str) -> None:
         StorageError: the store cannot be written to.
     """
     if find_manifest(url) is not None:
-        raise DataError(f"{url} exists already\n  try: delete it, or choose another place")
+        raise taken(url)
     check_can_write(url)
+
+
+def taken(url: str) -> DataError:
+    """The refusal of a place where there is a finished directory."""
+    return DataError(f"{url} exists already\n  try: delete it, or choose another place")
 
 
 def check_can_write(url: str) -> None:
@@ -136,6 +168,7 @@ def publish(
     directory: Path,
     url: str,
     *,
+    uploaded: Collection[str] = (),
     progress: Progress = lambda _bytes: None,
     sent: Progress = lambda _bytes: None,
     trying: Callable[[Callable[[], Any]], Any] = lambda act: act(),
@@ -145,6 +178,7 @@ def publish(
     Args:
         directory: as `commit` has made it; its sizes are compared with its manifest.
         url: where its files go, without `MANIFEST`; see `check_can_publish`.
+        uploaded: files of its manifest that are there already, and not in the directory.
         progress: see `Progress`.
         sent: takes the bytes of each part of a file that was sent.
         trying: calls a function that writes one object, and may do so again when that fails.
@@ -155,13 +189,14 @@ def publish(
     """
     place = url.rstrip("/")
     text, manifest = local_manifest(directory)
-    check_sizes(directory, manifest)
+    files = {name: entry for name, entry in manifest.files.items() if name not in uploaded}
+    check_sizes(directory, replace(manifest, files=files))
 
     def send(name: str) -> None:
         trying(partial(upload, directory / name, f"{place}/{name}", progress=sent))
-        progress(int(manifest.files[name]["bytes"]))
+        progress(int(files[name]["bytes"]))
 
-    for_each(send, manifest.files)
+    for_each(send, files)
     taken = trying(partial(_exists, f"{place}/{MANIFEST}"))
     if taken or not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
@@ -249,6 +284,17 @@ def give_name(staging: Path, final: Path, text: bytes) -> None:
     sync(staging)
     staging.rename(final)
     sync(final.parent)
+
+
+def verify_remote(url: str, manifest: Manifest) -> Iterator[tuple[str, bool]]:
+    """Reads every file of a finished directory in an object store; (name, whether its SHA-256 is the manifest's).
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    for name, entry in manifest.files.items():
+        same = partial(same_object, f"{url.rstrip('/')}/{name}", size=entry["bytes"], sha256=entry["sha256"])
+        yield name, patiently(same)
 
 
 def cached(url: str, *, wanted: Callable[[str], bool]) -> Path:

@@ -22,7 +22,7 @@ from data_prep.formats.maskfile import MASK
 from data_prep.formats.tokenfile import HEADER_BYTES, TokenFile, dtype_in_header
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError
-from headrace.base.remote_directory import cached
+from headrace.base.remote_folder import local_tokens
 from headrace.base.storage import download, objects_below, read_range
 from pipeline.data.files import ShardSpan
 
@@ -141,9 +141,9 @@ def remote_tokens(url: str, *, stat_files: bool) -> tuple[str, dict[str, Any]]:
         stat_files: compare the sizes of its objects with the manifest.
 
     Raises:
-        DataError, StorageError: see `cached` and `check_objects`.
+        DataError, StorageError: see `local_tokens` and `check_objects`.
     """
-    path = cached(url, wanted=lambda name: name.startswith("tokenizer/"))
+    path = local_tokens(url)
     if stat_files:
         check_objects(url, read_manifest(path, kind="tokens"))
     return str(path), {"files": RemoteShards(url), "stat_files": False}
