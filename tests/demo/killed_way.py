@@ -32,7 +32,7 @@ DEMO = ROOT / "demo"
 BUCKET = "s3://way"
 LIMIT_S = 300.0
 """Of one start of a stage."""
-_WRITES = 12
+_WRITES = 8
 """A kill at a write to the store comes at one of so many."""
 _FOLDERS = ("tokens", "models/teacher", "models/pruned", "logits", "models/student", "models/int4", "models/q8_0")
 _RUNS = ("runs/teacher", "runs/student")
@@ -82,18 +82,18 @@ def stages(root: str, configs: Path) -> list[Stage]:
         (configs / f"{name}.json").write_text(json.dumps(value))
         return ["--config", str(configs / f"{name}.json")]
 
-    run = {"steps": 60, "checkpoint_every": 10, "keep_checkpoints": 2}
+    run = {"steps": 40, "checkpoint_every": 10, "keep_checkpoints": 2}
     shared = {
         "data": {"sources": [{"path": f"{root}/tokens"}], "sequence_length": 64},
         "scheduler": {"params": {"warmup_num_steps": 10}},
-        "evaluation": {"every": 20, "samples": 32},
-        "watchdog": {"heartbeat_timeout": 3.0},
+        "evaluation": {"every": 20, "samples": 16},
+        "watchdog": {"heartbeat_timeout": 10.0},
     }
     teacher = shared | {"extends": str(DEMO / "teacher.json"), "run": {**run, "dir": f"{root}/runs/teacher"}}
     distill = {"teacher": f"{root}/models/teacher", "logits": f"{root}/logits", "temperature": 2.0, "alpha": 0.5}
     student = {**shared, "extends": str(DEMO / "student.json"), "distill": distill}
     student |= {"model": {"config": "auto", "path": f"{root}/models/pruned"}}
-    student |= {"run": {**run, "dir": f"{root}/runs/student", "steps": 30}}
+    student |= {"run": {**run, "dir": f"{root}/runs/student", "steps": 20}}
     corpus = json.loads((DEMO / "corpus.json").read_text())
     readers = [{"name": "stdlib", "type": "text"}, {"name": "documents"}]
     paths = [f"{root}/corpus/stdlib", f"{root}/corpus/documents.jsonl"]
@@ -109,7 +109,7 @@ def stages(root: str, configs: Path) -> list[Stage]:
     q8_0 = {"scheme": "Q8_0", "model": small["model"], "data": data, "output": f"{root}/models/q8_0"}
     deepspeed = ["-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_accelerators", "2"]
     headrace = ["-m", "headrace"]
-    models = [f"{name}={root}/models/{name}" for name in ("teacher", "student", "int4")]
+    models = [f"{name}={root}/models/{name}" for name in ("teacher", "int4")]
     measured = ["--data", f"{root}/tokens", "--batches", "0", "--max-tokens", "4000", "--consumers", "transformers"]
     found = [
         Stage("prep", [*headrace, "prep", "--workers", "2", *config("corpus", corpus)]),
@@ -150,7 +150,7 @@ def gather(corpus: Path) -> None:
 
 
 class Killer:
-    """Runs stages, and kills them at moments that a seed draws.
+    """Runs stages, and kills as many of them, each at a moment that a seed draws.
 
     Args:
         seed: of the moments.
@@ -161,13 +161,12 @@ class Killer:
 
     def __init__(self, seed: int, kills: int, *, faults: Faulty, seconds: Mapping[str, float]) -> None:
         self._random, self._faults, self._seconds = random.Random(seed), faults, seconds
-        names = list(seconds)
-        self._drawn = sorted(self._random.choices(range(len(names)), k=kills))
+        self._drawn = sorted(self._random.sample(range(len(seconds)), kills))
         self._left = kills
         self.journal = Journal()
 
     def run(self, stage: Stage, number: int) -> None:
-        """Runs a stage to its end, killed as often as was drawn for it and those before it, in which it had ended."""
+        """Runs a stage to its end, after it was killed if it is drawn, and for each one before that had ended first."""
         while True:
             kill = self._left > 0 and self._drawn[-self._left] <= number
             process, output = _start(stage)

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     directory = Path(arguments.directory)
     out = Path(arguments.out) if arguments.out else directory
-    if out.is_relative_to(cache_root()):
+    if arguments.out is None and out.is_relative_to(cache_root()):
         why = f"{out} is a copy of a directory in an object store, to which nothing is added"
         raise DataError(f"{why}\n  try: a folder or a URL for the papers, as second argument")
     facts = load_facts(arguments.facts) if arguments.facts else None
