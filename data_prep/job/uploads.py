@@ -112,7 +112,8 @@ def commit(out: Path, url: str, *, uploaded: Mapping[str, Mapping[str, Any]], ab
 
 def release(url: str) -> None:
     """Removes the claim of a finished output, and what its job has on this host."""
-    delete(f"{url}/{CLAIM}")
+    if _read_claim(url):  # who may only read may start a finished job again
+        delete(f"{url}/{CLAIM}")
     shutil.rmtree(local_output(url).parent, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ import pytest
 from data_prep.__main__ import main as prep
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.lock import lock_file
 from headrace.base.remote_directory import CACHE, fetch
 from headrace.base.remote_output import local_output
 from headrace.base.storage import objects_below
@@ -144,6 +145,9 @@ def test_what_an_abandoned_job_left_is_refused_to_another_and_cleaned_by_a_verb(
     assert f"would delete {len(there)} objects" in out
     assert there < set(objects_below(URL))
     assert left(work)
+    with lock_file(local_output(URL).parent / ".tokens.job/lock", doing="working"):  # a job of this host is alive
+        assert prep(["clean", URL]) == 2
+    assert there < set(objects_below(URL))
     assert prep(["clean", f"{URL}/"]) == 0
     assert set(objects_below(URL)) == {"notes.txt"}
     assert left(work) == []
