@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -54,21 +54,6 @@ class Stage:
     name: str
     words: Sequence[str]
     output: str = ""
-
-
-@dataclass
-class Journal:
-    """What happened on the way.
-
-    Attributes:
-        killed: names of the stages that were killed.
-        starts: number of commands that were started.
-        seconds: that each stage took when it was not killed.
-    """
-
-    killed: list[str] = field(default_factory=list)
-    starts: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def stages(root: str, configs: Path) -> list[Stage]:
@@ -159,24 +144,29 @@ class Killer:
         kills: their number.
         faults: counts the requests to the store.
         seconds: stage -> what it took undisturbed.
+
+    Attributes:
+        killed: the stages that were killed.
+        starts: number of commands that were started.
     """
 
     def __init__(self, seed: int, kills: int, *, faults: Faulty, seconds: Mapping[str, float]) -> None:
         self._random, self._faults, self._seconds = random.Random(seed), faults, seconds
         self._drawn = sorted(self._random.sample(range(len(seconds)), kills))
         self._left = kills
-        self.journal = Journal()
+        self.killed: list[str] = []
+        self.starts = 0
 
     def run(self, stage: Stage, number: int) -> None:
         """Runs a stage to its end, after it was killed if it is drawn, and for each one before that had ended first."""
         while True:
             kill = self._left > 0 and self._drawn[-self._left] <= number
-            self.journal.starts += 1
+            self.starts += 1
             with _started(stage) as running:
                 if not kill or not self._killed(running.process, stage):
                     return running.finish()
             self._left -= 1
-            self.journal.killed.append(stage.name)
+            self.killed.append(stage.name)
             check_bucket()
             if self._random.random() < 0.3:
                 shutil.rmtree(os.environ[CACHE], ignore_errors=True)  # as on another host
@@ -234,22 +224,24 @@ def check_bucket() -> None:
 def differences(local: Path) -> Iterator[str]:
     """What differs between the directories of this host and those of the bucket, where bytes are promised."""
     for folder in _FOLDERS:
-        here, there = (
-            json.loads((local / folder / MANIFEST).read_text())["files"],
-            remote_manifest(f"{BUCKET}/{folder}").files,
-        )
+        here, there = _files(local / folder), remote_manifest(f"{BUCKET}/{folder}").files
         yield from (f"{folder}/{name}" for name in here.keys() | there.keys() if here.get(name) != there.get(name))
         left = objects_below(f"{BUCKET}/{folder}").keys() - there.keys() - {MANIFEST}
         yield from (f"{folder}/{name} is in no manifest" for name in left)
     for run in _RUNS:
-        newest = remote_checkpoints(f"{BUCKET}/{run}")[0]
-        here = json.loads((local / run / f"checkpoints/step-{newest.step:08d}" / MANIFEST).read_text())["files"]
-        there = remote_manifest(newest.url).files
-        yield from (f"{run}: {name}" for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-    objects = objects_below(BUCKET)
-    for page in _PAGES:
-        if page not in objects:
-            yield f"{page} is missing"
+        newest = max((local / run / "checkpoints").glob("step-*"))
+        found = remote_checkpoints(f"{BUCKET}/{run}")[0]
+        if f"step-{found.step:08d}" != newest.name:
+            yield f"{run} ends with {found.url}"
+        elif _files(newest) != remote_manifest(found.url).files:
+            yield found.url
+    yield from (f"{page} is missing" for page in _PAGES if page not in objects_below(BUCKET))
+
+
+def _files(directory: Path) -> dict[str, Any]:
+    """Bytes and SHA-256 of every file, by its manifest."""
+    found: dict[str, Any] = json.loads((directory / MANIFEST).read_text())["files"]
+    return found
 
 
 def run_cell(cell: str, *, kills: int) -> tuple[bool, str]:
@@ -265,9 +257,8 @@ def run_cell(cell: str, *, kills: int) -> tuple[bool, str]:
             found = list(differences(work / "local"))
         except (AssertionError, HeadraceError) as error:
             return False, str(error).strip().splitlines()[-1][:300]
-    journal = killer.journal
-    note = f"{len(journal.killed)} kills of {journal.starts} starts: {', '.join(journal.killed)}"
-    return not found and len(journal.killed) == kills, note if not found else f"differs: {', '.join(found[:3])}; {note}"
+    note = f"{len(killer.killed)} kills in {killer.starts} starts: {', '.join(killer.killed)}"
+    return not found and len(killer.killed) == kills, note if not found else f"differs: {', '.join(found[:3])}; {note}"
 
 
 @cache
