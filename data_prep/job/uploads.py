@@ -26,7 +26,7 @@ from data_prep.tasks.cleaning import DROPPED_TEXTS
 from headrace.base.directory import MANIFEST, Manifest, entries, fingerprint_of, write_manifest
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
-from headrace.base.remote_directory import find_manifest, for_each, publish
+from headrace.base.remote_directory import find_manifest, for_each, publish, remove_probes
 from headrace.base.remote_output import local_output
 from headrace.base.storage import Stat, delete, objects_below, put_if_absent, put_object, read_object
 
@@ -106,6 +106,7 @@ def commit(out: Path, url: str, *, uploaded: Mapping[str, Mapping[str, Any]], ab
     for_each(lambda name: delete(f"{url}/{name}"), [n for n in there if _SHARD.fullmatch(n) and n not in uploaded])
     manifest = write_manifest(out, files=entries(out) | dict(uploaded), **about)
     publish(out, url, uploaded=uploaded)
+    remove_probes(url)
     release(url)
     return manifest
 

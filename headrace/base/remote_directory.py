@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,7 @@ from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
 from headrace.base.storage import (
+    StorageError,
     delete,
     download,
     objects_below,
@@ -45,6 +47,7 @@ from headrace.base.storage import (
 
 CACHE = "HEADRACE_CACHE"
 """Variable with the directory on this host for what is read of object stores."""
+_PROBE = ".headrace-probe-"
 _AT_ONCE = 8
 """Objects that are written or read at the same time."""
 Progress = Callable[[int], None]
@@ -151,7 +154,7 @@ def check_can_write(url: str) -> None:
         DataError: the store overwrites what a conditional write must not.
         StorageError: one of these is not allowed, or the store cannot be reached.
     """
-    probe = f"{url.rstrip('/')}/.headrace-probe-{uuid.uuid4().hex[:12]}"
+    probe = f"{url.rstrip('/')}/{_PROBE}{uuid.uuid4().hex[:12]}"
     objects_below(probe)
     try:
         written = put_if_absent(probe, b"1"), put_if_absent(probe, b"2")
@@ -162,6 +165,14 @@ def check_can_write(url: str) -> None:
             "the store overwrites an object where it is asked not to (If-None-Match): two writers would mix their files"
         )
         raise DataError(f"{url}: {why}\n  try: a store with conditional writes, such as S3, GCS, Azure or MinIO")
+
+
+def remove_probes(url: str) -> None:
+    """Deletes what processes that were killed in `check_can_write` have left in a finished directory."""
+    with suppress(StorageError):  # they are a byte each
+        for name in objects_below(url):
+            if name.startswith(_PROBE):
+                delete(f"{url.rstrip('/')}/{name}")
 
 
 def publish(

@@ -20,7 +20,7 @@ from headrace.base.directory import MANIFEST, Manifest, free_bytes, parse_manife
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import cache_root, check_can_write, find_manifest, publish, taken
+from headrace.base.remote_directory import cache_root, check_can_write, find_manifest, publish, remove_probes, taken
 from headrace.base.storage import upload
 
 _OUTPUTS = "outputs"
@@ -177,6 +177,7 @@ def _send(final: Path, url: str) -> None:
     try:
         if whole:
             publish(final, url)
+            remove_probes(url)
         elif final.is_dir():
             for file in sorted(path for path in final.rglob("*") if path.is_file()):
                 upload(file, f"{url}/{file.relative_to(final)}")

@@ -55,15 +55,18 @@ def places(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "cache/outputs").rglob("*") if not path.name.endswith(".lock")]
 
 
-@pytest.mark.usefixtures("store")
-def test_an_output_in_a_store_has_the_bytes_of_one_on_a_disk_and_leaves_nothing_here(tmp_path: Path) -> None:
+def test_an_output_in_a_store_has_the_bytes_of_one_on_a_disk_and_leaves_nothing_here(
+    store: Any, tmp_path: Path
+) -> None:
     make(tmp_path / "local")
     check_output(URL)
+    store.pipe_file(f"{URL}/.headrace-probe-0123456789ab", b"1")  # of a process that was killed there
     with published(URL) as final:
         assert final.name == "a"
         make(final)
     fetch(URL, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "local")
+    assert objects_below(URL).keys() == contents(tmp_path / "local").keys()
     assert places(tmp_path) == []
 
 
