@@ -55,9 +55,13 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         pack.add_arguments(parser)
         return
     if name in ("verify", "stats"):
-        parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
+        parser.add_argument("directory", metavar="TOKENS", help="a tokens directory, or its URL")
         if name == "stats":
             parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
+        return
+    if name == "clean":
+        parser.add_argument("url", metavar="URL", help="an output in an object store, e.g. s3://bucket/tokens")
+        parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
         return
     if name == "phase":
         parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce, ...")
@@ -204,14 +208,16 @@ def _finish(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    from headrace.base.directory import read_manifest, verify  # noqa: PLC0415
+    from headrace.base.directory import verify  # noqa: PLC0415
+    from headrace.base.remote_directory import manifest_of, verify_remote  # noqa: PLC0415
 
-    packings = sorted(args.directory.glob("packed-*/"))
-    for directory, kind in [(args.directory, "tokens"), *((packing, "packing") for packing in packings)]:
-        manifest = read_manifest(directory, kind=kind)
-        bad = [name for name, good in verify(directory, manifest) if not good]
+    packings = [] if is_store_url(args.directory) else sorted(Path(args.directory).glob("packed-*/"))
+    for directory, kind in [(args.directory, "tokens"), *((str(packing), "packing") for packing in packings)]:
+        manifest = manifest_of(directory, kind=kind)
+        found = verify_remote(directory, manifest) if is_store_url(directory) else verify(Path(directory), manifest)
+        bad = [name for name, good in found if not good]
         if bad:
-            listed = "".join(f"\n  {directory / name}" for name in bad)
+            listed = "".join(f"\n  {directory}/{name}" for name in bad)
             why = f"{len(bad)} of {len(manifest.files)} files are missing or differ from the manifest"
             raise DataError(f"{why}:{listed}\n  try: make the directory again")
         print(f"{directory}: all {len(manifest.files)} files match their checksums")
@@ -222,9 +228,28 @@ def _stats(args: argparse.Namespace) -> None:
 
     found = stats.read_stats(args.directory)
     if args.html is not None:
-        args.html.write_text(stats.html_page(args.directory, *found), encoding="utf-8")
+        args.html.write_text(stats.html_page(Path(args.directory), *found), encoding="utf-8")
         return print(f"{args.html} written")
     return stats.print_stats(*found)
+
+
+def _clean(args: argparse.Namespace) -> None:
+    from data_prep.job import uploads  # noqa: PLC0415
+
+    url = args.url.rstrip("/")
+    if not is_store_url(url):
+        why = "a job of an output on a disk leaves nothing but its job directory beside it"
+        raise ConfigError("URL", url, why=why, remedy="rm -r .NAME.job, or start the job again, which resumes it")
+    found = uploads.leftovers(url)
+    size = sum(stat.bytes for stat in found.objects.values())
+    for name in found.objects:
+        print(f"{url}/{name}")
+    if not args.dry_run:
+        uploads.clean(url, found)
+    if not found.objects:
+        return print(f"no job has left anything in {url}{', which is finished' if found.finished else ''}")
+    what = f"{len(found.objects)} objects, {size / 1e9:,.3f} GB, of the job in {found.claim}"
+    return print(f"would delete {what}" if args.dry_run else f"deleted {what}")
 
 
 def _pack(args: argparse.Namespace) -> None:
@@ -245,6 +270,7 @@ COMMANDS = (
     _command("stats", _stats, "print documents, tokens, lengths and dropped records, by source", _OUTPUT),
     _command("verify", _verify, "compare all checksums of a tokens directory", _OUTPUT),
     _command("pack", _pack, "pack whole documents into samples of a fixed length", _OUTPUT),
+    _command("clean", _clean, "delete what an abandoned job has uploaded of an output in an object store", _OUTPUT),
     _command("prepare", _prepare, "check the input, plan the map tasks, make the tokenizer", _SHARES),
     _command("phase", _phase, "run one share of the tasks of a phase", _SHARES),
     _command("finish", _finish, "commit the output when all phases have finished", _SHARES),

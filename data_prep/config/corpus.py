@@ -205,7 +205,7 @@ class CorpusConfig(Section):
     output: PathOrUrl = Field(
         min_length=1,
         description='path of the tokens directory to write, e.g. "out/tokens", on a local or shared file system; or its'
-        " URL, e.g. s3://bucket/tokens: then the job works below HEADRACE_CACHE, and uploads its output at the end",
+        " URL, e.g. s3://bucket/tokens: then the job works below HEADRACE_CACHE, and uploads shards as they finish",
     )
     sources: list[Source] = Field(
         min_length=1, description='data sources, in input order, e.g. [{"name": "web", "path": "web/*.jsonl.zst"}]'

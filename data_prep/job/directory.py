@@ -11,7 +11,7 @@
     dedup/        merged hash tables, candidate pairs, repeated lines, and the duplicates that were found
     merge/        merged runs, in jobs of very many runs
     reduce/       markers of finished shards
-    out/          the shards; becomes the output
+    out/          the shards; becomes the output. Of an output in an object store, what is uploaded at the end
     phases/       plans that the shares of a phase have in common, see `saved_plans.py`
     progress/     the status notes of the processes
     running/      task claims and heartbeats of workers on several machines
@@ -59,14 +59,18 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """The tokens directory that the job makes; of a URL, on this host until it is uploaded."""
+        """The tokens directory that the job makes; of a URL, a place on this host that only names the job directory."""
         return local_output(self.config.output)
+
+    @property
+    def url(self) -> str | None:
+        """Of an output in an object store, whose shards are uploaded as they are finished; see `uploads.py`."""
+        return self.config.output if is_store_url(self.config.output) else None
 
     @property
     def has_output(self) -> bool:
         """Whether something has the name of the output, on a disk or in the object store."""
-        url = self.config.output
-        return self.output.exists() or (is_store_url(url) and find_manifest(url) is not None)
+        return self.output.exists() if self.url is None else find_manifest(self.url) is not None
 
     @property
     def root(self) -> Path:

@@ -14,10 +14,12 @@ import xxhash
 
 from data_prep.config.corpus import TOKENIZER_PARENT, CorpusConfig, changed_fields
 from data_prep.formats.tokenfile import SPLITS
+from data_prep.job import uploads
 from data_prep.job.changed_inputs import describe_changes
 from data_prep.job.directory import Job
 from data_prep.job.dropped_duplicates import DUPLICATES_FILE, count_duplicates, duplicate_bytes
 from data_prep.job.preflight import check_splits_not_empty
+from data_prep.job.uploads import SKIPPED, SOURCES
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.records import BadRecord
 from data_prep.task import MARKER, read_marker
@@ -29,10 +31,9 @@ from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
 from headrace.base.directory import Manifest, commit
 from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_output import finished, upload_finished
+from headrace.base.remote_output import finished
 from headrace.base.storage import read_file
 
-SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"
 _MARKER_KEYS = {"runs", "counts", "skipped", "dropped", "edited", "files"}
 
 
@@ -85,7 +86,7 @@ def finish(
         tokenizer: fingerprint of the given tokenizer's files, or None.
     """
     shards = {split: [done for of_split, done in results if of_split == split] for split in SPLITS}
-    known = {f"{s}/{e['name']}{suffix}": sha for s in SPLITS for e in shards[s] for suffix, sha in e["sha256"].items()}
+    known, sizes = _of_shard_files(results, "sha256"), _of_shard_files(results, "sizes")
     files = _write_sources(job.out / SOURCES, markers)
     _write_skipped(job, len(markers))
     _copy_tokenizer(tokenizer_folder(job.tokenizer), job.out / "tokenizer")
@@ -101,13 +102,20 @@ def finish(
     }
     if long_words := name_long_words(markers):
         details["long_words"] = long_words
-    identity, parents = job.config.identity(), _parents(job, files, tokenizer)
-    manifest = commit(
-        job.out, job.output, kind="tokens", config=identity, parents=parents, details=details, known_sha256=known
-    )
+    about: dict[str, Any] = {"config": job.config.identity(), "parents": _parents(job, files, tokenizer)}
+    about |= {"kind": "tokens", "details": details}
+    if job.url is None:
+        manifest = commit(job.out, job.output, known_sha256=known, **about)
+    else:
+        uploaded = {name: {"bytes": size, "sha256": known[name]} for name, size in sizes.items()}
+        manifest = uploads.commit(job.out, job.url, uploaded=uploaded, about=about)
     job.remove()
-    upload_finished(job.config.output)
     return manifest
+
+
+def _of_shard_files(results: list[tuple[str, dict[str, Any]]], key: str) -> dict[str, Any]:
+    """What the results of the reduce tasks have of every file of the shards: name -> value."""
+    return {f"{s}/{done['name']}{suffix}": value for s, done in results for suffix, value in done.get(key, {}).items()}
 
 
 def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str, str], int]) -> bool:
@@ -119,7 +127,7 @@ def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str,
     Raises:
         DataError: there is an output of this name that was made differently.
     """
-    output = str(job.output) if job.output.exists() else job.config.output
+    output = str(job.output) if job.url is None else job.url
     if job.output.is_file():
         remedy = "choose another output; a directory is made there"
         raise ConfigError("output", output, why="it exists, and is a file", remedy=remedy)
@@ -242,6 +250,7 @@ def _split_entry(shards: list[dict[str, Any]], config: CorpusConfig) -> dict[str
     entries = [{**shard, "source": labels[shard["source"]]} for shard in shards]
     for entry in entries:
         del entry["sha256"], entry["lengths"]
+        entry.pop("sizes", None)
     sources = {label: sum_shards([s for s in shards if labels[s["source"]] == label]) for label in labels}
     return {**sum_shards(shards), "shards": entries, "sources": {k: v for k, v in sources.items() if v["documents"]}}
 

@@ -163,6 +163,7 @@ def reduce_tasks(job: Job, facts: Facts) -> list[ReduceTask]:
             reader if plan is None else plan.merged_reader(shard.low, shard.high),
             job.out,
             job.reduce_marker(shard.split, shard.index),
+            job.url,
         )
         for shard in (Shard(*values) for values in facts["shards"])
     ]

@@ -12,6 +12,7 @@ from typing import Any
 from data_prep.config.corpus import CorpusConfig
 from data_prep.executors.base import Executor
 from data_prep.executors.local import LocalExecutor
+from data_prep.job import uploads
 from data_prep.job.changed_inputs import accept_restored, describe_changes, files_of, planned_files
 from data_prep.job.directory import Job, job_identity
 from data_prep.job.finish import is_finished
@@ -32,9 +33,7 @@ from data_prep.task import os_errors_as_data_errors, read_marker
 from data_prep.tasks.make_tokenizer import read_lines
 from headrace.base.directory import free_bytes
 from headrace.base.errors import DataError
-from headrace.base.paths import is_store_url
 from headrace.base.remote_directory import check_can_publish
-from headrace.base.remote_output import upload_finished
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def output_is_complete(inspected: InspectedJob) -> bool:
     if not is_finished(job, inspected.identity, files=files_of(inspected.sources)):
         return False
     job.remove()
-    upload_finished(job.config.output)  # it was killed between the two
+    if job.url is not None:
+        uploads.release(job.url)  # it was killed between the two
     return True
 
 
@@ -98,9 +98,9 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
         DataError: another process holds the lock, or the job directory belongs to another config or other inputs.
     """
     job = inspected.job
-    if is_store_url(job.config.output):
-        check_can_publish(job.config.output)
-        text = f"{job.config.output} is made in {job.output.parent}, which needs room for the job and all shards"
+    if job.url is not None:
+        check_can_publish(job.url)
+        text = f"{job.url} is made in {job.output.parent}, which needs room for the job and a shard of each worker"
         print(f"{text}: {free_bytes(job.output) / 1e9:,.1f} GB are free", file=sys.stderr, flush=True)
     with os_errors_as_data_errors(f"making {job.root}"):
         job.root.mkdir(parents=True, exist_ok=True)
@@ -108,6 +108,9 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
         saved = _identity_to_resume(inspected)
         if saved is None:
             job.clear()
+        if job.url is not None:
+            uploads.claim(job, inspected.identity)
+            uploads.forget_lost(job)
         job.remove_scratch()
         drop_all_plans(job)
         plan = _resumed_plan(inspected) if saved is not None else _plan(inspected)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.tokenizer.long_words import NAMED_CHARACTERS
-from headrace.base.directory import read_manifest
+from headrace.base.remote_directory import manifest_of
 
 _BAR = 30
 _WIDTH, _HEIGHT, _GAP = 560, 120, 2
@@ -34,13 +34,16 @@ class SourceStats:
         return self.bytes / max(1, self.tokens)
 
 
-def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int], list[str]]:
+def read_stats(directory: str) -> tuple[list[SourceStats], dict[str, int], list[str]]:
     """The sources of every split, the number of skipped and dropped records by reason, and `long_word_lines`.
+
+    Args:
+        directory: a tokens directory, or its URL.
 
     Raises:
         DataError: not a tokens directory.
     """
-    details = read_manifest(directory, kind="tokens").details
+    details = manifest_of(directory, kind="tokens").details
     rows = [
         SourceStats(split, source, sums["documents"], sums["tokens"], sums["bytes"], tuple(sums["lengths"]))
         for split, entry in details["splits"].items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from data_prep.task import Counts, Report, os_errors_as_data_errors, read_marker
 from data_prep.tasks.runs_reader import GroupContent, RunsReader
 from data_prep.tasks.sorted_runs import Array
 from headrace.base.directory import sync, write_json
+from headrace.base.storage import patiently, same_object, upload
 
 LENGTH_BINS = 32
 
@@ -46,12 +48,15 @@ class ReduceTask:
 
     Args:
         reader: of the runs that may contain documents of the shard.
+        url: of an output in an object store: the files of the shard are uploaded there, and not kept on this host. What
+            is there with their bytes, by an attempt that was killed before its marker, is not uploaded again.
     """
 
     shard: Shard
     reader: RunsReader
     out: Path
     marker: Path
+    url: str | None = None
 
     @property
     def name(self) -> str:
@@ -73,18 +78,30 @@ class ReduceTask:
         if (done := read_marker_file(self.marker, remove=self.marker)) is not None:
             return done
         with os_errors_as_data_errors(self.name):
-            final = self.out / self.shard.split / shard_name(self.shard.index)
             scratch = scratch_path(self.marker)
             try:
                 done = self._write(scratch, report)
-                for suffix in done["sha256"]:
-                    with_suffix(scratch, suffix).rename(with_suffix(final, suffix))
-                sync(final.parent)  # the marker says that they are there, after a power failure too
+                done |= self._move(scratch, done["sha256"])
             finally:
                 for suffix in (".bin", ".idx", MASK):
                     with_suffix(scratch, suffix).unlink(missing_ok=True)
             write_json(self.marker, with_checksum(done))
         return done
+
+    def _move(self, scratch: Path, sums: Mapping[str, str]) -> dict[str, Any]:
+        """Gives the files their names, or uploads them; what the marker says of that besides."""
+        name = f"{self.shard.split}/{shard_name(self.shard.index)}"
+        if self.url is None:
+            for suffix in sums:
+                with_suffix(scratch, suffix).rename(with_suffix(self.out / name, suffix))
+            sync(self.out / self.shard.split)  # the marker says that they are there, after a power failure too
+            return {}
+        sizes = {suffix: with_suffix(scratch, suffix).stat().st_size for suffix in sums}
+        for suffix, sha256 in sums.items():
+            there = f"{self.url}/{name}{suffix}"
+            if not patiently(partial(same_object, there, size=sizes[suffix], sha256=sha256)):
+                patiently(partial(upload, with_suffix(scratch, suffix), there))
+        return {"sizes": sizes}
 
     def _write(self, scratch: Path, report: Report) -> dict[str, Any]:
         text_bytes, lengths = 0, np.zeros(LENGTH_BINS, np.int64)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from headrace.base.cli import guarded
 from headrace.base.errors import HeadraceError
 from headrace.base.paths import is_store_url, refuse_url
-from headrace.base.remote_folder import local_folder
+from headrace.base.remote_folder import local_directory, local_folder
 from headrace.base.remote_output import all_published, local_output
 from headrace.base.remote_run import local_run
 from headrace.base.verbs import Declare, Verb
@@ -42,6 +42,7 @@ PATHS = frozenset(
         "RUN",
         "RUN|CHECKPOINT",
         "RUN_DIR",
+        "RUN|FOLDER",
         "SOURCE",
         "TOKENS",
         "NAME|FILE",
@@ -57,6 +58,8 @@ _READ_IN_PLACE = ("TOKENS",)
 """Those of tokens, which may be URLs: verbs read what they need of them."""
 _RUNS = ("RUN", "RUN|CHECKPOINT", "RUN_DIR")
 """Those of runs and their checkpoints, which may be URLs: they are read from a directory on this host."""
+_OF_ANY_KIND = ("RUN|FOLDER",)
+"""Those of whatever has a manifest, which may be URLs: what is needed of them is copied to this host."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,6 +118,8 @@ class Parser(argparse.ArgumentParser):
                 arg_string = arg_string.removesuffix(given) + str(local_run(given))
             elif path in _FOLDERS and is_store_url(given):
                 arg_string = arg_string.removesuffix(given) + str(local_folder(given))
+            elif path in _OF_ANY_KIND and is_store_url(given):
+                arg_string = str(local_directory(given.rstrip("/")))
             elif path in _READ_IN_PLACE and is_store_url(given):
                 pass
             elif path in _OUTPUTS and is_store_url(given):

@@ -120,8 +120,7 @@ def commit(
     if final.exists() and not replace:
         raise DataError(f"{final} exists already\n  try: remove it, or choose another output")
     known = known_sha256 or {}
-    _share(staging)
-    files = {name: _entry(staging / name, known.get(name)) for name in _files(staging)}
+    files = entries(staging, known_sha256=known)
     for name in known:
         if name not in files:
             raise DataError(f"{staging / name} was written and is not there\n  try: a file system that all hosts share")
@@ -129,6 +128,13 @@ def commit(
     _sync_tree(staging)
     _rename(staging, final)
     return manifest
+
+
+def entries(staging: Path, *, known_sha256: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """What a manifest says of the files of a directory: name -> {"bytes", "sha256"}; see `commit`."""
+    _share(staging)
+    known = known_sha256 or {}
+    return {name: _entry(staging / name, known.get(name)) for name in _files(staging)}
 
 
 def parent_entry(path: str | Path, fingerprint: str) -> dict[str, str]:

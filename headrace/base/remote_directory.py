@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,16 +25,29 @@ from headrace.base.directory import (
     check_sizes,
     free_bytes,
     parse_manifest,
+    read_manifest,
     sha256_of_file,
     staged,
     sync,
 )
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
-from headrace.base.storage import delete, download, objects_below, put_if_absent, read_object, upload
+from headrace.base.paths import is_store_url
+from headrace.base.storage import (
+    StorageError,
+    delete,
+    download,
+    objects_below,
+    patiently,
+    put_if_absent,
+    read_object,
+    same_object,
+    upload,
+)
 
 CACHE = "HEADRACE_CACHE"
 """Variable with the directory on this host for what is read of object stores."""
+_PROBE = ".headrace-probe-"
 _AT_ONCE = 8
 """Objects that are written or read at the same time."""
 Progress = Callable[[int], None]
@@ -47,6 +62,21 @@ def remote_manifest(url: str) -> Manifest:
         StorageError: the store cannot be read.
     """
     return read_remote_manifest(url)[1]
+
+
+def manifest_of(place: str, *, kind: str) -> Manifest:
+    """The manifest of a finished directory on a disk or in an object store.
+
+    Raises:
+        DataError: there is none, it is damaged, or it is of another kind.
+        StorageError: the store cannot be read.
+    """
+    if not is_store_url(place):
+        return read_manifest(place, kind=kind)
+    manifest = patiently(partial(remote_manifest, place))
+    if manifest.kind != kind:
+        raise DataError(f"{place} holds a '{manifest.kind}', but a '{kind}' is needed\n  try: check the address")
+    return manifest
 
 
 def find_manifest(url: str) -> Manifest | None:
@@ -106,8 +136,13 @@ def check_can_publish(url: str) -> None:
         StorageError: the store cannot be written to.
     """
     if find_manifest(url) is not None:
-        raise DataError(f"{url} exists already\n  try: delete it, or choose another place")
+        raise taken(url)
     check_can_write(url)
+
+
+def taken(url: str) -> DataError:
+    """The refusal of a place where there is a finished directory."""
+    return DataError(f"{url} exists already\n  try: delete it, or choose another place")
 
 
 def check_can_write(url: str) -> None:
@@ -119,7 +154,7 @@ def check_can_write(url: str) -> None:
         DataError: the store overwrites what a conditional write must not.
         StorageError: one of these is not allowed, or the store cannot be reached.
     """
-    probe = f"{url.rstrip('/')}/.headrace-probe-{uuid.uuid4().hex[:12]}"
+    probe = f"{url.rstrip('/')}/{_PROBE}{uuid.uuid4().hex[:12]}"
     objects_below(probe)
     try:
         written = put_if_absent(probe, b"1"), put_if_absent(probe, b"2")
@@ -132,10 +167,19 @@ def check_can_write(url: str) -> None:
         raise DataError(f"{url}: {why}\n  try: a store with conditional writes, such as S3, GCS, Azure or MinIO")
 
 
+def remove_probes(url: str) -> None:
+    """Deletes what processes that were killed in `check_can_write` have left in a finished directory."""
+    with suppress(StorageError):  # they are a byte each
+        for name in objects_below(url):
+            if name.startswith(_PROBE):
+                delete(f"{url.rstrip('/')}/{name}")
+
+
 def publish(
     directory: Path,
     url: str,
     *,
+    uploaded: Collection[str] = (),
     progress: Progress = lambda _bytes: None,
     sent: Progress = lambda _bytes: None,
     trying: Callable[[Callable[[], Any]], Any] = lambda act: act(),
@@ -145,6 +189,7 @@ def publish(
     Args:
         directory: as `commit` has made it; its sizes are compared with its manifest.
         url: where its files go, without `MANIFEST`; see `check_can_publish`.
+        uploaded: files of its manifest that are there already, and not in the directory.
         progress: see `Progress`.
         sent: takes the bytes of each part of a file that was sent.
         trying: calls a function that writes one object, and may do so again when that fails.
@@ -155,13 +200,14 @@ def publish(
     """
     place = url.rstrip("/")
     text, manifest = local_manifest(directory)
-    check_sizes(directory, manifest)
+    files = {name: entry for name, entry in manifest.files.items() if name not in uploaded}
+    check_sizes(directory, replace(manifest, files=files))
 
     def send(name: str) -> None:
         trying(partial(upload, directory / name, f"{place}/{name}", progress=sent))
-        progress(int(manifest.files[name]["bytes"]))
+        progress(int(files[name]["bytes"]))
 
-    for_each(send, manifest.files)
+    for_each(send, files)
     taken = trying(partial(_exists, f"{place}/{MANIFEST}"))
     if taken or not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
@@ -251,6 +297,17 @@ def give_name(staging: Path, final: Path, text: bytes) -> None:
     sync(staging)
     staging.rename(final)
     sync(final.parent)
+
+
+def verify_remote(url: str, manifest: Manifest) -> Iterator[tuple[str, bool]]:
+    """Reads every file of a finished directory in an object store; (name, whether its SHA-256 is the manifest's).
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    for name, entry in manifest.files.items():
+        same = partial(same_object, f"{url.rstrip('/')}/{name}", size=entry["bytes"], sha256=entry["sha256"])
+        yield name, patiently(same)
 
 
 def cached(url: str, *, wanted: Callable[[str], bool], found: tuple[bytes, Manifest] | None = None) -> Path:

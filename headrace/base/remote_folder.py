@@ -9,10 +9,18 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from headrace.base.directory import MANIFEST, fingerprint_of, staged
+from headrace.base.directory import MANIFEST, Manifest, fingerprint_of, staged
 from headrace.base.errors import DataError
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import cached, for_each, made_once, read_remote_manifest, require_room
+from headrace.base.remote_directory import (
+    cached,
+    find_manifest,
+    for_each,
+    made_once,
+    read_remote_manifest,
+    require_room,
+)
+from headrace.base.remote_run import CHECKPOINTS, local_run
 from headrace.base.storage import Stat, download, objects_below
 
 _TEMPLATES = "additional_chat_templates/"
@@ -28,6 +36,31 @@ def local_folder(path: str | Path) -> Path:
         StorageError: the store cannot be read.
     """
     return _copied(str(path).rstrip("/")) if is_store_url(str(path)) else Path(path)
+
+
+def local_tokens(url: str, *, found: tuple[bytes, Manifest] | None = None) -> Path:
+    """What is read of tokens in an object store from a disk: the manifest and the tokenizer, in a cache of this host.
+
+    Args:
+        url: of the directory.
+        found: its manifest, if it is already read; see `read_remote_manifest`.
+
+    Raises:
+        DataError, StorageError: see `cached`.
+    """
+    return cached(url, wanted=lambda name: name.startswith("tokenizer/"), found=found)
+
+
+def local_directory(url: str) -> Path:
+    """What is needed on this host to read the manifests of a run, a checkpoint, tokens or a folder, by its kind.
+
+    Raises:
+        DataError, StorageError: see `local_run`, `local_tokens` and `local_folder`.
+    """
+    manifest = find_manifest(url)
+    if f"/{CHECKPOINTS}/" in url or (manifest is not None and manifest.kind in ("run", "checkpoint")):
+        return local_run(url)
+    return local_tokens(url) if manifest is not None and manifest.kind == "tokens" else local_folder(url)
 
 
 @cache

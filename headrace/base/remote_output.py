@@ -7,17 +7,20 @@ that a killed process has left) is kept there, and found again by the next start
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from headrace.base.directory import MANIFEST, Manifest, free_bytes, read_manifest
+from headrace.base.directory import MANIFEST, Manifest, free_bytes, parse_manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import cache_root, check_can_publish, find_manifest, publish
+from headrace.base.remote_directory import cache_root, check_can_write, find_manifest, publish, remove_probes, taken
 from headrace.base.storage import upload
 
 _OUTPUTS = "outputs"
@@ -41,8 +44,7 @@ def check_output(output: str, *, field: str = "output", needed: int = 0) -> None
 
     Raises:
         ConfigError: it exists.
-        DataError: see `check_can_publish`; what an earlier process has made for this URL was not uploaded; or the disk
-            has no room.
+        DataError: see `check_can_publish`; or the disk has no room.
         StorageError: the store cannot be written to.
     """
     final = local_output(output)
@@ -50,8 +52,10 @@ def check_output(output: str, *, field: str = "output", needed: int = 0) -> None
         if final.exists():
             raise ConfigError(field, output, why="it already exists", remedy="remove it, or choose another name")
         return
-    check_can_publish(output)
-    _refuse_left(final, output)
+    if (manifest := find_manifest(output)) is not None:
+        _remove_uploaded(final, manifest)
+        raise taken(output)
+    check_can_write(output)
     if needed > (free := free_bytes(final)):
         why = f"{output} is made in {final.parent} first, which needs {needed / 1e9:,.2f} GB; {free / 1e9:,.2f} GB are"
         raise DataError(f"{why} free there\n  try: a directory on a larger disk in HEADRACE_CACHE")
@@ -62,7 +66,8 @@ def published(output: str) -> Iterator[Path]:
     """Gives the path that a stage writes, and uploads what it has made when the block ends without an error.
 
     Nothing happens with an output that is a path. Of a URL, a directory with a manifest is published whole or not at
-    all; other files are uploaded one by one, each whole, and replace those that are there.
+    all; other files are uploaded one by one, each whole, and replace those that are there. What a process that was
+    killed during its upload has left on this host is made again; see `upload_left` where that would take hours.
 
     Args:
         output: a path or a URL.
@@ -76,7 +81,7 @@ def published(output: str) -> Iterator[Path]:
         yield final
         return
     with _locked(final, output):
-        _refuse_left(final, output)
+        _remove(final)
         try:
             yield final
         except BaseException:
@@ -98,6 +103,34 @@ def upload_finished(output: str) -> None:
         final = local_output(output)
         with _locked(final, output, timeout_s=math.inf):
             _send(final, output)
+
+
+def upload_left(output: str, *, config: Mapping[str, Any], parents: Mapping[str, Any]) -> Manifest | None:
+    """Uploads what a process that was killed during its upload had finished, if it is what would be made now.
+
+    Args:
+        output: a path, with which nothing happens, or a URL.
+        config, parents: what the manifest would say of them; `parents`: name -> {"path", "fingerprint"}.
+
+    Returns:
+        Its manifest; None if nothing is left.
+
+    Raises:
+        DataError: something else is left; see `published`.
+        StorageError: see `published`.
+    """
+    final = local_output(output)
+    if not is_store_url(output) or not (final / MANIFEST).is_file():
+        return None
+    manifest = parse_manifest((final / MANIFEST).read_bytes(), path=str(final / MANIFEST))
+    if manifest.config != json.loads(json.dumps(config)) or manifest.parents != parents:
+        why = f"{final} was made for {output} of another config or model by a process that ended before it was uploaded"
+        remedy = f"headrace copy {final} {output}, or rm -r {final.parent}, and make it again"
+        raise DataError(f"{why}\n  try: {remedy}")
+    with _locked(final, output):
+        _send(final, output)
+    print(f"{output}: uploaded what an earlier process had finished", file=sys.stderr, flush=True)
+    return manifest
 
 
 def finished(output: str | Path, *, kind: str) -> Manifest | None:
@@ -140,9 +173,11 @@ def all_published(outputs: Sequence[str]) -> Iterator[None]:
 
 def _send(final: Path, url: str) -> None:
     """Uploads what a stage has made, if it has, and deletes the place on this host."""
+    whole = (final / MANIFEST).is_file()
     try:
-        if (final / MANIFEST).is_file():
+        if whole:
             publish(final, url)
+            remove_probes(url)
         elif final.is_dir():
             for file in sorted(path for path in final.rglob("*") if path.is_file()):
                 upload(file, f"{url}/{file.relative_to(final)}")
@@ -151,15 +186,23 @@ def _send(final: Path, url: str) -> None:
         else:
             return _remove_if_empty(final.parent)
     except DataError as error:
-        raise type(error)(f"{error}\n  what was made is kept: {final}") from None
+        how = f"; headrace copy {final} {url} uploads it" if whole else ""
+        raise type(error)(f"{error}\n  what was made is kept: {final}{how}") from None
     return shutil.rmtree(final.parent, ignore_errors=True)
 
 
-def _refuse_left(final: Path, url: str) -> None:
-    if final.exists():
-        why = f"{final} was made for {url} by a process that ended before it was uploaded"
-        remedy = f"headrace copy {final} {url}, or" if (final / MANIFEST).is_file() else ""
-        raise DataError(f"{why}\n  try: {remedy} rm -r {final.parent}, and make it again".replace(":  ", ": "))
+def _remove_uploaded(final: Path, manifest: Manifest) -> None:
+    """Deletes the place on this host if a process was killed between the end of its upload and that."""
+    with suppress(OSError, DataError):
+        if parse_manifest((final / MANIFEST).read_bytes(), path=str(final)) == manifest:
+            shutil.rmtree(final.parent, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _remove_if_empty(place: Path) -> None:

@@ -7,6 +7,7 @@ arrived. A directory is a prefix of names; see `remote_directory`.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -125,6 +126,28 @@ def objects_below(url: str) -> dict[str, Stat]:
         root = inner.rstrip("/") + "/"
         found = files.find(inner, detail=True)
         return {name.removeprefix(root): stat_of(each) for name, each in found.items() if name.startswith(root)}
+
+
+def same_object(url: str, *, size: int, sha256: str) -> bool:
+    """Whether there is an object with this content; one of that size is read for it.
+
+    Args:
+        url: of the object.
+        size: bytes.
+        sha256: of its bytes, in hexadecimal.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    with storage_errors(url):
+        files, inner = filesystem(url)
+        try:
+            if int(files.info(inner)["size"]) != size:
+                return False
+            with files.open(inner, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        except FileNotFoundError:
+            return False
 
 
 def read_object(url: str) -> bytes:

@@ -13,6 +13,7 @@ from headrace.base.remote_directory import (
     local_manifest,
     publish,
     remote_manifest,
+    remove_probes,
 )
 from headrace.base.storage import is_remote
 
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             fetch(source, local, progress=progress)
         else:
             publish(local, target, progress=progress)
+            remove_probes(target)
     what = f"{manifest.kind}, {len(manifest.files)} files, {manifest.bytes / 1e9:,.3f} GB"
     print(f"{target}: {what}, fingerprint {manifest.fingerprint[:16]}")
     return 0

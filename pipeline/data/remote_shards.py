@@ -26,7 +26,8 @@ from data_prep.formats.tokenfile import TokenFile
 from headrace.base.directory import Manifest, check_kind
 from headrace.base.errors import DataError
 from headrace.base.lock import LockedError
-from headrace.base.remote_directory import cache_root, cached, read_remote_manifest
+from headrace.base.remote_directory import cache_root, read_remote_manifest
+from headrace.base.remote_folder import local_tokens
 from headrace.base.storage import objects_below, read_range
 from pipeline.data.files import ShardSpan
 from pipeline.data.read_ahead import Index, ReadAhead, fetch_index
@@ -67,11 +68,11 @@ class RemoteShards:
             stat_files: compare the sizes of its objects with the manifest.
 
         Raises:
-            DataError, StorageError: see `cached` and `check_objects`.
+            DataError, StorageError: see `local_tokens` and `check_objects`.
         """
         if url not in self._directories:
             found = read_remote_manifest(url)
-            path = cached(url, wanted=lambda name: name.startswith("tokenizer/"), found=found)
+            path = local_tokens(url, found=found)
             check_kind(url, found[1], kind="tokens")
             self._directories[url] = path, found[1]
         if stat_files and url not in self._looked_at:

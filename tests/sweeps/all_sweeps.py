@@ -11,6 +11,7 @@ from statistics import median
 
 from tests.conftest import ROOT, make_tokens, text_folders
 from tests.data_prep import campaign as data_prep_campaign
+from tests.demo import killed_way
 from tests.evaluation.consumers import cells as cells_of_compress
 from tests.parity.choice import full
 from tests.parity.matrix import curve_of, name_of
@@ -31,8 +32,8 @@ from tests.virtual_cluster import strikes, struck_chain
 Outcomes = Mapping[str, tuple[bool, str]]
 FAULTS_EACH = 10
 """How often every kind of fault is injected."""
-KILLS_EACH = 4
-"""Of one run in an object store."""
+KILLS_EACH, KILLS_ON_THE_WAY = 4, 10
+"""Of one run in an object store, and of all stages."""
 
 
 def parity() -> Sweep:
@@ -228,18 +229,33 @@ def islands() -> Sweep:
 
 
 def buckets() -> Sweep:
-    """Runs in an object store that are killed."""
+    """Runs in an object store that are killed, and the demo's whole way."""
+
+    def run_one(cell: str) -> tuple[bool, str]:
+        if cell.startswith("way "):
+            return killed_way.run_cell(cell, kills=KILLS_ON_THE_WAY)
+        return killed_runs.run_cell(cell, kills=KILLS_EACH)
+
     return Sweep(
         name="buckets",
         title="runs in an object store are killed, and the store has faults",
-        what=f"A cell is a seed: a run of two ranks whose directory is in a bucket (moto, an S3 server) is killed"
+        what="A cell is a seed. Two ranks: a run whose directory is in a bucket (moto, an S3 server) is killed"
         f" (SIGKILL) {KILLS_EACH} times at random moments, in half of the rounds with the host's cache deleted, in two"
         " thirds with faults in 10 or 20 % of the requests: 503, a reset, a stall, an answer lost after the last byte."
         " After each kill every checkpoint that the bucket shows must have the checksums of its manifest, and all that"
         " were said to be uploaded must be there; at its end the run must have the losses of an undisturbed one, to"
-        " the last bit.",
-        groups={"two ranks": [f"seed {number}" for number in range(100 // KILLS_EACH)]},
-        run=lambda cells: {cell: killed_runs.run_cell(cell, kills=KILLS_EACH) for cell in cells},
+        " the last bit. The whole way: the demo's stages (prep, train, export, prune, cache-logits, distill, export,"
+        " quantize, GGUF, eval, cards), of a small config, with every directory in a bucket, are started one after the"
+        f" other, and {KILLS_ON_THE_WAY} times one of them is killed with all its processes, at a random"
+        " moment or at a random write to the store, and the same command is started again, in about a third of the"
+        " cases with the host's cache deleted. After each kill every directory that has a manifest must have its"
+        " checksums; at the end tokens, checkpoints, logits and models must have the files of a way on a disk, byte for"
+        " byte, and nothing else may be there.",
+        groups={
+            "two ranks": [f"seed {number}" for number in range(100 // KILLS_EACH)],
+            "the whole way": [f"way {number}" for number in range(2)],
+        },
+        run=lambda cells: {cell: run_one(cell) for cell in cells},
         passed="Runs",
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_json, write_text
 from headrace.base.errors import DataError
+from headrace.base.remote_directory import cache_root
 from pipeline.models.card import croissant, sbom, training_summary
 from pipeline.models.card.card import NAME, model_card, run_card, weight_files
 from pipeline.models.card.dataset_card import dataset_card, title_of
@@ -31,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _TEXT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     text = "a tokens directory, a run, one of its checkpoints, or a model that headrace wrote"
-    parser.add_argument("directory", metavar="DIRECTORY", help=text)
-    parser.add_argument("out", metavar="OUT", nargs="?", help="folder to write them into (default: DIRECTORY)")
+    parser.add_argument("directory", metavar="RUN|FOLDER", help=text)
+    parser.add_argument("out", metavar="OUT", nargs="?", help="folder to write them into (default: RUN|FOLDER)")
     parser.add_argument("--facts", metavar="FILE", help="JSON or YAML file of facts: headrace schema card")
     parser.add_argument("--replace", action="store_true", help="replace papers that exist")
 
@@ -46,6 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     directory = Path(arguments.directory)
     out = Path(arguments.out) if arguments.out else directory
+    if arguments.out is None and out.is_relative_to(cache_root()):
+        why = f"{out} is a copy of a directory in an object store, to which nothing is added"
+        raise DataError(f"{why}\n  try: a folder or a URL for the papers, as second argument")
     facts = load_facts(arguments.facts) if arguments.facts else None
     gaps = Gaps()
     papers = _papers(directory, facts, gaps)

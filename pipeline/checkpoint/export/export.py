@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.directory import Manifest, parent_entry, read_manifest, staged, write_json
+from headrace.base.directory import Manifest, parent_entry, staged, write_json
 from headrace.base.errors import CheckpointError, DataError
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import manifest_of
+from headrace.base.remote_folder import local_tokens
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.damage import find_damage
 from pipeline.checkpoint.export.heldout import heldout_figures
@@ -125,15 +128,15 @@ def export(
 
 def _tokenizer_of(manifest: Manifest) -> Path:
     parent = manifest.parents["data.sources.0"]
-    tokens = Path(parent["path"])
+    tokens = str(parent["path"])
     try:
-        found = read_manifest(tokens, kind="tokens").fingerprint
+        found = manifest_of(tokens, kind="tokens").fingerprint
     except DataError as error:
         message = f"the run's tokenizer cannot be found: {error}\n  try: --tokenizer FOLDER"
         raise DataError(message) from None
     if found != parent["fingerprint"]:
         raise DataError(f"{tokens} is no longer the dataset of this run\n  try: --tokenizer FOLDER")
-    return tokens / "tokenizer"
+    return (local_tokens(tokens) if is_store_url(tokens) else Path(tokens)) / "tokenizer"
 
 
 def _converted(tokenizer: Path) -> dict[str, str | None]:

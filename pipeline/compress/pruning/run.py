@@ -6,11 +6,12 @@ Under a launcher with several processes all of them gather, see `gathering`; the
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from rich.console import Console
 
 from headrace.base.directory import Manifest, parent_entry, staged
-from headrace.base.remote_output import published
+from headrace.base.remote_output import published, upload_left
 from pipeline.compress.pruning.cutting import write_folder
 from pipeline.compress.pruning.gathering import Importance, find_importance
 from pipeline.compress.pruning.report import details, step_numbers, table, unseen_line
@@ -47,11 +48,23 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     found = find_importance(plan, launch)
     if launch.rank > 0:
         return None
-    with published(plan.config.output):
-        return _cut(found)
+    config, parents = found.plan.config, _parents(found.plan)
+    manifest = upload_left(config.output, config=config.model_dump(), parents=parents)
+    if manifest is None:
+        with published(config.output):
+            manifest = _cut(found, parents)
+    remove_sums(found.plan)
+    return manifest
 
 
-def _cut(found: Importance) -> Manifest:
+def _parents(plan: PruningPlan) -> dict[str, Any]:
+    return {
+        "model": parent_entry(plan.source.origin, plan.source.fingerprint()),
+        "data": parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint),
+    }
+
+
+def _cut(found: Importance, parents: dict[str, Any]) -> Manifest:
     console = Console(stderr=True)
     plan, sums = found.plan, found.sums
     assert plan.shape is not None
@@ -80,14 +93,11 @@ def _cut(found: Importance) -> Manifest:
             say=lambda line: console.print(line, markup=False),
             reference=original.scores,
         )
-        parents = {"model": parent_entry(plan.source.origin, plan.source.fingerprint())}
-        parents["data"] = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
         recorded |= {"model_type": plan.source.config.get("model_type"), "dtype": plan.dtype}
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "pruning", step_numbers(recorded))
         recorded |= recorded_facts(plan.source.path)
         config = plan.config.model_dump()
         manifest = commit_with_card(staging, plan.output, config=config, parents=parents, details=recorded)
-    remove_sums(plan)
     Console(file=sys.stdout).print(table(manifest))
     Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="beside the original; no bound"))
     return manifest

@@ -14,7 +14,7 @@ from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
 from headrace.base.errors import DataError
-from headrace.base.remote_output import published
+from headrace.base.remote_output import published, upload_left
 from pipeline.compress.quantization.importance_matrix import Importance, measure_importance
 from pipeline.compress.quantization.mixed import decide, sensitivity_rows
 from pipeline.compress.quantization.report import details, mixed_table, sizes, step_numbers, table
@@ -44,6 +44,9 @@ def quantize(plan: QuantizationPlan) -> Manifest:
         DataError: the original or the result cannot be loaded in a subprocess, its perplexity is not finite, or a
             consumer finds it outside the bound of its scheme.
     """
+    config, parents = plan.config.model_dump(), _parents(plan)
+    if (left := upload_left(plan.config.output, config=config, parents=parents)) is not None:
+        return left
     with published(plan.config.output):
         return _quantized(plan)
 
@@ -85,13 +88,11 @@ def _quantize_beside(plan: QuantizationPlan, sample: GateSample, original: Origi
             recorded |= {"mixed": mixed, "sensitivity": sensitivity_rows(mixed)}
             _check_budget(mixed, recorded["weight_bytes"])
         recorded["consumers"] = _score(plan, staging, sample, original, console)
-        parents = _model_parents(plan)
-        parents["data"] = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
         recorded["model_type"] = plan.source.config.get("model_type")
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
         recorded |= recorded_facts(plan.source.path)
         config = plan.config.model_dump()
-        return commit_with_card(staging, plan.output, config=config, parents=parents, details=recorded)
+        return commit_with_card(staging, plan.output, config=config, parents=_parents(plan), details=recorded)
 
 
 def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan, dict[str, Any]]:
@@ -174,8 +175,9 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
     return track(left, "decoder layers", total=every, completed=done, **how)
 
 
-def _model_parents(plan: QuantizationPlan) -> dict[str, Any]:
-    """The model, or the checkpoint it was exported from for this alone."""
+def _parents(plan: QuantizationPlan) -> dict[str, Any]:
+    """The dataset, and the model, or the checkpoint it was exported from for this alone."""
+    data = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
     if plan.source.origin == plan.config.model:
-        return {"model": parent_entry(plan.source.origin, plan.source.fingerprint())}
-    return {"checkpoint": read_manifest(plan.source.path, kind="model").parents["checkpoint"]}
+        return {"model": parent_entry(plan.source.origin, plan.source.fingerprint()), "data": data}
+    return {"checkpoint": read_manifest(plan.source.path, kind="model").parents["checkpoint"], "data": data}

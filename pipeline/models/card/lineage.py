@@ -19,6 +19,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.remote_directory import manifest_of
 from pipeline.config.rules.renamed_keys import upgrade_keys
 
 Lineage = dict[str, Any]
@@ -34,11 +35,12 @@ def lineage_of(model: Path) -> Lineage:
     """
     if not (model / MANIFEST).is_file():
         return {"corpora": [], "steps": [{"step": "given", "what": "a Hugging Face folder without a manifest"}]}
-    manifest = read_manifest(model, kind="model")
+    return _of_model(read_manifest(model, kind="model"))
+
+
+def _of_model(manifest: Manifest) -> Lineage:
     recorded = manifest.details.get(KEY)
-    if isinstance(recorded, dict):
-        return recorded
-    return _rebuilt(manifest)
+    return recorded if isinstance(recorded, dict) else _rebuilt(manifest)
 
 
 def with_step(lineage: Mapping[str, Any], step: str, numbers: Mapping[str, Any]) -> Lineage:
@@ -80,10 +82,10 @@ def _of_parent(parent: Mapping[str, Any] | None) -> Lineage:
         return {"corpora": [], "steps": []}
     gone = {"corpora": [], "steps": [{"step": "given", "fingerprint": parent["fingerprint"]}]}
     try:
-        manifest = read_manifest(parent["path"], kind="model")
+        manifest = manifest_of(parent["path"], kind="model")
     except DataError:
         return gone
-    return lineage_of(Path(parent["path"])) if manifest.fingerprint == parent["fingerprint"] else gone
+    return _of_model(manifest) if manifest.fingerprint == parent["fingerprint"] else gone
 
 
 def _rebuilt(manifest: Manifest) -> Lineage:
@@ -168,7 +170,7 @@ def _weights(mixture: Mapping[str, Any]) -> list[float]:
 def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]:
     """What the manifest of a tokens directory says, if it is still the one that was trained on."""
     try:
-        manifest = read_manifest(parent["path"], kind="tokens")
+        manifest = manifest_of(parent["path"], kind="tokens")
     except DataError:
         return {}
     if manifest.fingerprint != parent["fingerprint"]:

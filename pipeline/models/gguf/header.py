@@ -23,7 +23,7 @@ def open_writer(plan: GgufPlan, file: Path) -> GGUFWriter:
     """
     config = plan.source.config
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[plan.architecture.arch])
-    writer.add_name(plan.source.path.name)
+    writer.add_name(Path(plan.source.origin).name)  # of a URL, too, whose copy here has another name
     writer.add_file_type(FILE_TYPES[plan.type].number)
     architectures.write_keys(writer, config, plan.architecture)
     plan.tokenizer.write(writer)

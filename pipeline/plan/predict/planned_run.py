@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import is_store_url
+from headrace.base.remote_directory import manifest_of
 from pipeline.config.load import changed, read_config
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun, resolve
@@ -167,9 +168,9 @@ def _vocabulary(config: Config, notes: list[str]) -> int:
     """Ids of the dataset's tokenizer; of the config where there is no dataset yet."""
     source = next(iter(config.data.sources), None)
     path = getattr(source, "path", None)
-    if path is not None and Path(path).is_dir():
+    if path is not None and (is_store_url(path) or Path(path).is_dir()):
         try:
-            return int(tokenizer_details(read_manifest(path, kind="tokens"))["vocab_size"])
+            return int(tokenizer_details(manifest_of(path, kind="tokens"))["vocab_size"])
         except (DataError, KeyError):
             pass  # it is planned before the data is whole
     given: Any = (config.model.config or {}).get("vocab_size")

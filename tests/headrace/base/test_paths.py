@@ -163,10 +163,11 @@ def test_every_argument_that_is_a_path_refuses_a_url() -> None:
 @pytest.mark.parametrize(
     ("verb", "field"),
     [
-        (["card", URL, "out"], "DIRECTORY"),
+        (["push", URL, "me/model"], "DIRECTORY"),
+        (["card", "http://host/a", "out"], "RUN|FOLDER"),
         (["export", "file:///runs/a", "out"], "RUN"),
         (["quantize", "--config", URL], "--config"),
-        (["prep", "verify", URL], "DIR"),
+        (["prep", "pack", URL], "DIR"),
         (["checkpoint", "ls", "http://host/a"], "RUN|CHECKPOINT"),
         (["schema", "--output", URL], "--output"),
     ],

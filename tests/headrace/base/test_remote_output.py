@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import LockedError
 from headrace.base.remote_directory import CACHE, fetch, publish
 from headrace.base.remote_folder import _copied, local_folder
-from headrace.base.remote_output import check_output, local_output, published, upload_finished
+from headrace.base.remote_output import check_output, local_output, published, upload_finished, upload_left
 from headrace.base.storage import StorageError, objects_below
 from headrace.commands.app import run
 from tests.conftest import ROOT
@@ -55,15 +55,18 @@ def places(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "cache/outputs").rglob("*") if not path.name.endswith(".lock")]
 
 
-@pytest.mark.usefixtures("store")
-def test_an_output_in_a_store_has_the_bytes_of_one_on_a_disk_and_leaves_nothing_here(tmp_path: Path) -> None:
+def test_an_output_in_a_store_has_the_bytes_of_one_on_a_disk_and_leaves_nothing_here(
+    store: Any, tmp_path: Path
+) -> None:
     make(tmp_path / "local")
     check_output(URL)
+    store.pipe_file(f"{URL}/.headrace-probe-0123456789ab", b"1")  # of a process that was killed there
     with published(URL) as final:
         assert final.name == "a"
         make(final)
     fetch(URL, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "local")
+    assert objects_below(URL).keys() == contents(tmp_path / "local").keys()
     assert places(tmp_path) == []
 
 
@@ -99,8 +102,9 @@ def test_a_stage_that_fails_leaves_nothing_in_the_store(tmp_path: Path) -> None:
     assert places(tmp_path) == []
 
 
-def test_a_killed_upload_leaves_nothing_finished_and_what_was_made_is_kept_and_named(
-    store: Any, tmp_path: Path
+@pytest.mark.parametrize("by", ["its remedy", "the same stage", "making it again"])
+def test_a_killed_upload_leaves_nothing_finished_and_the_next_start_finishes_it(
+    store: Any, tmp_path: Path, by: str
 ) -> None:
     code = (
         "import sys, time; from pathlib import Path; import headrace.base.remote_directory as r;"
@@ -117,10 +121,21 @@ def test_a_killed_upload_leaves_nothing_finished_and_what_was_made_is_kept_and_n
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not store.exists(f"{URL}/{MANIFEST}")
-    with pytest.raises(DataError, match=r"before it was uploaded\n  try: headrace copy .* or rm -r ") as refused:
-        check_output(URL)
+    check_output(URL)
+    with pytest.raises(DataError, match=r"of another config .*\n  try: headrace copy .* or rm -r ") as refused:
+        upload_left(URL, config={"seed": 1}, parents={})
     remedy = str(refused.value).split("try: headrace ")[1].split(", or ")[0]
-    assert run(remedy.split()) == 0
+    if by == "its remedy":
+        assert run(remedy.split()) == 0
+        with pytest.raises(DataError, match="exists already"):
+            check_output(URL)
+    elif by == "the same stage":
+        assert upload_left(URL, config={}, parents={}) is not None
+    else:
+        with published(URL) as final:
+            make(final)
+    assert places(tmp_path) == []
+    assert upload_left(URL, config={}, parents={}) is None
     make(tmp_path / "local")
     fetch(URL, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "local")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +61,20 @@ class Started:
             rank.wait()
 
 
-def start(config: Path) -> Started:
-    """Starts the ranks."""
+def start(config: Path, *, caches: Sequence[Path] = ()) -> Started:
+    """Starts the ranks.
+
+    Args:
+        config: of the run.
+        caches: HEADRACE_CACHE of every rank, each of which is then the only one of its node.
+    """
+    alone = [{CACHE: str(cache), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for cache in caches] or [{}] * RANKS
+    environments = [env | own for env, own in zip(warm._environments(RANKS), alone, strict=True)]
     output = Path(tempfile.mkstemp(dir=config.parent, suffix=".out")[1])
     words = [warm_python.python(), *entry_point("train.py", config)]
     with output.open("ab") as file:
         options: dict[str, Any] = {"cwd": config.parent, "stdout": file, "stderr": file}
-        ranks = [subprocess.Popen(words, env=env, **options) for env in warm._environments(RANKS)]
+        ranks = [subprocess.Popen(words, env=env, **options) for env in environments]
     return Started(ranks, output)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace.base.remote_directory import manifest_of, publish
 from headrace.base.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
 from headrace.commands.app import run as headrace
 from pipeline.runtime.metrics.journal import read_rows
@@ -71,10 +72,20 @@ def test_a_run_that_is_killed_has_the_checkpoints_of_a_local_one_and_is_read_and
         assert files_of(run_dir / name) == files_of(local / name)
     shutil.rmtree(tmp_path / "cache")
     changed = (f"run.steps={STEPS + 1}", 'run.allow_change=["run.steps", "scheduler"]', "run.keep_in_bucket=2")
-    said = launch("train.py", config, *changed)  # on one rank
+    publish(tokens, "s3://store/tokens")
+    said = launch("train.py", config, *changed, "data.sources.0.path=s3://store/tokens")  # on one rank
     assert f"fetching {there[0].url}" in said
     assert f"resuming after step {STEPS}" in said
     assert [each.step for each in remote_checkpoints(URL)] == [STEPS + 1, STEPS]
+    printed(capsys, "export", URL, "s3://store/model")  # its tokenizer and its corpus are read where they are now
+    recorded = [
+        manifest_of(place, kind="model").details["lineage"] for place in (str(tmp_path / "model"), "s3://store/model")
+    ]
+    assert recorded[0]["corpora"] == recorded[1]["corpora"]
+    assert recorded[0]["corpora"][0]["sources"]
+    for place in (URL, "s3://store/model", "s3://store/tokens"):
+        assert "README.md" in printed(capsys, "card", place, str(tmp_path / "papers"), "--replace")
+    assert "to which nothing is added" in printed(capsys, "card", URL, code=2)
 
 
 @pytest.mark.integration
@@ -119,6 +130,22 @@ def test_a_second_run_of_the_same_url_is_refused_and_a_stop_by_signal_uploads_fi
         assert f"stopped by SIGTERM after step {newest}" in first.said()
     finally:
         first.kill()
+
+
+@pytest.mark.usefixtures("store")
+def test_nodes_whose_caches_are_not_shared_are_refused_and_leave_no_run(tokens: Path, tmp_path: Path) -> None:
+    config = config_of(tokens, tmp_path, URL, steps=STEPS)
+    caches = [tmp_path / "node-0", tmp_path / "node-1"]
+    run = start(config, caches=caches)
+    try:
+        assert {rank.wait(300) for rank in run.ranks} == {2}, run.said()
+    finally:
+        run.kill()
+    assert "do not see what rank 0 has written there" in run.said()
+    assert "set HEADRACE_CACHE to a directory that all hosts share" in run.said()
+    assert remote_checkpoints(URL) == []
+    launch("train.py", config, "run.steps=10", processes=2)  # the remedy: one cache; nobody has to be waited for
+    assert remote_checkpoints(URL)[0].step == 10
 
 
 @pytest.mark.usefixtures("store")
