@@ -85,7 +85,12 @@ def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str,
 
     Rows of other kinds than the one that is asked for are not parsed: steps are nearly all, and there may be millions.
     """
-    path, rows, damaged = Path(run_dir) / NAME, list[dict[str, Any]](), list[str]()
+    return list(iterate_rows(run_dir, kind=kind))
+
+
+def iterate_rows(run_dir: str | Path, *, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """As `read_rows`, one after the other: a million of them take a gigabyte. The warning comes with the end."""
+    path, damaged = Path(run_dir) / NAME, list[str]()
     wanted = b"" if kind is None else _BEGIN + kind.encode() + b'"'
     for number, line in enumerate(_whole_lines(path), start=1):
         if line.startswith(_BEGIN) and not line.startswith(wanted) and line.endswith(b"}\n"):
@@ -94,11 +99,10 @@ def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str,
         if row is None:
             damaged.append(str(number))
         elif kind in (None, row["kind"]):
-            rows.append(row)
+            yield row
     if damaged:
         shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")
         print(f"warning: {path} is damaged in line {shown}, which is skipped", file=sys.stderr, flush=True)
-    return rows
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
