@@ -168,7 +168,7 @@ def _entries(folder: Path) -> Iterator[tuple[tuple[str, ...], LazyTensor | Any]]
     sizes = {name: (folder / name).stat().st_size for name in table.files}
     for key, why in storage_errors(table, sizes):
         raise _damaged(folder, f"{key}: {why}")
-    reader = ShardReader(folder, table)
+    reader = ShardReader(folder, table, foreign=True)
     for stored in table.tensors:
         read = partial(_read, reader, stored.key, stored.shape, stored.dtype)
         yield _path(paths, stored.key), LazyTensor(tuple(stored.shape), stored.dtype, read)
