@@ -108,4 +108,4 @@ def test_steps_are_read_as_columns_since_rows_of_millions_would_take_gigabytes(t
     tracemalloc.stop()
     assert run.steps == 5000
     assert run.series("tokens")[-1] == 5000 * run.tokens_per_step
-    assert peak < 300 * run.steps  # a row takes 1,000 bytes; of evaluations there are 500
+    assert peak < 300 * run.steps  # a row takes over 1,000 bytes; of evaluations there are 500

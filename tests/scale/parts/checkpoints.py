@@ -243,7 +243,7 @@ def resume(ranks: int, work: Path, *, split: bool) -> Figures:
 
 _NEEDED = {
     True: "Column-parallel shards need a part of every row, and whole rows are read: up to 8 times the bytes needed.",
-    False: "No more than the bytes needed; before rows of a shard could be read alone, 61 times.",
+    False: "No more than the bytes needed; before rows of a shard could be read alone, 56 times.",
 }
 _CENTRAL = (
     "Rank 0 has the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. What FSDP is not divided into"
