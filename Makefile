@@ -10,7 +10,7 @@ TESTS ?= not integration and not sweep
 PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-image sweep-tests gpu-check check clean help
+.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-scale sweep-image sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -61,6 +61,9 @@ sweep-buckets: $(READY)  ## runs in an object store are killed at random moments
 
 sweep-mutations: $(READY)  ## small faults in the code, each of which a test has to find: an hour; resumable
 	python -m tests.sweeps mutations
+
+sweep-scale: $(READY)  ## what grows with the size of a run, at the size of a thousand nodes: half an hour; resumable
+	python -m tests.sweeps scale
 
 sweep-gpu: $(READY)  ## a training step of every shipped config on a GPU that is not there: an hour; resumable
 	python -m tests.sweeps gpu

@@ -1,8 +1,8 @@
 """Connected components of the candidate pairs: decides which exact and near duplicates are dropped.
 
 Documents connected by pairs, over any number of steps, are duplicates of each other; the one of the smallest rank is
-kept. This is the only deduplication task whose memory grows with the input: 60 MB, and 22 bytes for each document that
-is in a pair.
+kept. This is the only deduplication task whose memory grows with the input: 60 MB, a bit for each document, and for
+each document that is in a pair 17 bytes, or 28 where all are in one run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.dedup.document_tasks import RANK
-from data_prep.dedup.table import PAIRS, Numbers, run_and_index, run_slice, sorted_unique
+from data_prep.dedup.table import PAIRS, RUN_BITS, Numbers, run_and_index, run_slice, sorted_unique
 from data_prep.task import Counts, DirectoryTask, Report
 
 KEEP, EXACT_DUPLICATE, NEAR_DUPLICATE = 0, 1, 2
@@ -60,15 +60,17 @@ class ComponentsTask(DirectoryTask):
 
     def _find_duplicates(self) -> tuple[Numbers, NDArray[np.uint8]]:
         """The numbers of all documents in a pair, ascending, and the decision for each."""
-        numbers = _paired_numbers([*self.exact, *self.near])
-        position = _positions(_ranks_of(numbers, self.runs))
-        parents = np.arange(len(numbers))
-        for directory in self.exact:
-            _union_all(directory, parents, numbers, position)
-        reasons = np.where(_is_root(parents), KEEP, EXACT_DUPLICATE).astype(np.uint8)
-        for directory in self.near:
-            _union_all(directory, parents, numbers, position)
-        reasons[~_is_root(parents) & (reasons == KEEP)] = NEAR_DUPLICATE
+        paired = _PairedDocuments([*self.exact, *self.near], self.runs)
+        position = _positions(_ranks_of(paired, self.runs))
+        numbers = paired.numbers()  # made again: they need not be kept beside the ranks
+        parents = np.arange(len(numbers), dtype=position.dtype)
+        reasons = np.full(len(numbers), KEEP, dtype=np.uint8)
+        for directories, reason in ((self.exact, EXACT_DUPLICATE), (self.near, NEAR_DUPLICATE)):
+            for directory in directories:
+                _union_all(directory, parents, numbers, position)
+            for part in _slices(len(parents)):
+                attached = parents[part] != np.arange(part.start, part.stop, dtype=parents.dtype)
+                reasons[part][attached & (reasons[part] == KEEP)] = reason
         return numbers, reasons[position]
 
 
@@ -77,10 +79,10 @@ def drops_path(directory: Path, run: int) -> Path:
     return directory / f"run-{run:06d}.npy"
 
 
-def union_pairs(parents: NDArray[np.int64], first: NDArray[np.int64], second: NDArray[np.int64]) -> None:
+def union_pairs(parents: NDArray[Any], first: NDArray[Any], second: NDArray[Any]) -> None:
     """Union-find: unites the trees of items `first[i]` and `second[i]`, for all i, in place.
 
-    `parents`, int64[items], is a forest in which no item has a parent greater than itself, so the root of a tree is
+    `parents`, integers [items], is a forest in which no item has a parent greater than itself, so the root of a tree is
     its smallest item. Every round attaches each greater root of a pair to the smallest root that it is paired with:
     the number of trees left to unite at least halves.
     """
@@ -92,9 +94,9 @@ def union_pairs(parents: NDArray[np.int64], first: NDArray[np.int64], second: ND
         first, second = low, high
 
 
-def find_roots(parents: NDArray[np.int64], items: NDArray[np.int64]) -> NDArray[np.int64]:
+def find_roots(parents: NDArray[Any], items: NDArray[Any]) -> NDArray[Any]:
     """The root of each item's tree; the items are attached directly to it (path compression)."""
-    found = parents[items]
+    found: NDArray[Any] = parents[items]
     while True:
         above = parents[found]
         if np.array_equal(above, found):
@@ -110,39 +112,71 @@ def _read_pairs(directory: Path) -> Iterator[NDArray[np.int64]]:
             yield pairs.astype(np.int64, copy=False).reshape(-1, 2)
 
 
-def _paired_numbers(directories: Sequence[Path]) -> Numbers:
-    """The numbers in any pair, ascending, each once. New ones are merged once they are a quarter of the known ones."""
-    known, fresh, pending = np.empty(0, dtype=np.int64), [np.empty(0, dtype=np.int64)], 0
-    for directory in directories:
-        for pairs in _read_pairs(directory):
-            fresh.append(sorted_unique(pairs.reshape(-1)))
-            pending += len(fresh[-1])
-            if pending > len(known) // 4:
-                known, fresh, pending = sorted_unique(np.concatenate([known, *fresh])), [], 0
-    return sorted_unique(np.concatenate([known, *fresh]))
+class _PairedDocuments:
+    """The documents in any pair, a bit for each document of all runs.
+
+    Args:
+        directories: with pairs.
+        runs: the runs' directories.
+    """
+
+    def __init__(self, directories: Sequence[Path], runs: Sequence[Path]) -> None:
+        documents = np.array([len(np.load(each / RANK, mmap_mode="r")) for each in runs], dtype=np.int64)
+        self._first = np.concatenate([[0], np.cumsum(-(-documents // 8))])  # byte of each run
+        self._bits = np.zeros(int(self._first[-1]), dtype=np.uint8)
+        for directory in directories:
+            for pairs in _read_pairs(directory):
+                run, index = run_and_index(sorted_unique(pairs.reshape(-1)))
+                np.bitwise_or.at(
+                    self._bits, self._first[run] + (index >> 3), np.left_shift(1, index & 7).astype(np.uint8)
+                )
+
+    def of_run(self, run: int) -> Numbers:
+        """The indices of those of a run, ascending."""
+        bits = self._bits[self._first[run] : self._first[run + 1]]
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+
+    def numbers(self) -> Numbers:
+        """The numbers of all, ascending."""
+        found = np.empty(int(np.bitwise_count(self._bits).sum(dtype=np.int64)), dtype=np.int64)
+        end = 0
+        for run in range(len(self._first) - 1):
+            index = self.of_run(run)
+            found[end : end + len(index)] = index + (run << RUN_BITS)
+            end += len(index)
+        return found
+
+    def __len__(self) -> int:
+        return int(np.bitwise_count(self._bits).sum(dtype=np.int64))
 
 
-def _ranks_of(numbers: Numbers, runs: Sequence[Path]) -> NDArray[np.int64]:
-    found = np.empty(len(numbers), dtype=np.int64)
+def _ranks_of(paired: _PairedDocuments, runs: Sequence[Path]) -> NDArray[np.int64]:
+    found, end = np.empty(len(paired), dtype=np.int64), 0
     for run, directory in enumerate(runs):
-        of_run = run_slice(numbers, run)
-        if of_run.start < of_run.stop:
-            found[of_run] = np.load(directory / RANK, mmap_mode="r")[run_and_index(numbers[of_run])[1]]
+        index = paired.of_run(run)
+        if len(index):
+            found[end : end + len(index)] = np.load(directory / RANK, mmap_mode="r")[index]
+            end += len(index)
     return found
 
 
-def _positions(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The position of each rank in ascending order."""
-    order = np.argsort(ranks, kind="stable")
-    ranks.sort()
-    assert (ranks[1:] > ranks[:-1]).all(), "two documents of one rank"
-    del ranks
-    position = np.empty_like(order)
-    position[order] = np.arange(len(order))
+def _positions(ranks: NDArray[np.int64]) -> NDArray[Any]:
+    """The position of each rank in ascending order; of four bytes where that is enough."""
+    order = np.argsort(ranks)
+    position = np.empty(len(order), dtype=np.int32 if len(order) < 1 << 31 else np.int64)
+    for part in _slices(len(order)):
+        after = order[part.start : part.stop + 1]
+        assert (np.diff(ranks[after]) > 0).all(), "two documents of one rank"
+        position[order[part]] = np.arange(part.start, part.stop, dtype=position.dtype)
     return position
 
 
-def _union_all(directory: Path, parents: NDArray[np.int64], numbers: Numbers, position: NDArray[np.int64]) -> None:
+def _slices(count: int) -> Iterator[slice]:
+    """All of so many items, some at a time."""
+    return (slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
+
+
+def _union_all(directory: Path, parents: NDArray[Any], numbers: Numbers, position: NDArray[Any]) -> None:
     for pairs in _read_pairs(directory):
         ends = position[_index_of(numbers, pairs.reshape(-1))].reshape(-1, 2)
         union_pairs(parents, ends[:, 0], ends[:, 1])
@@ -154,7 +188,3 @@ def _index_of(numbers: Numbers, wanted: Numbers) -> NDArray[np.intp]:
     found = np.empty_like(order)
     found[order] = np.searchsorted(numbers, wanted[order])
     return found
-
-
-def _is_root(parents: NDArray[np.int64]) -> NDArray[np.bool_]:
-    return np.equal(parents, np.arange(len(parents)))

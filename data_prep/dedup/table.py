@@ -25,7 +25,8 @@ PAIRS = "pairs.bin"
 """int64 little-endian, the numbers of two items for each pair."""
 _PAIR_BYTES = 16
 _ITEM_BYTES = 80  # of such a task; 58 were measured, with 128-bit hashes
-_RUN_BITS = 32
+RUN_BITS = 32
+"""Bits of the number of an item that are its index within its run; above them is the run."""
 _SPACE = 1 << 64
 
 
@@ -74,7 +75,7 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
     `NAME.hashes.npy` has the same hashes with each row sorted; `NAME.items.npy`, uint32[rows, items], their items.
     """
     rows, _, count = hashes.shape
-    assert count < 1 << _RUN_BITS
+    assert count < 1 << RUN_BITS
     items = np.empty((rows, count), dtype=np.uint32)
     ordered = np.empty(hashes.shape, dtype=np.uint64)  # rows contiguous, which those of `hashes` need not be
     for row, words in enumerate(hashes):
@@ -89,7 +90,7 @@ def read_slice(run: int, directory: Path, name: str, *, row: int, within: Range)
     hashes = np.load(directory / f"{name}.hashes.npy", mmap_mode="r")[row]
     cut = within.cut(hashes[0])
     items = np.load(directory / f"{name}.items.npy", mmap_mode="r")[row, cut]
-    return TableSlice(np.array(hashes[:, cut]), items.astype(np.int64) + (run << _RUN_BITS))
+    return TableSlice(np.array(hashes[:, cut]), items.astype(np.int64) + (run << RUN_BITS))
 
 
 def join_slices(slices: Sequence[TableSlice]) -> TableSlice:
@@ -145,10 +146,10 @@ def ranges(items: int) -> list[Range]:
 
 def run_and_index(numbers: Numbers) -> tuple[Numbers, Numbers]:
     """The run of each item, and its index within the run."""
-    return numbers >> _RUN_BITS, numbers & ((1 << _RUN_BITS) - 1)
+    return numbers >> RUN_BITS, numbers & ((1 << RUN_BITS) - 1)
 
 
-def run_slice(numbers: Numbers, run: int, *, first: int = 0, end: int = 1 << _RUN_BITS) -> slice:
+def run_slice(numbers: Numbers, run: int, *, first: int = 0, end: int = 1 << RUN_BITS) -> slice:
     """The slice of ascending numbers that has items [first, end) of a run."""
-    bounds = np.searchsorted(numbers, [(run << _RUN_BITS) + first, (run << _RUN_BITS) + end])
+    bounds = np.searchsorted(numbers, [(run << RUN_BITS) + first, (run << RUN_BITS) + end])
     return slice(int(bounds[0]), int(bounds[1]))

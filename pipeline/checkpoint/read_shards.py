@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +33,9 @@ _LOADING_ERRORS = (
     AssertionError,
 )
 """What `torch.load` raises when it is given something else than what `torch.save` has written."""
+
+_SMALL = 1 << 18
+"""Bytes of a shard up to which it is read whole: by one request, where rows of it need several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +62,19 @@ class ShardReader:
         directory: of the checkpoint.
         metadata: its metadata.
         files: where its files are read; in the directory when None.
+        foreign: another program has written it: shards are read whole, whatever the strides of their tensors.
     """
 
-    def __init__(self, directory: Path, metadata: CheckpointMetadata, files: ShardFiles | None = None) -> None:
-        self._files, self._metadata = files or ShardFiles(directory), metadata
+    def __init__(
+        self, directory: Path, metadata: CheckpointMetadata, files: ShardFiles | None = None, *, foreign: bool = False
+    ) -> None:
+        self._files, self._metadata, self._foreign = files or ShardFiles(directory), metadata, foreign
 
     def read(self, state: State) -> None:
         """Fills the shards of a state in place.
 
-        Every stored shard that is needed is read once, whole, in the order of the files.
+        Every stored shard that is needed is read once, in the order of the files: whole, or if less than half of it is
+        needed, the rows along dim 0 from the first to the last that are.
 
         Raises:
             CheckpointError: a tensor is missing, has another shape, or is not whole, or a file is damaged.
@@ -72,12 +83,14 @@ class ShardReader:
         copies = [copy for key, value in state.items() for copy in self._copies(key, value)]
         metadata = self._metadata
         order = np.lexsort((metadata.position[rows := [copy.row for copy in copies]], metadata.file[rows]))
-        last, values = -1, torch.empty(0)
-        for copy in (copies[place] for place in order):
-            if copy.row != last:
-                last, values = copy.row, self._stored(copy.row)
-            part = narrow_tensor_by_index(values, copy.stored_at.tolist(), copy.sizes.tolist())
-            copy.target.copy_(part)
+        for row, of_row in groupby((copies[place] for place in order), key=lambda copy: copy.row):
+            wanted = list(of_row)
+            first = min((int(copy.stored_at[0]) for copy in wanted if copy.stored_at.size), default=0)
+            end = max((int(copy.stored_at[0] + copy.sizes[0]) for copy in wanted if copy.sizes.size), default=1)
+            values = self._stored(row, first, end)
+            for copy in wanted:
+                at = [each - first if dim == 0 else each for dim, each in enumerate(copy.stored_at.tolist())]
+                copy.target.copy_(narrow_tensor_by_index(values, at, copy.sizes.tolist()))
 
     def _copies(self, key: str, value: NamedShard | Tensor) -> Iterator[_Copy]:
         """What has to be copied into one entry of a state."""
@@ -101,18 +114,24 @@ class ShardReader:
                 target = narrow_tensor_by_index(part.detach(), (low[hit] - offsets).tolist(), sizes.tolist())
                 yield _Copy(rows.start + hit, low[hit] - begin[hit], sizes, target)
 
-    def _stored(self, row: int) -> Tensor:
-        """The values of a stored shard."""
-        metadata = self._metadata
+    def _stored(self, row: int, first: int, end: int) -> Tensor:
+        """The values of a stored shard, rows [first, end) along its first dim; a scalar has one."""
+        metadata, shape = self._metadata, self._metadata.table.rectangle(row).sizes
         if metadata.file[row] < 0:
             raise CheckpointError("the metadata does not say where a shard lies")
         name, begin, length = metadata.files[metadata.file[row]], metadata.position[row], metadata.length[row]
-        values = self._files.read(name, int(begin), int(length), _loaded)
-        if values.shape != metadata.table.rectangle(row).sizes:
-            raise CheckpointError(
-                f"a shard has shape {tuple(values.shape)}, and the metadata says {metadata.table.rectangle(row).sizes}"
-            )
-        return values
+        file = (name, int(begin), int(length))
+        if not self._foreign and shape and 2 * (end - first) < shape[0] and length > _SMALL:
+            dtype = metadata.table.tensors[metadata.table.tensor_of_row[row]].dtype
+            nbytes = (end - first) * math.prod(shape[1:]) * dtype.itemsize
+            parse = partial(_loaded_rows, first=first, end=end, shape=shape, dtype=dtype)
+            part = self._files.read(*file, parse, nbytes=nbytes)
+            if part is not None:
+                return part
+        values = self._files.read(*file, _loaded)
+        if values.shape != shape:
+            raise CheckpointError(f"a shard has shape {tuple(values.shape)}, and the metadata says {shape}")
+        return values[first:end] if shape else values
 
 
 def _loaded(view: IO[bytes], name: str) -> Tensor:
@@ -121,3 +140,31 @@ def _loaded(view: IO[bytes], name: str) -> Tensor:
     except _LOADING_ERRORS as error:
         raise CheckpointError(f"{name} is damaged: {error}") from None
     return values
+
+
+def _loaded_rows(
+    view: IO[bytes], _name: str, *, first: int, end: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor | None:
+    """Rows of a tensor that `torch.save` has written; None where it is not laid out as ours are.
+
+    Args:
+        view: the tensor's part of a file.
+        first, end: the rows.
+        shape: of the whole tensor.
+        dtype: of the elements.
+    """
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    try:
+        archive = torch._C.PyTorchFileReader(view)
+        begin = archive.get_record_offset("data/0")  # type: ignore[attr-defined]  # torch has no type for it
+        size = archive.get_record_size("data/0")
+        native = archive.get_record("byteorder") == sys.byteorder.encode()
+    except (RuntimeError, OSError):
+        return None  # reading it whole says what is wrong
+    if not native or size != shape[0] * row_bytes:
+        return None
+    view.seek(begin + first * row_bytes)
+    data = bytearray(view.read((end - first) * row_bytes))
+    if len(data) < (end - first) * row_bytes:
+        return None
+    return torch.frombuffer(data, dtype=dtype).view(end - first, *shape[1:])

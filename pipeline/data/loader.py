@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Protocol
@@ -31,6 +32,8 @@ from pipeline.data.span_cache import Part
 IGNORE: Final = -100
 """Label of a position that is not a target."""
 
+_COUNTED_STEPS: Final = 16
+"""Steps whose targets are summed over the ranks at once, that many steps ahead."""
 _LOCATED_ROWS: Final = 2048
 _LOCATED_TOKENS: Final = 1 << 24
 """Rows and tokens that are located together and read ahead: some 32 MB."""
@@ -115,6 +118,17 @@ class StepBatch:
         return cls(step, micro_batches, max(1, targets), has_targets=targets > 0)
 
 
+TargetSum = Callable[[Tensor], Callable[[], Tensor]]
+"""Begins to sum this rank's targets, int64 [steps], over the data-parallel ranks; the function it returns waits."""
+
+
+@dataclass(frozen=True)
+class _OwnTargets:
+    """Targets of this rank's own samples, int64 [steps], of some steps that come next."""
+
+    counts: Tensor
+
+
 class StepLoader:
     """Iterates over the optimizer steps of a run, for one data-parallel rank.
 
@@ -135,6 +149,9 @@ class StepLoader:
             document's is no target.
         skips: skipped data.
         logits: a teacher's cached logits, which become part of the micro-batches.
+        target_sum: where a step's targets are not known by its size (document mask, loss mask, packing,
+            fill-in-the-middle), sums those of all ranks; every rank iterates then. When None each rank counts those of
+            the whole step, for which it opens the files of all samples.
         prefetch: steps prepared ahead.
         pin: copy tensors to page-locked memory, for a GPU.
     """
@@ -152,6 +169,7 @@ class StepLoader:
         mask_documents: bool = False,
         skips: Skips = NO_SKIPS,
         logits: TeacherLogits | None = None,
+        target_sum: TargetSum | None = None,
         prefetch: int = 4,
         pin: bool = False,
     ) -> None:
@@ -161,6 +179,10 @@ class StepLoader:
         self._mask_documents, self._prefetch = mask_documents, prefetch
         self._skips, self._logits = skips, logits
         self._samples_of_rows = samples_of_rows(batch, dp_rank)
+        self._bounded = mask_documents or mixture.packed or mixture.fim is not None
+        # masks in object stores are cached with the step that reads them, and not counted before it
+        here = batch.part is None and not (mixture.masked and mixture.remote.fingerprints)
+        self._target_sum = target_sum if here and (self._bounded or mixture.masked) else None
 
     def __len__(self) -> int:
         return max(0, self._last - self._first + 1)
@@ -169,44 +191,48 @@ class StepLoader:
         remote = self._mixture.remote.ahead
         if remote is not None:
             remote.begin(self._remote_parts(remote.order), step=self._first)
-        ready: queue.Queue[StepBatch | BaseException] = queue.Queue(self._prefetch)
+        ready: queue.Queue[StepBatch | _OwnTargets | BaseException] = queue.Queue(self._prefetch)
         stop = threading.Event()
         thread = threading.Thread(target=self._gather_all, args=(ready, stop), name="loader", daemon=True)
         thread.start()
+        sums, targets = deque[Callable[[], Tensor]](), deque[int]()
         try:
             for _ in range(len(self)):
-                item = ready.get()
+                while isinstance(item := ready.get(), _OwnTargets):
+                    assert self._target_sum is not None
+                    sums.append(self._target_sum(item.counts))
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                if self._target_sum is None:
+                    yield item
+                    continue
+                if not targets:
+                    targets.extend(sums.popleft()().tolist())
+                yield StepBatch.of(item.step, item.micro_batches, targets.popleft())
         finally:
             stop.set()
 
     def gather(self, step: int) -> StepBatch:
-        """This rank's part of a step, computed in the calling thread."""
-        return self._gather(step, self._mixture.order.locate(self._rows(step)))
+        """This rank's part of a step, computed in the calling thread; it counts the targets of the whole step."""
+        targets = self._count(np.arange(self._batch.samples) + self._first_sample(step))
+        return self._gather(step, self._mixture.order.locate(self._rows(step)), targets)
 
-    def _gather(self, step: int, location: SampleLocation) -> StepBatch:
-        batch, last = self._batch, self._batch.samples - 1
-        mine = np.minimum(self._samples_of_rows, last)  # padding is the last sample again: attention sees nothing new
+    def _gather(self, step: int, location: SampleLocation, targets: int) -> StepBatch:
+        batch, last, samples = self._batch, self._batch.samples - 1, self._rows(step)
         fim = self._mixture.fim
         try:
             rows = self._mixture.rows(location)
         except UnknownIdError as error:
-            raise error.of_sample(int(self._rows(step)[error.row])) from None
-        targets, own = batch.tokens, None
-        if self._mask_documents or self._mixture.packed or fim is not None:
-            samples = np.arange(batch.samples) + self._first_sample(step)
-            before = boundaries = self._mixture.boundaries(samples)
+            raise error.of_sample(int(samples[error.row])) from None
+        own = None
+        if self._bounded:
+            before = own = self._mixture.boundaries(samples)
             if fim is not None:
-                boundaries = fim.boundaries(before, samples)
-                rows = fim.rows(rows, before.of(mine), samples[mine])
-            targets -= boundaries.count_non_targets(length=batch.sequence_length, masked=self._mask_documents)
-            own = boundaries.of(mine)
+                own, rows = fim.boundaries(before, samples), fim.rows(rows, before, samples)
         chunks = self._chunks(batch.sequence_length)
         whole = make_batch(rows, own, mask_documents=self._mask_documents, chunks=chunks)
         if self._mixture.masked:
-            targets = self._mask_labels(whole, location, step, chunks)
+            _apply_loss_mask(whole, self._mixture.loss_mask(location), chunks)
         whole.labels[torch.from_numpy(self._samples_of_rows > last)] = IGNORE
         if self._logits is not None:
             read = (torch.from_numpy(np.ascontiguousarray(_cut(each, chunks))) for each in self._logits.read(location))
@@ -214,17 +240,31 @@ class StepLoader:
         sizes = batch.micro if batch.shares is None else batch.shares.sizes[self._dp_rank]
         return StepBatch.of(step, [self._own(micro) for micro in whole.split(sizes)], targets)
 
-    def _mask_labels(self, batch: MicroBatch, location: SampleLocation, step: int, chunks: Sequence[range]) -> int:
-        """Applies the loss mask to the labels; returns the number of targets of the whole step.
+    def _count(self, samples: npt.NDArray[np.int64]) -> int:
+        """Targets among some samples, global numbers. Of boundaries the indices are read, of masks a byte a token."""
+        length = self._batch.sequence_length
+        if not self._bounded and not self._mixture.masked:
+            return int(samples.size) * length
+        boundaries = self._mixture.boundaries(samples) if self._bounded else None
+        if self._mixture.masked:
+            loss_mask = self._mixture.loss_mask(self._mixture.order.locate(samples))[:, 1:]
+            if boundaries is not None:
+                boundaries.clear_non_targets(loss_mask, masked=self._mask_documents)
+            return int(loss_mask.sum())
+        assert boundaries is not None
+        if self._mixture.fim is not None:
+            boundaries = self._mixture.fim.boundaries(boundaries, samples)
+        return int(samples.size) * length - boundaries.count_non_targets(length=length, masked=self._mask_documents)
 
-        To count these, every rank reads the masks of all samples: a byte per token.
-        """
-        _apply_loss_mask(batch, self._mixture.loss_mask(location), chunks)
-        samples = np.arange(self._batch.samples) + self._first_sample(step)
-        loss_mask = self._mixture.loss_mask(self._mixture.order.locate(samples))[:, 1:]
-        if self._mask_documents or self._mixture.packed:
-            self._mixture.boundaries(samples).clear_non_targets(loss_mask, masked=self._mask_documents)
-        return int(loss_mask.sum())
+    def _counted(self, step: int) -> npt.NDArray[np.int64]:
+        """The samples of a step whose targets this rank counts: those of its rows, or all."""
+        rows = self._samples_of_rows
+        own = np.arange(self._batch.samples) if self._target_sum is None else rows[rows < self._batch.samples]
+        return np.asarray(self._first_sample(step) + own, dtype=np.int64)
+
+    def _own_targets(self, first: int) -> _OwnTargets:
+        steps = range(first, min(first + _COUNTED_STEPS, self._last + 1))
+        return _OwnTargets(torch.tensor([self._count(self._counted(step)) for step in steps], dtype=torch.int64))
 
     def _first_sample(self, step: int) -> int:
         return self._skips.samples(step, per_step=self._batch.samples)[0]
@@ -238,12 +278,12 @@ class StepLoader:
         """Every step with the locations of its rows, computed for many steps together, which is cheaper.
 
         Readahead of the next group is requested while the current one is used, so that a slow file system reads
-        concurrently and in advance. With loss masks it covers the masks of all samples, which every rank reads.
+        concurrently and in advance. With loss masks it covers those of the samples whose targets are counted here.
         """
         ahead: tuple[range, SampleLocation] | None = None
         for steps in self._groups():
             location = self._locate(steps)
-            self._mixture.read_ahead(location, self._all_samples(steps, self._mixture.masked), step=steps.start)
+            self._mixture.read_ahead(location, self._locate_counted(steps, self._mixture.masked), step=steps.start)
             if ahead is not None:
                 if self._mixture.remote.ahead is not None:
                     self._mixture.remote.ahead.at(ahead[0].start)
@@ -259,7 +299,7 @@ class StepLoader:
         resumes finds them: they begin at multiples of their number, a power of two.
         """
         most = min(_LOCATED_ROWS, _LOCATED_TOKENS // self._batch.sequence_length)
-        per_step = self._batch.samples if self._mixture.masked else self._samples_of_rows.size
+        per_step = self._batch.samples if self._counts_all_masks else self._samples_of_rows.size
         together = max(1, most // per_step)
         remote, step = self._mixture.remote.ahead, self._first
         if remote is not None:
@@ -277,30 +317,33 @@ class StepLoader:
     def _locate(self, steps: range) -> SampleLocation:
         return self._mixture.order.locate(np.concatenate([self._rows(step) for step in steps]))
 
-    def _all_samples(self, steps: range, wanted: bool) -> SampleLocation | None:
+    def _locate_counted(self, steps: range, wanted: bool) -> SampleLocation | None:
         if not wanted:
             return None
-        samples = [self._first_sample(step) + np.arange(self._batch.samples) for step in steps]
-        return self._mixture.order.locate(np.concatenate(samples))
+        return self._mixture.order.locate(np.concatenate([self._counted(step) for step in steps]))
 
     def _remote_parts(self, order: str) -> Iterator[Part | Index]:
         """What is read of object stores in all steps, in order."""
         mixture, known = self._mixture, set[str]()
         for steps in self._groups():
-            bounded = self._all_samples(steps, self._mask_documents or mixture.fim is not None)
+            bounded = self._locate_counted(steps, self._mask_documents or mixture.fim is not None)
             for prefix in [] if bounded is None else mixture.remote_shards(bounded):
                 if prefix not in known:
                     known.add(prefix)
                     yield mixture.remote.index(prefix)
-            for spans in mixture.remote_parts(self._locate(steps), self._all_samples(steps, mixture.masked)):
+            for spans in mixture.remote_parts(self._locate(steps), self._locate_counted(steps, mixture.masked)):
                 if spans:
                     yield Part(order, steps.start, tuple(spans))
+
+    @property
+    def _counts_all_masks(self) -> bool:
+        return self._mixture.masked and self._target_sum is None
 
     def _own(self, micro: MicroBatch) -> MicroBatch:
         """Contiguous and, for a GPU, in page-locked memory: a strided view would be copied once more."""
         return micro.pin_memory() if self._pin else micro
 
-    def _gather_all(self, ready: queue.Queue[StepBatch | BaseException], stop: threading.Event) -> None:
+    def _gather_all(self, ready: queue.Queue[StepBatch | _OwnTargets | BaseException], stop: threading.Event) -> None:
         for item in self._items():
             while not stop.is_set():
                 try:
@@ -311,10 +354,17 @@ class StepLoader:
             if stop.is_set():
                 return
 
-    def _items(self) -> Iterator[StepBatch | BaseException]:
+    def _items(self) -> Iterator[StepBatch | _OwnTargets | BaseException]:
+        """Steps and, in front of the first of every `_COUNTED_STEPS`, the own targets of those after them."""
         try:
             for step, location in self._located_steps():
-                yield self._gather(step, location)
+                targets = 0
+                if self._target_sum is None:
+                    targets = self._count(self._counted(step))
+                elif (step - self._first) % _COUNTED_STEPS == 0:
+                    nexts = [step + _COUNTED_STEPS] if step > self._first else [step, step + _COUNTED_STEPS]
+                    yield from (self._own_targets(first) for first in nexts if first <= self._last)
+                yield self._gather(step, location, targets)
         except GeneratorExit:
             raise
         except BaseException as error:  # raised by the consuming thread

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules.layout import micro_batch_constraints
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.divided import CurrentBatch, DividedSteps
-from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
+from pipeline.data.loader import MicroBatch, StepLoader, TargetSum, heldout_batches
 from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.run.prepare import PreparedRun
@@ -53,7 +55,9 @@ class RankBatches:
     def _steps(self, first: int, last: int, *, skips: Skips) -> StepLoader | DividedSteps:
         if self.current is not None:
             return DividedSteps(partial(self._load, skips=skips), self.current, steps=(first, last))
-        return self._load(self.prepared.run.batch, (first, last), skips=skips)
+        topology = self.prepared.run.topology
+        target_sum = partial(_begin_sum, copies=topology.world_size // topology.dp) if topology.dp > 1 else None
+        return self._load(self.prepared.run.batch, (first, last), skips=skips, target_sum=target_sum)
 
     def part(self, ranges: Sequence[tuple[int, int]], steps: tuple[int, int], *, skips: Skips) -> StepLoader:
         """The batches of one or more samples of each of some steps, the part of one replica of the model.
@@ -71,7 +75,9 @@ class RankBatches:
         )
         return self._load(batch, steps, skips=skips)
 
-    def _load(self, batch: BatchSizes, steps: tuple[int, int], *, skips: Skips) -> StepLoader:
+    def _load(
+        self, batch: BatchSizes, steps: tuple[int, int], *, skips: Skips, target_sum: TargetSum | None = None
+    ) -> StepLoader:
         return StepLoader(
             self.prepared.mixture,
             batch,
@@ -79,6 +85,7 @@ class RankBatches:
             steps=steps,
             skips=skips,
             logits=self.prepared.logits,
+            target_sum=target_sum,
             prefetch=self.prepared.run.config.data.prefetch,
             pin=torch.cuda.is_available(),
         )
@@ -103,3 +110,18 @@ class RankBatches:
             "zigzag": run.zigzag,
             "mask_documents": run.config.data.mask_documents,
         }
+
+
+def _begin_sum(own: Tensor, *, copies: int) -> Callable[[], Tensor]:
+    """Sums int64 values of the data-parallel ranks, each of which is `copies` ranks, on the host.
+
+    Over all ranks: groups of some of them may have no backend for host memory beside NCCL.
+    """
+    work = dist.all_reduce(own, async_op=True)
+
+    def summed() -> Tensor:
+        assert work is not None
+        work.wait()
+        return own // copies
+
+    return summed

@@ -14,6 +14,7 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.format.shards import NamedShard, split_flat_range
+from pipeline.checkpoint.memory.shard_files import ReadBytes, ShardFiles
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -56,6 +57,19 @@ def test_any_flat_range_of_a_full_tensor_is_read(data: st.DataObject, tmp_path_f
     values = torch.zeros(length)
     named_state.read({named_state.weight_key("w"): NamedShard((6, 5), start=start, values=values)}, directory)
     assert torch.equal(values, tensor.flatten()[start : start + length])
+
+
+@pytest.mark.parametrize(("start", "length", "read"), [(300 * 128 + 5, 2 * 128, 3), (0, 600 * 128, 1024), (0, 1, 1)])
+def test_of_a_large_shard_only_the_rows_that_are_needed_are_read(
+    tmp_path: Path, start: int, length: int, read: int
+) -> None:
+    tensor, values, reads = torch.randn(1024, 128), torch.zeros(length), ReadBytes()
+    write_flat(tensor, tmp_path)
+    wanted = {named_state.weight_key("w"): NamedShard((1024, 128), start=start, values=values)}
+    named_state.read(wanted, tmp_path, files=ShardFiles(tmp_path, reads=reads))
+    assert torch.equal(values, tensor.flatten()[start : start + length])
+    whole = read == 1024  # then the bytes that `torch.save` writes around it, too
+    assert read * 512 <= reads.run_dir <= read * 512 + (4096 if whole else 0)
 
 
 def test_another_shape_and_a_missing_tensor_are_refused(tmp_path: Path) -> None:

@@ -83,6 +83,35 @@ def test_all_ranks_together_have_the_targets_of_the_loss_mask_and_their_count(
     assert found < 3 * 6 * T
 
 
+@pytest.mark.parametrize(("packing", "mask_documents"), [("contiguous", True), ("best_fit", False), ("best_fit", True)])
+@pytest.mark.parametrize("samples", [6, 7], ids=["", "with padding rows"])
+def test_ranks_that_count_their_own_targets_and_add_them_up_have_those_of_the_whole_step(
+    talks: Path, packing: str, mask_documents: bool, samples: int
+) -> None:
+    mixture, steps = mixture_of(talks, packing=packing), (2, 41)  # over two windows of steps that are counted ahead
+    batch = BatchSizes(samples=samples, micro=3, accumulation=1, dp=3, sequence_length=T)
+    added = np.zeros(40, dtype=np.int64)
+    for dp_rank in range(3):
+        about = {"dp_rank": dp_rank, "steps": steps, "mask_documents": mask_documents}
+        whole = list(StepLoader(mixture, batch, **about))
+        own = list(StepLoader(mixture, batch, **about, target_sum=lambda counts: lambda: counts))
+        added += [step.targets if step.has_targets else 0 for step in own]
+        for one, other in zip(whole, own, strict=True):
+            assert all(a.labels.equal(b.labels) for a, b in zip(one.micro_batches, other.micro_batches, strict=True))
+    assert added.tolist() == [step.targets for step in whole]
+
+
+def test_a_rank_whose_targets_are_added_up_opens_the_files_of_its_own_samples(
+    talks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture, asked = mixture_of(talks), set[int]()
+    looked_up = mixture.boundaries
+    monkeypatch.setattr(mixture, "boundaries", lambda samples: asked.update(samples.tolist()) or looked_up(samples))
+    batch = BatchSizes(samples=6, micro=2, accumulation=1, dp=3, sequence_length=T)
+    list(StepLoader(mixture, batch, dp_rank=1, steps=(1, 4), mask_documents=True, target_sum=lambda own: lambda: own))
+    assert asked == {6 * step + row for step in range(4) for row in (2, 3)}
+
+
 def test_the_loss_mask_covers_the_tokens_of_the_assistant(talks: Path) -> None:
     from tokenizers import Tokenizer  # noqa: PLC0415
 

@@ -22,6 +22,7 @@ from tests.run.uploads import killed_runs
 from tests.runtime.faults.campaign.driver import Campaign, violations_of
 from tests.runtime.faults.campaign.injections import FAULTS
 from tests.runtime.faults.campaign.layouts import LAYOUTS
+from tests.scale import cells as cells_of_scale
 from tests.sweeps.families import families as every_family
 from tests.sweeps.mutations import mutations as every_mutation
 from tests.sweeps.mutations import run_mutation
@@ -278,6 +279,26 @@ def mutations() -> Sweep:
     )
 
 
+def scale() -> Sweep:
+    """Parts of the product at the size of a thousand nodes."""
+    return Sweep(
+        name="scale",
+        title="Scale: what grows with the size of a run",
+        what="A cell is a part of the product, measured at four sizes at least: real servers, files and code, with"
+        " simulated ranks, hosts and tasks. Figures are of the one process that has most to do. What follows at 1,000"
+        " nodes of 8 GPUs, a 405B, 10^13 tokens, 10^9 documents, 2 million steps and 500 attempts is measured where"
+        " that size is among them, and else extrapolated by the larger of two exponents: that over all sizes, and that"
+        " of the two largest. A part may take a minute of CPU, 2 GiB, and 1,000 file operations a second in any one"
+        " process there, and grow linearly. Seconds of wall-clock time are of two cores that others used, too.",
+        groups=cells_of_scale.groups(),
+        run=cells_of_scale.run_cells,
+        batch=4,
+        failed="Failed cells",
+        page=ROOT / "docs" / "reference" / "scale.md",
+        body=cells_of_scale.body,
+    )
+
+
 _LETTERS = ("a to d", "e to g", "h to m", "n to z")
 
 SWEEPS: dict[str, Callable[[], Sweep]] = {
@@ -290,4 +311,5 @@ SWEEPS: dict[str, Callable[[], Sweep]] = {
     "islands": islands,
     "buckets": buckets,
     "mutations": mutations,
+    "scale": scale,
 }

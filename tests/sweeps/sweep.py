@@ -60,6 +60,8 @@ class Sweep:
         failed: heading of the list of cells that did not pass.
         passed: heading of the list of cells that did, with what was noted of each; None for no list.
         columns: headings of a table in the place of these lists, whose notes are columns separated by " | ".
+        page: of the documentation in which the table is, in the place of `docs/sweeps/NAME.md`.
+        body: makes the lines behind the table of the results, in the place of these lists.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Sweep:
     failed: str = "Failed cells"
     passed: str | None = None
     columns: Sequence[str] = ()
+    page: Path | None = None
+    body: Callable[[Mapping[str, CellResult]], Sequence[str]] | None = None
 
     @property
     def cells(self) -> list[str]:
@@ -85,7 +89,7 @@ class Sweep:
     @property
     def table_file(self) -> Path:
         """The committed table."""
-        return TABLES / f"{self.name}.md"
+        return self.page or TABLES / f"{self.name}.md"
 
     def results(self) -> dict[str, CellResult]:
         """Results so far of cells that still exist; a cell that was run twice has its last result."""
@@ -121,7 +125,7 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     good = [results[cell] for cell in sweep.cells if cell in results and results[cell].passed]
     lines = [
-        f"# Sweep: {sweep.title}",
+        f"# {sweep.title}" if sweep.page else f"# Sweep: {sweep.title}",
         "",
         wrapped(sweep.what),
         "",
@@ -138,6 +142,8 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
         run = [results[cell] for cell in cells if cell in results]
         passed, digest = sum(result.passed for result in run), digest_of(cells)
         lines.append(f"| {group} | {len(cells)} | {len(run)} | {passed} | {len(run) - passed} | `{digest}` |")
+    if sweep.body is not None:
+        lines += ["", *sweep.body(results)]
     if sweep.passed and good:
         lines += ["", f"## {sweep.passed}", "", *_listed(sweep, good)]
     failed = [results[cell] for cell in sweep.cells if cell in results and not results[cell].passed]

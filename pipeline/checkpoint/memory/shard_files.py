@@ -125,7 +125,9 @@ class ShardFiles:
         self._copies = dict(copies or {})
         self._files, self._reads, self._warn = files or {}, reads or ReadBytes(), warn
 
-    def read(self, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T]) -> T:
+    def read(
+        self, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T], *, nbytes: int | None = None
+    ) -> T:
         """A part of a file, parsed; from the directory where its copy cannot be read or parsed.
 
         Args:
@@ -133,6 +135,7 @@ class ShardFiles:
             begin: first byte.
             length: number of bytes.
             parse: makes the value of the bytes and the file's name.
+            nbytes: how many of the bytes `parse` reads, for the count; all of them when None.
 
         Raises:
             OSError: the file cannot be read.
@@ -141,17 +144,26 @@ class ShardFiles:
         copy = self._copies.get(file)
         if copy is not None:
             try:
-                return self._read(copy, file, begin, length, parse)
+                return self._read(copy, file, begin, length, parse, nbytes=nbytes)
             except (OSError, CheckpointError) as error:
                 del self._copies[file]
                 self._warn(f"the copy of {file} in memory cannot be read ({error}); its file is read instead")
                 self._verify(file)
-        return self._read(self._directory, file, begin, length, parse)
+        return self._read(self._directory, file, begin, length, parse, nbytes=nbytes)
 
-    def _read(self, source: ShardSource, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T]) -> T:
+    def _read(
+        self,
+        source: ShardSource,
+        file: str,
+        begin: int,
+        length: int,
+        parse: Callable[[IO[bytes], str], T],
+        *,
+        nbytes: int | None,
+    ) -> T:
         with source.opened(file, begin, length) as view:
             value = parse(view, file)
-        self._reads.add(source.name, length)
+        self._reads.add(source.name, length if nbytes is None else nbytes)
         return value
 
     def _verify(self, file: str) -> None:

@@ -69,14 +69,14 @@ def _task_charts(group: CurveGroup) -> Iterator[Chart]:
 def remarks(group: CurveGroup, chart: Chart) -> Iterator[str]:
     """Sentences of the loss chart's caption: what lines and points show, and what was averaged or left out."""
     runs = [run for _, run in group.runs]
-    if any(smoothing_window(len(run.steps)) > 1 for run in runs):
-        windows = _each(group, [f"{smoothing_window(len(run.steps)):,}" for run in runs])
+    if any(smoothing_window(run.steps) > 1 for run in runs):
+        windows = _each(group, [f"{smoothing_window(run.steps):,}" for run in runs])
         yield f"Thin: training loss of each step. Thick: its centered mean over {windows} steps."
     else:
         yield "Line, or circle if there is only one step: training loss of each step."
     if any(run.evaluations for run in runs):
         yield "Points: held-out loss; the last value is written beside its line."
-    longest = max(len(run.steps) for run in runs)
+    longest = max(run.steps for run in runs)
     if longest > POINTS:
         yield f"Runs of more than {POINTS:,} steps are drawn as {POINTS:,} points, each the mean of neighboring steps."
     for run in runs:

@@ -41,7 +41,7 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
 
 
 def _steps(run: RunRecord) -> str:
-    done, planned = run.steps[-1]["step"], run.manifest.details.get("steps", 0)
+    done, planned = int(run.series("step")[-1]), run.manifest.details.get("steps", 0)
     if run.manifest.details.get("finished"):
         return f"{done:,}, finished"
     return f"{done:,} of {planned:,}, not finished"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +15,12 @@ import numpy.typing as npt
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
 from pipeline.config.rules.renamed_keys import upgrade_keys
-from pipeline.runtime.metrics.journal import NAME, read_rows
+from pipeline.runtime.metrics.journal import NAME, iterate_rows
 from pipeline.runtime.metrics.sinks import TASK
 
 Series = npt.NDArray[np.float64]
+_SHOWN = ("step", "tokens", "loss", "cross_entropy", "kl", "lr", "grad_norm", "tokens_per_second", "seconds")
+"""Metrics of steps that a report shows. As columns: rows of two million steps would take gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class RunRecord:
         name: in the report.
         path: its directory.
         manifest: of kind `run`; its config under the keys of this version.
-        steps: journal rows of finished steps, at least one.
+        columns: metric of a step -> float64 [steps], at least one; NaN where a row lacks it.
         evaluations: journal rows of held-out evaluations.
         events: the other rows: started, resumed, checkpoint.
         tasks: name of a task -> its journal rows.
@@ -36,18 +40,18 @@ class RunRecord:
     name: str
     path: Path
     manifest: Manifest
-    steps: tuple[dict[str, Any], ...]
+    columns: dict[str, Series]
     evaluations: tuple[dict[str, Any], ...]
     events: tuple[dict[str, Any], ...]
     tasks: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
 
     def series(self, key: str) -> Series:
-        """float64 [rows]: a metric of each step; NaN if a row lacks it."""
-        return np.array([row.get(key, np.nan) for row in self.steps], dtype=np.float64)
+        """float64 [steps]: a metric of each step; NaN if a row lacks it."""
+        return self.columns[key]
 
     def has(self, key: str) -> bool:
         """Whether any step recorded this metric."""
-        return any(key in row for row in self.steps)
+        return not np.isnan(self.columns[key]).all()
 
     @property
     def loss_key(self) -> str:
@@ -57,12 +61,17 @@ class RunRecord:
     @property
     def tokens_per_step(self) -> float:
         """Tokens per step, constant in a run."""
-        return float(self.steps[-1]["tokens"] / self.steps[-1]["step"])
+        return float(self.columns["tokens"][-1] / self.columns["step"][-1])
 
     @property
     def tokens(self) -> int:
         """Tokens trained on."""
-        return int(self.steps[-1]["tokens"])
+        return int(self.columns["tokens"][-1])
+
+    @property
+    def steps(self) -> int:
+        """Number of finished steps."""
+        return int(self.columns["step"].size)
 
     def evaluated(self) -> tuple[Series, Series]:
         """Held-out evaluations as (tokens trained on until then, loss in nats per token), float64 [evaluations]."""
@@ -89,25 +98,33 @@ def read_run(name: str, path: Path) -> RunRecord:
     if not (path / NAME).is_file():
         why = f"{path} has no {NAME}"
         raise DataError(f"{why}\n  try: the directory that run.dir named in the config")
-    rows = _rows(path)
-    steps, evaluations, events = (_of_kind(rows, kind) for kind in ("step", "eval", "event"))
-    if not steps:
+    columns, rows = _read(path)
+    evaluations, events = (_of_kind(rows, kind) for kind in ("eval", "event"))
+    if not columns["step"].size:
         raise DataError(f"{path / NAME} has no finished step\n  try: again after the run's first step")
     manifest = replace(manifest, config=upgrade_keys(manifest.config))
     names = dict.fromkeys(row["kind"].removeprefix(TASK) for row in rows if row["kind"].startswith(TASK))
     tasks = {task: _of_kind(rows, f"{TASK}{task}") for task in names}
-    return RunRecord(name, path, manifest, steps, evaluations, events, tasks)
+    return RunRecord(name, path, manifest, columns, evaluations, events, tasks)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = read_rows(path)
-    try:
-        # what charts and summary need: a damaged row is reported here instead of as a traceback later
-        for row in _of_kind(rows, "step"):
+def _read(path: Path) -> tuple[dict[str, Series], list[dict[str, Any]]]:
+    """The columns of the steps, and the other rows."""
+    columns, rows = {key: array("d") for key in _SHOWN}, []
+    for row in iterate_rows(path):
+        if row["kind"] != "step":
+            rows.append(row)
+            continue
+        try:
+            # what charts and summary need: a damaged row is reported here instead of as a traceback later
             _ = row["tokens"] + 0, row["loss"] + 0.0
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path / NAME} is damaged: {error!r}\n  try: copy it again from where the run was") from None
-    return rows
+        except (KeyError, TypeError) as error:
+            why = f"{path / NAME} is damaged: {error!r}"
+            raise DataError(f"{why}\n  try: copy it again from where the run was") from None
+        for key, column in columns.items():
+            value = row.get(key)
+            column.append(value if isinstance(value, int | float) else math.nan)
+    return {key: np.frombuffer(column) if column else np.empty(0) for key, column in columns.items()}, rows
 
 
 def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> tuple[dict[str, Any], ...]:

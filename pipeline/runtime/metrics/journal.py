@@ -86,7 +86,12 @@ def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None)
     Rows of other kinds than the one, or those, that are asked for are not parsed: steps are nearly all, and there may
     be millions. A kind that ends in "/" stands for all that begin with it.
     """
-    path, rows, damaged = Path(run_dir) / NAME, list[dict[str, Any]](), list[str]()
+    return list(iterate_rows(run_dir, kind=kind))
+
+
+def iterate_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+    """As `read_rows`, one after the other: a million of them take a gigabyte. The warning comes with the end."""
+    path, damaged = Path(run_dir) / NAME, list[str]()
     kinds = {kind} if isinstance(kind, str) else kind
     wanted = (b"",) if kinds is None else tuple(_BEGIN + each.encode() + b'"' * (each[-1] != "/") for each in kinds)
     for number, line in enumerate(_whole_lines(path), start=1):
@@ -96,11 +101,10 @@ def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None)
         if row is None:
             damaged.append(str(number))
         elif kinds is None or any(row["kind"] == k or (k[-1] == "/" and row["kind"].startswith(k)) for k in kinds):
-            rows.append(row)
+            yield row
     if damaged:
         shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")
         print(f"warning: {path} is damaged in line {shown}, which is skipped", file=sys.stderr, flush=True)
-    return rows
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from data_prep.job.share import _drop_finished
 from tests.conftest import make_tokens, text_folders, write_config
 from tests.support import wait_until
 
@@ -86,3 +89,24 @@ def test_a_number_that_is_not_among_the_shares_is_refused(config: Path) -> None:
     output, _ = share.communicate(timeout=60)
     assert share.returncode == 2
     assert "--task from 0 to 2" in output
+
+
+@dataclass
+class CountedTask:
+    looks: int = 0
+    done: bool = False
+
+    @property
+    def finished(self) -> bool:
+        self.looks += 1
+        return self.done
+
+
+def test_a_share_that_waits_looks_at_one_task_at_a_time() -> None:
+    tasks = [CountedTask(done=number < 3) for number in range(1000)]
+    left = deque(tasks)
+    assert all(_drop_finished(left) for _ in range(10))
+    assert sum(task.looks for task in tasks) == 3 + 10
+    for task in tasks:
+        task.done = True
+    assert not _drop_finished(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -97,3 +98,14 @@ def test_evaluations_are_placed_at_the_tokens_trained_on(tmp_path: Path) -> None
     at, losses = read_run("run", make_run(tmp_path / "run", steps=20)).evaluated()
     assert at.tolist() == [10 * TOKENS_PER_STEP, 20 * TOKENS_PER_STEP]
     assert losses.shape == (2,)
+
+
+def test_steps_are_read_as_columns_since_rows_of_millions_would_take_gigabytes(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", steps=5000)
+    tracemalloc.start()
+    run = read_run("run", path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert run.steps == 5000
+    assert run.series("tokens")[-1] == 5000 * run.tokens_per_step
+    assert peak < 300 * run.steps  # a row takes over 1,000 bytes; of evaluations there are 500

@@ -1,0 +1,115 @@
+"""The page `docs/reference/scale.md` of what was measured: what each part costs at a thousand nodes, and its growth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from tests.scale.growth import LINEAR, Growth
+from tests.scale.measuring import Figures
+from tests.scale.part import Part
+from tests.sweeps.sweep import wrapped
+
+LIMITS = {"cpu_s": 60.0, "bytes": 2.0 * 2**30, "file_operations": 60_000.0}
+"""Of one process: a minute, 2 GiB, and a minute of a thousand file operations a second."""
+_COUNTS = {"cpu_s": 2.0, "bytes": 64.0 * 2**20, "file_operations": 2000.0, "messages": 1e9, "read_bytes": 2.0**34}
+"""Values at the target below which growth does not matter."""
+_NOT_MEASURED = (
+    "NCCL: its connections, and the groups of context parallelism and of pipeline stages, which are made one by one:"
+    " under NCCL every rank takes part in each, at cp 2 over 8,192 ranks 4,096 of them.",
+    "Joining the rendezvous: torch's client looks up a name for each connection, which took 0.15 s each here.",
+    "The latency and the limits of a file system and of a network: operations and messages are counted.",
+    "`headrace plan --search --verify` and `headrace check --exact`, which execute steps: the sweep `gpu` does.",
+)
+_HEADINGS = {
+    "cpu_s": "CPU",
+    "seconds": "time",
+    "bytes": "memory",
+    "file_operations": "file operations",
+    "messages": "messages",
+    "read_bytes": "bytes read",
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A part with what was measured of it.
+
+    Attributes:
+        part: the part.
+        growths: name of a figure -> its values over the sizes; of figures that are not 0 alone.
+    """
+
+    part: Part
+    growths: Mapping[str, Growth]
+
+    def exceeded(self) -> list[str]:
+        """What is over a limit at the target, or grows faster than linearly there."""
+        found = []
+        for name, growth in self.growths.items():
+            value = growth.at(self.part.target)
+            if self.part.per_process and value > LIMITS.get(name, math.inf):
+                found.append(f"{shown(name, value)} {_HEADINGS[name]} (limit {shown(name, LIMITS[name])})")
+            if name in _COUNTS and value > _COUNTS[name] and growth.exponent > LINEAR:
+                found.append(f"{_HEADINGS[name]} grows with exponent {growth.exponent:.2f}")
+        return found
+
+
+def judge(part: Part, figures: Mapping[int, Figures]) -> Judged:
+    """What was measured of a part at all of its sizes."""
+    growths = {}
+    for field in fields(Figures):
+        values = [getattr(figures[size], field.name) for size in part.sizes]
+        if any(values):
+            growths[field.name] = Growth(part.sizes, values)
+    return Judged(part, growths)
+
+
+def lines(judged: Sequence[Judged]) -> list[str]:
+    """The lines of the page behind its table of cells."""
+    over = [each for each in judged if each.exceeded()]
+    made = ["## What is over a limit, or grows faster than linearly", ""]
+    made += [
+        wrapped(f"- **{each.part.name}**: {'; '.join(each.exceeded())}. {each.part.note}".rstrip()) for each in over
+    ]
+    made += [] if over else ["Nothing."]
+    for group in dict.fromkeys(each.part.group for each in judged):
+        own = [each for each in judged if each.part.group == group]
+        made += ["", f"## {group[0].upper()}{group[1:]}", ""]
+        made += [wrapped(f"- *{_title(each.part)}*: {each.part.what} {each.part.note}".rstrip()) for each in own]
+        made += ["", f"| part | size | {' | '.join(_HEADINGS.values())} |", "|---|---:|" + "---:|" * len(_HEADINGS)]
+        made += [row for each in own for row in _rows(each)]
+    return [*made, "", "## Not measured", "", *(wrapped(f"- {each}") for each in _NOT_MEASURED)]
+
+
+def _rows(each: Judged) -> list[str]:
+    part = each.part
+    measured = part.target in part.sizes
+    values = {name: shown(name, growth.at(part.target)) for name, growth in each.growths.items()}
+    powers = {
+        name: f"^{growth.exponent:.2f}" for name, growth in each.growths.items() if growth.exponent == growth.exponent
+    }
+    largest = {name: shown(name, growth.values[-1]) for name, growth in each.growths.items()}
+    rows = [(_title(part), f"{part.sizes[-1]:,} {part.unit}", largest)]
+    rows += [] if measured else [("", f"**{part.target:,}**, from there", values)]
+    rows += [("", f"growth from {part.sizes[0]:,}", powers)]
+    return [
+        f"| {title} | {size} |" + "".join(f" {row.get(name, '')} |" for name in _HEADINGS) for title, size, row in rows
+    ]
+
+
+def _title(part: Part) -> str:
+    return part.name.partition(": ")[2] or part.name
+
+
+def shown(name: str, value: float) -> str:
+    """A figure with its unit, to two or three digits."""
+    if name in ("cpu_s", "seconds"):
+        return f"{value:.2g} s" if value < 10 else f"{value:,.0f} s"
+    if name in ("bytes", "read_bytes"):
+        for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+            if value >= size:
+                return f"{value / size:.3g} {unit}"
+        return f"{value / 1000:.0f} kB"
+    return f"{value:,.0f}"

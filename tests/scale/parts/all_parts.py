@@ -1,0 +1,8 @@
+"""Every part, by name."""
+
+from __future__ import annotations
+
+from tests.scale.parts import checkpoints, data, journals, planning, preparation, processes
+
+_MODULES = (processes, checkpoints, data, journals, planning, preparation)
+PARTS = {part.name: part for module in _MODULES for part in module.PARTS}

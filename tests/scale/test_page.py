@@ -1,0 +1,70 @@
+"""The page of the sweep: exponents, what follows at other sizes, and what is over a limit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.scale.growth import Growth
+from tests.scale.measuring import Figures, measured
+from tests.scale.page import judge, lines, shown
+from tests.scale.part import Part
+
+SIZES = (100, 200, 400, 800)
+
+
+def part(**fields: object) -> Part:
+    about = {"name": "agents: the leader", "what": "A leader.", "unit": "hosts", "sizes": SIZES, "target": 8000}
+    return Part(**{**about, "run": lambda _size, _work: Figures(), **fields})  # type: ignore[arg-type]
+
+
+def figures(**values: list[float]) -> dict[int, Figures]:
+    rows = (dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True))
+    return {size: Figures(**row) for size, row in zip(SIZES, rows, strict=True)}
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
+def test_a_power_law_is_found_and_followed(exponent: float) -> None:
+    growth = Growth(SIZES, [3.0 * size**exponent for size in SIZES])
+    assert growth.exponent == pytest.approx(exponent, abs=1e-9)
+    assert growth.at(8000) == pytest.approx(3.0 * 8000**exponent)
+    assert growth.at(400) == growth.values[2]
+
+
+def test_growth_that_a_constant_hides_is_followed_from_the_two_largest_sizes() -> None:
+    growth = Growth(SIZES, [1000.0 + size for size in SIZES])
+    assert growth.exponent < 0.3
+    assert growth.at(1600) > 1800 * 2**growth.exponent
+
+
+def test_a_figure_that_is_zero_somewhere_has_no_exponent() -> None:
+    growth = Growth(SIZES, [0.0, 0.0, 1.0, 2.0])
+    assert math.isnan(growth.exponent)
+    assert growth.at(8000) == 2.0
+
+
+def test_what_is_over_a_limit_and_what_grows_faster_than_linearly_is_named() -> None:
+    slow = judge(part(), figures(cpu_s=[1.0, 2.0, 4.0, 8.0], bytes=[1e6] * 4))
+    assert slow.exceeded() == ["80 s CPU (limit 60 s)"]
+    square = judge(part(target=1600), figures(cpu_s=[0.1, 0.4, 1.6, 6.4]))
+    assert square.exceeded() == ["CPU grows with exponent 2.00"]
+    shared = judge(part(per_process=False), figures(file_operations=[1e6, 1e6, 1e6, 1e6]))
+    assert shared.exceeded() == []
+    text = "\n".join(lines([slow, square, shared]))
+    assert "| the leader | 800 hosts | 8 s |  | 1 MB |" in text
+    assert "**8,000**, from there" in text
+
+
+def test_a_block_is_measured_with_its_file_operations(tmp_path: Path) -> None:
+    with measured() as found:
+        for number in range(10):
+            (tmp_path / str(number)).write_bytes(b"")
+            assert (tmp_path / str(number)).exists()
+        block = bytearray(50_000_000)
+    assert len(block) == 50_000_000
+    assert found.file_operations == 20
+    assert 4e7 < found.bytes < 8e7
+    assert found.seconds > 0
+    assert shown("bytes", 3.2e9) == "3.2 GB"
