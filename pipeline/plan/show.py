@@ -46,7 +46,7 @@ class Report:
     failures: UnderFailures | None
 
 
-def report_of(planned: PlannedRun, *, price: float | None, margin: float) -> Report:
+def report_of(planned: PlannedRun, *, price: float | None = None, margin: float = 0.0) -> Report:
     """Plans a run, and looks for what would help.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,12 @@ def test_a_rank_whose_targets_are_added_up_opens_the_files_of_its_own_samples(
 ) -> None:
     mixture, asked = mixture_of(talks), set[int]()
     looked_up = mixture.boundaries
-    monkeypatch.setattr(mixture, "boundaries", lambda samples: asked.update(samples.tolist()) or looked_up(samples))
+
+    def noted(samples: Any) -> Any:
+        asked.update(samples.tolist())
+        return looked_up(samples)
+
+    monkeypatch.setattr(mixture, "boundaries", noted)
     batch = BatchSizes(samples=6, micro=2, accumulation=1, dp=3, sequence_length=T)
     list(StepLoader(mixture, batch, dp_rank=1, steps=(1, 4), mask_documents=True, target_sum=lambda own: lambda: own))
     assert asked == {6 * step + row for step in range(4) for row in (2, 3)}
@@ -146,14 +152,14 @@ def test_held_out_batches_have_only_the_targets_of_the_loss_mask(talks: Path) ->
 def test_every_rank_reads_ahead_the_masks_of_a_step(talks: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = mixture_of(talks, packing=packing)
     (dataset,) = mixture.sources
-    assert isinstance(dataset._files, files_module.OpenFiles)
+    assert isinstance(dataset.files, files_module.OpenFiles)
     hinted: list[tuple[int, int]] = []
     monkeypatch.setattr(files_module, "will_need", lambda address, size: hinted.append((address, size)))
     batch = BatchSizes(samples=6, micro=1, accumulation=1, dp=6, sequence_length=T)
     for step in StepLoader(mixture, batch, dp_rank=1, steps=(1, 4), prefetch=1):
         spans = dataset.spans(mixture.order.locate(np.arange(6) + 6 * (step.step - 1)).window)
         for each in dataset._shard_spans(spans):
-            mask = dataset._files.mask(each.prefix, each.tokens)
+            mask = dataset.files.mask(each.prefix, each.tokens)
             assert (mask.address + each.start, each.length) in hinted
 
 

@@ -166,7 +166,7 @@ def test_no_law_is_told_where_none_applies(change: dict[str, Any], tmp_path: Pat
 
 def _report_of(raw: dict[str, Any], directory: Path) -> Report:
     config = str(write_config(directory / "c.json", raw))
-    return report_of(open_run(config, (), load_machine("h100"), nodes=None, processes=1), price=None, margin=0.05)
+    return report_of(open_run(config, (), load_machine("h100"), nodes=None, processes=1))
 
 
 def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:

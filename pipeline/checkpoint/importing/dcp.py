@@ -196,7 +196,8 @@ class DcpFolder:
         for key, why in storage_errors(table, sizes):
             raise _damaged(folder, f"{key}: {why}")
         tensors = {each.key: each for each in table.tensors}
-        return cls(folder, tensors, {key: found[key] for key in plain}, metadata, ShardReader(folder, table, foreign=True))
+        reader = ShardReader(folder, table, foreign=True)
+        return cls(folder, tensors, {key: found[key] for key in plain}, metadata, reader)
 
     def tensor(self, key: str) -> LazyTensor:
         """A whole tensor."""

@@ -123,7 +123,7 @@ def test_a_run_killed_in_the_middle_of_an_evaluation_has_the_figures_of_one_that
         config_of(work, tokens, engine="torch", prompts=400)
     launch("train.py", whole / "c.json")
     config, run_dir = killed / "c.json", killed / "run"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(warm_command("train.py", config, processes=1), cwd=killed, **quiet)
     wait_until(
         lambda: (run_dir / "metrics.jsonl").exists() and rows_of(run_dir, "mills"), process=process, poll_s=0.005
