@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean, stdev
 
-from headrace.base.errors import EXIT_LOST
+from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan
 from pipeline.cluster.elastic.leader import Terms, first_plan, grown, next_plan
 from pipeline.cluster.elastic.verdict import CAUSE_S
@@ -153,7 +153,7 @@ class Month:
         made = grown(self._terms, plan, alive) if len(alive) > len(plan.members) else None
         if made is None:
             return None
-        ended = {name: replace(state, running=False, codes={0: 0}) for name, state in alive.items()}
+        ended = {name: replace(state, running=False, codes={0: EXIT_REQUEUE}) for name, state in alive.items()}
         return next_plan(self._terms, made, ended, waited_s=math.inf)
 
     def _failure(self, plan: RanksPlan, until: float) -> tuple[float, str] | None:

@@ -56,7 +56,7 @@ class NoStream:
 
 def without_cuda() -> None:
     """Lets megatron-core be imported and run where torch has no CUDA, transformer-engine and apex are missing."""
-    torch.cuda.current_device = lambda: torch.device("cpu")  # a backward pass is not under `OnCpu`
+    torch.cuda.current_device = lambda: torch.device("cpu")  # a backward pass is not under `OnCpu`  # type: ignore[return-value]
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.cuda._lazy_call = lambda call, **_: call()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -64,7 +64,7 @@ def without_cuda() -> None:
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.Stream = torch.cuda.Event = NoStream
     torch.cuda.current_stream = torch.cuda.default_stream = NoStream
-    torch.cuda.stream = lambda _: nullcontext()
+    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[return-value]
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
     np.product = np.prod  # type: ignore[attr-defined]  # older ones are of numpy 1
     from megatron.core.optimizer import distrib_optimizer  # noqa: PLC0415
