@@ -56,7 +56,7 @@ class NoStream:
 
 def without_cuda() -> None:
     """Lets megatron-core be imported and run where torch has no CUDA, transformer-engine and apex are missing."""
-    torch.cuda.current_device = lambda: torch.device("cpu")  # a backward pass is not under `OnCpu`  # type: ignore[return-value]
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[return-value]  # a backward pass is not under `OnCpu`
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.cuda._lazy_call = lambda call, **_: call()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
