@@ -72,7 +72,8 @@ def _cut(found: Importance, parents: dict[str, Any]) -> Manifest:
     kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
     if unseen := unseen_experts(sums, kept):
         console.print(unseen_line(unseen), markup=False)
-    sample = GateSample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
+    source = plan.source
+    sample = GateSample.of(plan.dataset, source.path, vocabulary=source.vocab_size, longest=source.longest_sequence)
     scored = scored_original(
         plan.source.path, plan.config.data, sample, vocabulary=plan.source.vocab_size, console=console
     )

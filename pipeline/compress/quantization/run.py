@@ -73,7 +73,8 @@ def _quantized(plan: QuantizationPlan) -> Manifest:
 
 
 def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
-    sample = GateSample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
+    source = plan.source
+    sample = GateSample.of(plan.dataset, source.path, vocabulary=source.vocab_size, longest=source.longest_sequence)
     how: dict[str, Any] = {"vocabulary": plan.source.vocab_size, "console": console}
     with scored_original(plan.source.path, plan.config.data, sample, **how) as original:
         return _quantize_beside(plan, sample, original, console)

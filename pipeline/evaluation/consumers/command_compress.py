@@ -77,7 +77,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.not_run.items())
         raise ConfigError("consumers", why=f"none can be run: {reasons}", remedy="install one of them")
     vocabulary = original.vocab_size
-    sample = GateSample.of(dataset, original.path, vocabulary=vocabulary, positions=arguments.positions)
+    of = {"longest": original.longest_sequence, "positions": arguments.positions}
+    sample = GateSample.of(dataset, original.path, vocabulary=vocabulary, **of)
     console = Console(stderr=True)
     how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": plan}
     how |= {"say": lambda line: console.print(line, markup=False)}

@@ -60,20 +60,31 @@ class GateSample:
     texts: tuple[str, ...]
 
     @classmethod
-    def of(cls, dataset: TokenDataset, model: Path, *, vocabulary: int, positions: int = POSITIONS) -> GateSample:
+    def of(
+        cls,
+        dataset: TokenDataset,
+        model: Path,
+        *,
+        vocabulary: int,
+        longest: int | None = None,
+        positions: int = POSITIONS,
+    ) -> GateSample:
         """Windows evenly spread over a held-out split, and texts: theirs, and awkward ones.
 
         Args:
             dataset: the split, with its sequence length.
             model: folder with the tokenizer.
             vocabulary: V of the model.
+            longest: positions that the model has; vLLM generates one token behind a window.
             positions: at most so many are scored.
         """
         length = dataset.sequence_length + 1
+        if longest is not None:
+            length = min(length, longest - 1)
         count = windows_that_fit(
             length=length, vocabulary=vocabulary, limit_bytes=LIMIT_BYTES, limit_positions=positions
         )
-        windows = dataset.read(choose_windows(dataset.windows, count)).astype(np.int64)
+        windows = dataset.read(choose_windows(dataset.windows, count))[:, :length].astype(np.int64)
         return cls(windows, texts_of(model, windows))
 
 

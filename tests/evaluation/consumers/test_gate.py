@@ -71,6 +71,14 @@ def sample(model: Path, tokens: Path) -> GateSample:
     return GateSample.of(dataset, model, vocabulary=VOCAB)
 
 
+def test_windows_leave_room_for_a_token_where_a_model_has_no_more_positions(model: Path, tokens: Path) -> None:
+    dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
+    whole, shorter = (GateSample.of(dataset, model, vocabulary=VOCAB, longest=each) for each in (None, SEQUENCE))
+    assert whole.windows.shape[1] == SEQUENCE + 1
+    assert shorter.windows.shape[1] == SEQUENCE - 1
+    assert (shorter.windows == whole.windows[: len(shorter.windows), : SEQUENCE - 1]).all()
+
+
 def test_the_manifest_has_the_figures_of_llama_cpp_and_names_who_was_not_run(gguf: Made) -> None:
     consumers = gguf.manifest.details["consumers"]
     figures = consumers["llama.cpp"]
