@@ -32,7 +32,7 @@ trap headrace_request_stop USR1
 # nodes that are left, and queue the job again after a stop request: none of it needs this script or its node.
 # $1: ranks of each node; $2: the module, which clone and installed package both have; the rest: its --config and --set.
 headrace_train() {
-    local tasks=$1 module=$2 step run_dir records directory output nodes wanted node agent code=1 why='' agents=()
+    local tasks=$1 module=$2 step run_dir records directory output wanted node agent code=1 why='' agents=()
     step=$(python -m pipeline check --progress "${@:3}") || return
     read -r step run_dir <<< "$step"
     [ -n "$run_dir" ] || { echo "error: the run's directory is not known: python -m pipeline check says nothing of it" >&2; return 2; }
@@ -51,9 +51,9 @@ headrace_train() {
     [ -f "$records/$HEADRACE_JOB.nodes" ] || echo "$SLURM_JOB_NUM_NODES" > "$records/$HEADRACE_JOB.nodes"
     read -r wanted < "$records/$HEADRACE_JOB.nodes"
     output=$(scontrol show job --oneliner "$HEADRACE_JOB" | sed -n '/.* StdOut=/{ s///; s/ [A-Z][A-Za-z]*=.*//; p; }')
-    nodes=$(headrace_addresses "$SLURM_JOB_NODELIST" | paste -sd,)
+    headrace_addresses "$SLURM_JOB_NODELIST" > "$directory/nodes.txt"
 
-    local options=(--nodes "$nodes" --directory "$directory" --tasks "$tasks" --least "$HEADRACE_MIN_NODES"
+    local options=(--nodes "@$directory/nodes.txt" --directory "$directory" --tasks "$tasks" --least "$HEADRACE_MIN_NODES"
         --restarts "$HEADRACE_RESTARTS" --join "$HEADRACE_PATIENCE" --dead "$HEADRACE_DEAD" --wanted "$wanted"
         --slurm-job "$HEADRACE_JOB" --batch-host "$SLURMD_NODENAME")
     [ -z "$output" ] || options+=(--output "$output")

@@ -92,7 +92,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
     )
     add = parser.add_argument
-    add("--nodes", required=True, metavar="NAME=ADDRESS,...", help="all hosts; the first that is alive leads")
+    add("--nodes", required=True, metavar="NAME=ADDRESS,...|@FILE", help="all hosts; the first that is alive leads")
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     add("--node", default=host, metavar="NAME", help="this host; default: %(default)s")
     add(

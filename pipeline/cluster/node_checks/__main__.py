@@ -141,7 +141,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
     )
     add = parser.add_argument
-    add("--nodes", required=True, metavar="NAME=ADDRESS,...", help="all nodes, in the same order on each")
+    add("--nodes", required=True, metavar="NAME=ADDRESS,...|@FILE", help="all nodes, in the same order on each")
     name = socket.gethostname().partition(".")[0]
     add("--node", default=name, metavar="NAME", help="this node; default: %(default)s")
     add("--directory", required=True, type=Path, metavar="DIR", help="for the records, shared by all nodes")

@@ -10,24 +10,40 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
 from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict
+
+_LONGEST = 100_000
+"""Bytes of an argument; Linux takes 128 KiB."""
 
 
 def addresses_of(text: str) -> dict[str, str]:
     """Node -> address, in order, from `--nodes NAME=ADDRESS,...`; a name alone is its own address.
 
+    `@FILE` names a file with one to a line: the system's limit of one argument, 128 KiB, is some 5,000 nodes.
+
     Raises:
-        ConfigError: a name is unusable.
+        ConfigError: a name is unusable, or the file cannot be read.
     """
     found: dict[str, str] = {}
-    for each in text.split(","):
+    for each in _listed(text):
         name, _, address = each.strip().partition("=")
         if not name or name in found or "/" in name:
             why = "a name is empty, has a /, or comes twice"
             raise ConfigError("--nodes", text, why=why, remedy="write --nodes a=10.0.0.1,b=10.0.0.2")
         found[name] = address or name
     return found
+
+
+def _listed(text: str) -> list[str]:
+    if not text.startswith("@"):
+        return text.split(",")
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8").split()
+    except OSError as error:
+        remedy = "write a file that all nodes see, with NAME=ADDRESS in each line"
+        raise ConfigError("--nodes", text, why=str(error.strerror), remedy=remedy) from None
 
 
 def check_command(
@@ -38,11 +54,17 @@ def check_command(
     Args:
         nodes: node -> address of those that are checked, in the same order everywhere.
         node: this one.
-        directory: shared by all nodes.
+        directory: shared by all nodes; gets a file of theirs where they are too many for an argument.
         attempt: another one for every time that the directory is used.
         arguments: `--config FILE`, `--set KEY=VALUE`, `--devices N` and so on.
     """
-    named = ",".join(f"{name}={address}" for name, address in nodes.items())
+    listed = [f"{name}={address}" for name, address in nodes.items()]
+    named = ",".join(listed)
+    if len(named) > _LONGEST:
+        file = directory / f"nodes-{attempt}.txt"
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text(file, "\n".join(listed))
+        named = f"@{file}"
     given = ["--nodes", named, "--node", node, "--directory", str(directory), "--attempt", attempt, *arguments]
     return [sys.executable, "-m", "pipeline.cluster.node_checks", *given]
 

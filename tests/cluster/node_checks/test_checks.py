@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.base.meminfo import available_memory
 from pipeline.cluster.node_checks.__main__ import BAD_NODES
-from pipeline.cluster.node_checks.before_start import check_command, read_verdict
+from pipeline.cluster.node_checks.before_start import addresses_of, check_command, read_verdict
 from pipeline.cluster.node_checks.host import check_host
 from pipeline.cluster.node_checks.links import BusyError, LinkServer, measure_link
 from pipeline.config.sections.node_checks import NodeChecksSection
@@ -32,6 +33,17 @@ MB = 1_000_000
 def checks(node: str, directory: Path, nodes: str, *more: str) -> list[str]:
     addresses = dict(each.split("=") for each in nodes.split(","))
     return check_command(addresses, node, directory, attempt="7", arguments=more)
+
+
+def test_more_nodes_than_an_argument_holds_are_named_by_a_file(tmp_path: Path) -> None:
+    nodes = {f"node-{number:05}": f"10.0.{number // 256}.{number % 256}" for number in range(8192)}
+    for count in (2, 8192):
+        some = dict(list(nodes.items())[:count])
+        command = check_command(some, "node-00001", tmp_path / "checks", attempt="1")
+        assert max(map(len, command)) < 128 << 10  # Linux refuses to start a process with a longer argument
+        assert addresses_of(command[command.index("--nodes") + 1]) == some
+    with pytest.raises(ConfigError, match="No such file"):
+        addresses_of("@nowhere.txt")
 
 
 def test_a_link_is_measured_and_a_busy_node_says_so() -> None:
