@@ -27,10 +27,10 @@ class RunLength:
     saved: int
 
 
-LONG, MEDIUM, SHORT = RunLength(20, 15), RunLength(8, 5), RunLength(6, 4)
-"""The curve; what the long tests have time for in every cell; what `make test` has. The first gradient alone tells a
-wrong layout from a right one, and the state that a cell resumes from a wrong update; 20 steps tell a decay of a moment
-that is wrong by 0.01: one cell of each engine, and all cells of the sweep."""
+LONG, SHORT = RunLength(20, 15), RunLength(6, 4)
+"""The curve, and what the tests have time for in every cell. The first gradient alone tells a wrong layout from a right
+one, and the state that a cell resumes from a wrong update; 20 steps tell a decay of a moment that is wrong by 0.01: one
+cell of each engine, and all cells of the sweep."""
 SEQUENCE = 32
 VOCABULARY = 128
 

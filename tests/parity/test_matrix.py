@@ -2,7 +2,7 @@
 
 The steps of every cell are compared with one plain process: every loss, every gradient norm, every tensor of the first
 gradient, the held-out loss, and the last steps repeated from the state that another layout saved. `make test` runs a
-few cells for 6 steps and one cell per engine for 20; `make test-integration` runs all of them for 8, and `make
+few cells for 6 steps and one cell per engine for 20; `make test-integration` runs all of them for 6, and `make
 sweep-parity` every legal layout for 20.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.plan.proof.equivalence import ProofResult
 from tests.parity.choice import gating, gating_curves, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
-from tests.parity.matrix import LAYOUT, LONG, MEDIUM, NUMBERS, SHORT, is_legal, name_of
+from tests.parity.matrix import LAYOUT, LONG, NUMBERS, SHORT, is_legal, name_of
 from tests.parity.run import failure_text, run
 
 CELLS = {name_of(values): values for values in read_pairs()}
@@ -24,7 +24,7 @@ CELLS = {name_of(values): values for values in read_pairs()}
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in items if item.function is test_a_cell_follows_the_reference]
-    return run([CELLS[name] for name in names], tmp_path_factory.mktemp("parity"), length=MEDIUM)
+    return run([CELLS[name] for name in names], tmp_path_factory.mktemp("parity"), length=SHORT)
 
 
 @pytest.mark.integration
