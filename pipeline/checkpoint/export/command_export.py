@@ -17,9 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     text = (
         "huggingface (the default): the model; dcp: a checkpoint of torch.distributed.checkpoint with optimizer state;"
-        " universal: a universal checkpoint of DeepSpeed"
+        " universal: a universal checkpoint of DeepSpeed; megatron: a distributed checkpoint of Megatron-core"
     )
-    parser.add_argument("--format", choices=("huggingface", "dcp", "universal"), default="huggingface", help=text)
+    parser.add_argument(
+        "--format", choices=("huggingface", "dcp", "universal", "megatron"), default="huggingface", help=text
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of the written weights (default: as trained)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer folder (default: that of the run's dataset)")
     text = "JSON or YAML file of facts (license, provider, ...): headrace schema card"
@@ -73,12 +75,13 @@ def _write_state(arguments: argparse.Namespace, out: Path) -> int:
 
     from pipeline.checkpoint.export.dcp_folder import write_dcp  # noqa: PLC0415  with torch: seconds of import
     from pipeline.checkpoint.export.find import find_checkpoint  # noqa: PLC0415
+    from pipeline.checkpoint.export.megatron_folder import write_megatron  # noqa: PLC0415
     from pipeline.checkpoint.export.trained_state import TrainedState  # noqa: PLC0415
     from pipeline.checkpoint.export.universal import write_universal  # noqa: PLC0415
 
     checkpoint = find_checkpoint(Path(arguments.run))
     state = TrainedState(checkpoint)
-    write = {"dcp": write_dcp, "universal": write_universal}[arguments.format]
+    write = {"dcp": write_dcp, "universal": write_universal, "megatron": write_megatron}[arguments.format]
     with staged(out) as staging, Progress(*Progress.get_default_columns(), DownloadColumn(), transient=True) as bar:
         task = bar.add_task("writing tensors", total=None)
         write(state, staging, lambda done, total: bar.update(task, completed=done, total=total))

@@ -140,12 +140,15 @@ def decode_metadata(data: bytes) -> CheckpointMetadata:
     return CheckpointMetadata(table, files, file, columns["position"], columns["length"])
 
 
-def storage_errors(metadata: CheckpointMetadata, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def storage_errors(
+    metadata: CheckpointMetadata, sizes: Mapping[str, int], *, aliases: bool = False
+) -> Iterator[tuple[str, str]]:
     """Shards that do not lie where the metadata says: (key, what is wrong).
 
     Args:
         metadata: of the checkpoint.
         sizes: file name -> bytes.
+        aliases: a shard may be stored once under several keys.
     """
     table, file, begin = metadata.table, metadata.file, metadata.position
     end = begin + metadata.length
@@ -162,6 +165,8 @@ def storage_errors(metadata: CheckpointMetadata, sizes: Mapping[str, int]) -> It
         yield key(row), f"it lies past the end of {metadata.files[file[row]]}"
     order = np.lexsort((end, begin, file))
     shared = (file[order][1:] == file[order][:-1]) & (begin[order][1:] < end[order][:-1]) & (file[order][1:] >= 0)
+    if aliases:
+        shared &= (begin[order][1:] != begin[order][:-1]) | (end[order][1:] != end[order][:-1])
     for place in np.flatnonzero(shared):
         one, other = order[place], order[place + 1]
         yield key(other), f"it shares bytes of {metadata.files[file[one]]} with {key(one)}"

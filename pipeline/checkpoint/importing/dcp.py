@@ -193,7 +193,7 @@ class DcpFolder:
                 f"  try: copy the files of all ranks here, from the disks of all nodes"
             )
         sizes = {name: (folder / name).stat().st_size for name in table.files}
-        for key, why in storage_errors(table, sizes):
+        for key, why in storage_errors(table, sizes, aliases=True):
             raise _damaged(folder, f"{key}: {why}")
         tensors = {each.key: each for each in table.tensors}
         reader = ShardReader(folder, table, foreign=True)

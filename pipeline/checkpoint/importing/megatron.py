@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.format.megatron_names import BACKEND, COMMON, FAMILIES, LATEST, MegatronNames, Split
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
 from pipeline.checkpoint.importing.dcp import DcpFolder
 from pipeline.checkpoint.importing.source import (
@@ -44,7 +44,6 @@ from pipeline.checkpoint.importing.source import (
 from pipeline.checkpoint.importing.unpickle import open_saved
 from pipeline.checkpoint.write.streamed import LazyTensor
 
-LATEST, BACKEND, COMMON = "latest_checkpointed_iteration.txt", "metadata.json", "common.pt"
 _COMMON_KEY = "common_state/shard_0_1"
 _MASTERS = ("fp32_param", "param")
 _STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>{'|'.join((*STATES, *_MASTERS))})\.(?P<name>.+)")
@@ -54,111 +53,6 @@ _LEFT_OUT = {
     "opt_param_scheduler": "opt_param_scheduler: the config's schedule goes on at the step",
     "rerun_state_machine": "rerun_state_machine",
 }
-Split = Callable[[Tensor], Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """Query heads and key heads."""
-
-    query: int
-    key: int
-
-    def split(self, fused: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values of a fused projection [key heads x (queries of one + 2) x head size, ...]."""
-        per_key = self.query // self.key
-        rest = fused.shape[1:]
-        heads = fused.view(self.key, per_key + 2, -1, *rest)
-        parts = heads.split([per_key, 1, 1], dim=1)
-        return [part.reshape(-1, *rest) for part in parts]
-
-    def together(self, fused: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values one behind the other, as inputs x outputs where it is a matrix."""
-        return [torch.cat(list(self.split(fused))).t()]
-
-
-def _transposed(matrix: Tensor) -> Sequence[Tensor]:
-    return [matrix.t()]
-
-
-def _same(tensor: Tensor) -> Sequence[Tensor]:
-    return [tensor]
-
-
-def _halves(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.chunk(2)
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Names of a Hugging Face family.
-
-    Attributes:
-        layers: before the number of a layer.
-        whole: Megatron's name -> ours, outside of layers.
-        inner: Megatron's name in a layer -> ours, and how its tensor becomes those.
-    """
-
-    layers: str
-    whole: Mapping[str, str]
-    inner: Mapping[str, tuple[Sequence[str], Split]]
-
-
-def _llama(heads: _Heads) -> _Family:
-    mlp_norm = (["post_attention_layernorm.weight"], _same)
-    return _Family(
-        "model.layers.",
-        {
-            "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-            "decoder.final_layernorm.weight": "model.norm.weight",
-            "output_layer.weight": "lm_head.weight",
-        },
-        {
-            "input_layernorm.weight": (["input_layernorm.weight"], _same),
-            "self_attention.linear_qkv.layer_norm_weight": (["input_layernorm.weight"], _same),
-            **{
-                f"self_attention.linear_qkv.{kind}": ([f"self_attn.{n}_proj.{kind}" for n in "qkv"], heads.split)
-                for kind in ("weight", "bias")
-            },
-            "self_attention.q_layernorm.weight": (["self_attn.q_norm.weight"], _same),
-            "self_attention.k_layernorm.weight": (["self_attn.k_norm.weight"], _same),
-            "self_attention.linear_proj.weight": (["self_attn.o_proj.weight"], _same),
-            "pre_mlp_layernorm.weight": mlp_norm,
-            "mlp.linear_fc1.layer_norm_weight": mlp_norm,
-            "mlp.linear_fc1.weight": (["mlp.gate_proj.weight", "mlp.up_proj.weight"], _halves),
-            "mlp.linear_fc2.weight": (["mlp.down_proj.weight"], _same),
-            "mlp.router.weight": (["mlp.gate.weight"], _same),
-            "mlp.experts.experts.linear_fc1.weight": (["mlp.experts.gate_up_proj"], _same),
-            "mlp.experts.experts.linear_fc2.weight": (["mlp.experts.down_proj"], _same),
-        },
-    )
-
-
-def _gpt2(heads: _Heads) -> _Family:
-    inner: dict[str, tuple[Sequence[str], Split]] = {}
-    for kind in ("weight", "bias"):
-        inner |= {
-            f"input_layernorm.{kind}": ([f"ln_1.{kind}"], _same),
-            f"self_attention.linear_qkv.layer_norm_{kind}": ([f"ln_1.{kind}"], _same),
-            f"self_attention.linear_qkv.{kind}": ([f"attn.c_attn.{kind}"], heads.together),
-            f"self_attention.linear_proj.{kind}": ([f"attn.c_proj.{kind}"], _transposed),
-            f"pre_mlp_layernorm.{kind}": ([f"ln_2.{kind}"], _same),
-            f"mlp.linear_fc1.layer_norm_{kind}": ([f"ln_2.{kind}"], _same),
-            f"mlp.linear_fc1.{kind}": ([f"mlp.c_fc.{kind}"], _transposed),
-            f"mlp.linear_fc2.{kind}": ([f"mlp.c_proj.{kind}"], _transposed),
-        }
-    whole = {
-        "embedding.word_embeddings.weight": "transformer.wte.weight",
-        "embedding.position_embeddings.weight": "transformer.wpe.weight",
-        "decoder.final_layernorm.weight": "transformer.ln_f.weight",
-        "decoder.final_layernorm.bias": "transformer.ln_f.bias",
-        "output_layer.weight": "lm_head.weight",
-    }
-    return _Family("transformer.h.", whole, inner)
-
-
-_FAMILIES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _llama), "gpt2": _gpt2}
-"""model_type -> its names."""
 
 
 def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
@@ -233,16 +127,15 @@ def _newest(folder: Path) -> Path:
     return folder
 
 
-def _family_of(folder: Path, config: Mapping[str, Any]) -> _Family:
-    family = str(config.get("model_type"))
-    if family not in _FAMILIES:
+def _family_of(folder: Path, config: Mapping[str, Any]) -> MegatronNames:
+    found = MegatronNames.of(config)
+    if found is None:
         raise CheckpointError(
-            f"{folder} is Megatron's, and the config's model is a {family}\n"
-            f"  try: model_type {', '.join(_FAMILIES)}; others are not read: convert it to a Hugging Face folder with"
+            f"{folder} is Megatron's, and the config's model is a {config.get('model_type')}\n"
+            f"  try: model_type {', '.join(FAMILIES)}; others are not read: convert it to a Hugging Face folder with"
             " Megatron Bridge, and take the weights, as model.path"
         )
-    query = int(config.get("num_attention_heads") or config["n_head"])
-    return _FAMILIES[family](_Heads(query, int(config.get("num_key_value_heads") or query)))
+    return found
 
 
 def _common(folder: Path, opened: DcpFolder) -> Mapping[str, Any]:
@@ -276,13 +169,15 @@ def _refuse_others(folder: Path, opened: DcpFolder, common: Mapping[str, Any]) -
             )
 
 
-def _renamed(opened: DcpFolder, key: str, name: str, family: _Family) -> Iterator[tuple[str, LazyTensor]]:
+def _renamed(opened: DcpFolder, key: str, name: str, family: MegatronNames) -> Iterator[tuple[str, LazyTensor]]:
     """Hugging Face name and tensor of all that a stored tensor has; a name that is not known stays."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         yield family.whole.get(name, name), _unflattened(opened.tensor(key), opened, key)
         return
-    names, split = family.inner.get(layer["inner"], ([f"?.{layer['inner']}"], _same))
+    fusion = family.inner.get(layer["inner"])
+    names = [f"?.{layer['inner']}"] if fusion is None else fusion.names
+    split: Split = (lambda tensor: [tensor]) if fusion is None else fusion.split
     if layer["number"] is not None:
         pieces = {int(layer["number"]): _unflattened(opened.tensor(key), opened, key)}
     else:

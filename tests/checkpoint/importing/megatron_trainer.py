@@ -73,6 +73,12 @@ def without_cuda() -> None:
     # without transformer-engine the first is never defined, and the second refuses an empty list
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     distrib_optimizer.quantize_param_shard = lambda *_: None
+    # torch's optimizer has a step for each parameter, as Transformer Engine's has not: no checkpoint has it
+    of = distrib_optimizer.DistributedOptimizer
+    states_of, set_states = of._get_main_param_and_optimizer_states, of._set_main_param_and_optimizer_states
+    of._set_main_param_and_optimizer_states = lambda optimizer, parameter, values: set_states(
+        optimizer, parameter, {**states_of(optimizer, parameter), **values}
+    )
 
 
 def arguments_of(case: dict[str, Any]) -> argparse.Namespace:
@@ -214,7 +220,8 @@ def train(case: dict[str, Any]) -> list[float]:
         return losses, lambda each: (each.float().mean(), {"loss": each.detach().float().mean()})
 
     found = []
-    for step in range(1, case["steps"] + 1):
+    loaded = load(case, model, optimizer, arguments) if "load" in case else 0
+    for step in range(loaded + 1, case["steps"] + 1):
         rows = all_samples(case, step).chunk(ranks)[rank]
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -239,15 +246,43 @@ def train(case: dict[str, Any]) -> list[float]:
     return found
 
 
-def save(case: dict[str, Any], model: Any, optimizer: Any, schedule: Any, arguments: argparse.Namespace) -> None:
-    """What Megatron-LM's `generate_state_dict` collects, by megatron-core's `dist_checkpointing.save`."""
-    from megatron.core import dist_checkpointing, parallel_state  # noqa: PLC0415
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: PLC0415
+def load(case: dict[str, Any], model: Any, optimizer: Any, arguments: argparse.Namespace) -> int:
+    """Loads what `headrace export --format megatron` has written, as Megatron-LM does; its iteration."""
+    from megatron.core import dist_checkpointing  # noqa: PLC0415
+
+    content = content_of(arguments)
+    inner = model.module.module if config_is_16_bit(arguments) else model.module
+    model.zero_grad_buffer()
+    optimizer.step()  # torch's optimizer, in the place of Transformer Engine's, has no states before
+    state: dict[str, Any] = {"model": inner.sharded_state_dict(metadata=content)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=content)
+    root = Path(case["load"])
+    newest = int((root / "latest_checkpointed_iteration.txt").read_text())
+    loaded = dist_checkpointing.load(state, str(root / f"iter_{newest:07d}"))
+    inner.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    for each in optimizer.chained_optimizers:
+        for values in each.optimizer.state.values():
+            values["step"] = values["step"].clone()  # it loads one tensor for all, which each would count up
+    return int(loaded["iteration"])
+
+
+def content_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How the state is to be sharded."""
+    from megatron.core import parallel_state  # noqa: PLC0415
 
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if arguments.sharding:
         content["distrib_optim_sharding_type"] = arguments.sharding
-    metadata = {**content, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {**content, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def save(case: dict[str, Any], model: Any, optimizer: Any, schedule: Any, arguments: argparse.Namespace) -> None:
+    """What Megatron-LM's `generate_state_dict` collects, by megatron-core's `dist_checkpointing.save`."""
+    from megatron.core import dist_checkpointing  # noqa: PLC0415
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: PLC0415
+
+    metadata = content_of(arguments)
     inner = model.module.module if config_is_16_bit(arguments) else model.module
     state: dict[str, Any] = {"args": arguments, "checkpoint_version": 3.0, "iteration": case["saved"]}
     state["model"] = inner.sharded_state_dict(metadata=metadata)
@@ -260,6 +295,7 @@ def save(case: dict[str, Any], model: Any, optimizer: Any, schedule: Any, argume
         (root / "latest_checkpointed_iteration.txt").write_text(str(case["saved"]))
     dist.barrier()
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
     dist_checkpointing.save(state, str(folder), strategy, content_metadata=content)
 
 

@@ -9,12 +9,17 @@ import shutil
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig
 
+from headrace.base.errors import CheckpointError
 from headrace.commands.app import run as headrace
+from pipeline.checkpoint.export.megatron_folder import write_megatron
+from pipeline.checkpoint.importing.dcp import DcpFolder
 from pipeline.checkpoint.importing.find import open_checkpoint
 from pipeline.checkpoint.importing.source import TargetModel
 from pipeline.run.prepare import prepare
@@ -24,6 +29,15 @@ from tests.checkpoint.importing.source_trainers import BATCH
 from tests.checkpoint.importing.test_import import config_of, next_losses, refusal, resolved, tolerance
 
 SAVED, STEPS = 3, 6
+GOES_ON: dict[str, dict[str, int]] = {
+    "llama, tp 2": {"pp": 2},
+    "llama, pp 2, bf16": {"tp": 2},
+    "qwen2, tp 2": {},
+    "mixtral, ep 2": {"ep": 2},
+    "mixtral, dp 2": {"ep": 2},
+    "gpt2, dp 2": {"tp": 2},
+}
+"""Case -> the layout in which Megatron goes on with its export."""
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +128,38 @@ def test_objects_in_common_pt_are_not_executed_and_the_format_torch_is_refused(
     assert "is no checkpoint of Megatron's format torch_dist" in refusal([str(folder), *words[1:]], capsys)
 
 
+@pytest.mark.parametrize("name", [name for name in STORED if name != "buckets"])
+def test_an_export_is_what_megatron_wrote_and_comes_back_bit_for_bit(work: Path, name: str, tmp_path: Path) -> None:
+    words = words_of(name, work, tmp_path / "run")
+    assert headrace(["import", *words]) == 0
+    assert headrace(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "megatron"]) == 0
+    folders = [each / f"iter_{SAVED:07d}" for each in (work / name, tmp_path / "out")]
+    theirs, ours = map(DcpFolder.open, folders)
+    bf16, compared = STORED[name].get("bf16"), 0
+    for key, stored in theirs.tensors.items():
+        # Mixtral's states are flat pieces, and weights in bf16 have their masters beside them
+        flat = stored.shape != ours.tensors[key.replace(".fp32_param.", ".param.")].shape
+        if not flat and (key.startswith("optimizer.") or not bf16):
+            compared += 1
+            assert torch.equal(theirs.tensor(key).read(), ours.tensor(key).read()), key
+    assert compared >= 10
+    assert not {key for key in theirs.places if "_extra_state" in key} - {*ours.places}
+    again = words_of(name, work, tmp_path / "again")
+    assert headrace(["import", str(tmp_path / "out"), *again[1:]]) == 0
+    states = [tmp_path / f"{n}.pt" for n in (0, 1)]
+    for run_dir, path in zip((tmp_path / "run", tmp_path / "again"), states, strict=True):
+        assert headrace(["checkpoint", "torch", str(run_dir), str(path)]) == 0
+    before, after = map(torch.load, states)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_family_without_megatrons_names_is_refused(tmp_path: Path) -> None:
+    state: Any = SimpleNamespace(step=1, model=SimpleNamespace(config=GPTNeoXConfig()))
+    with pytest.raises(CheckpointError, match="names of a gpt_neox are not known"):
+        write_megatron(state, tmp_path, lambda _done, _total: None)
+
+
 @pytest.mark.integration
 @pytest.mark.skipif(FOLDER not in os.environ, reason=f"needs megatron-core, whose folder {FOLDER} names")
 def test_ten_steps_after_ten_steps_of_megatron(tmp_path: Path) -> None:
@@ -132,3 +178,26 @@ def test_ten_steps_after_ten_steps_of_megatron(tmp_path: Path) -> None:
             losses = f"{after[0]:.6f} | {ours[0]:.6f} | {after[-1]:.6f} | {ours[-1]:.6f}"
             print(f"| Megatron-core, {name} | {processes} | {losses} | {worst:.1e} |")
             assert ours == pytest.approx(after, rel=tolerance(case))
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(FOLDER not in os.environ, reason=f"needs megatron-core, whose folder {FOLDER} names")
+def test_megatron_goes_on_from_an_export_in_another_layout(tmp_path: Path) -> None:
+    """Ten steps of Megatron, an import, an export, and the next ten steps of Megatron."""
+    write_token_folder(tmp_path)
+    (tmp_path / "runs").mkdir()
+    theirs = train(tmp_path, LIVE, processes=2, saved=10, steps=20)
+    going_on = {}
+    for name, layout in GOES_ON.items():
+        run_dir = tmp_path / "runs" / name
+        config = config_of(LIVE[name], tmp_path, run_dir, steps=20)
+        assert headrace(["import", str(tmp_path / name), str(run_dir), "--config", str(config)]) == 0
+        assert headrace(["export", str(run_dir), str(tmp_path / f"to {name}"), "--format", "megatron"]) == 0
+        same = {key: value for key, value in LIVE[name].items() if key not in ("tp", "pp", "ep")}
+        how = {"sharding": "fully_reshardable", "load": str(tmp_path / f"to {name}")}
+        going_on[name] = {**same, **layout, **how}
+    found = train(tmp_path, going_on, processes=2, saved=0, steps=20)
+    for name, losses in found.items():
+        worst = max(abs(a - b) / b for a, b in zip(losses, theirs[name][10:], strict=True))
+        print(f"| Megatron-core, {name}, then {GOES_ON[name]} | {worst:.1e} |")
+        assert losses == pytest.approx(theirs[name][10:], rel=tolerance(LIVE[name]))

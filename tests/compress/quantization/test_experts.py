@@ -25,6 +25,7 @@ from pipeline.models.folder.loading import load_model, needs_own_loader
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.unfused_experts import UnfusedExperts, folder_names, unfuse_experts
 from tests.compress.quantization.test_quantize import packed_here, write_config
+from tests.evaluation.consumers.test_gate import VLLM_NEEDS
 from tests.evaluation.heldout.small import VOCAB
 from tests.models.architectures import config_of
 
@@ -218,10 +219,11 @@ def test_a_consumer_named_that_cannot_take_experts_is_a_refusal(moe: Path, token
 
 def test_a_model_that_nothing_here_serves_is_said_to_be_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VLLM_PYTHON, raising=False)
-    dense = ModelDescription(FOLDER, "W8A8", 64, dense=frozenset({"W8A8"}))
+    dense = ModelDescription(FOLDER, "FP8", 64, dense=frozenset({"FP8"}))
     assert plan_consumers(dense).warning() is None
     nothing = plan_consumers(replace(dense, experts=frozenset({"W8A8"}))).warning()
     assert nothing.splitlines()[0].startswith("warning: no program that serves the result")
     assert "transformers: transformers cannot load experts" in nothing
-    amx = " amx_tile " in Path("/proc/cpuinfo").read_text().replace("\n", " ")
-    assert (VLLM_PYTHON if amx else "need AMX, which this processor does not have") in nothing
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    lacks = "need AMX, which this processor does not have" if flags & VLLM_NEEDS["W8A8"] else "without VNNI"
+    assert (VLLM_PYTHON if "amx_tile" in flags else lacks) in nothing
