@@ -20,7 +20,7 @@ from headrace.base.lock import lock_file
 from headrace.base.remote_directory import CACHE, fetch
 from headrace.base.remote_output import local_output
 from headrace.base.storage import objects_below
-from tests.data_prep.conftest import cli, text_folder, tree, write_config
+from tests.data_prep.conftest import cli_of_its_own, text_folder, tree, write_config
 from tests.data_prep.in_process import run_job
 from tests.object_store import Faulty, s3_server
 
@@ -186,12 +186,12 @@ def test_shares_of_several_hosts_need_a_directory_that_all_share(work: Path, mon
     text_folder(work)
     config = write_config(output=URL)
     monkeypatch.delenv(CACHE)
-    done = cli("share", "--config", config, "--task", "0", "--of", "1", code=2)
+    done = cli_of_its_own("share", "--config", config, "--task", "0", "--of", "1", code=2)
     assert f"export {CACHE}=/shared/DIRECTORY on all hosts" in done.stderr
     monkeypatch.setenv(CACHE, str(work / "cache"))
-    done = cli("share", "--config", config, "--task", "0", "--of", "1")
+    done = cli_of_its_own("share", "--config", config, "--task", "0", "--of", "1")
     assert f"output: {URL}, fingerprint" in done.stdout
-    assert "is finished" in cli("status", "--config", config).stdout
+    assert "is finished" in cli_of_its_own("status", "--config", config).stdout
 
 
 @pytest.mark.integration

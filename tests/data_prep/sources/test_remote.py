@@ -15,23 +15,16 @@ import pytest
 
 from data_prep.formats.tokenfile import open_split
 from headrace.base.directory import read_manifest
-from tests.data_prep.conftest import write_config
+from tests.data_prep.conftest import cli_of_its_own, write_config
 from tests.data_prep.sources.fake_hub import serve_hub
 from tests.object_store import environment, s3_server
 
 
 @pytest.fixture
 def cli(work: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`python -m data_prep` as a process of its own: its workers need the addresses and keys of this environment."""
-
-    def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "data_prep", *arguments]
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == code, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr, done.stderr
-        return done
-
-    return run
+    """See `cli_of_its_own`; in `work`."""
+    assert Path.cwd() == work
+    return cli_of_its_own
 
 
 @pytest.fixture(scope="module")
