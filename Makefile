@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TESTS ?= not integration and not sweep
 # more workers than cores: some tests wait for time limits. The tests of a file share what they set up; tests/conftest.py
 # puts the longest files first, where xdist itself would put those of most tests
-PYTEST := pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-scale sweep-image sweep-tests gpu-check check clean help
