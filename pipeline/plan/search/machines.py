@@ -157,10 +157,10 @@ def _on(planned: PlannedRun, nodes: int, name: str, question: Question) -> Offer
     """The run on so many nodes; None where no layout fits them or the batch does not divide over them."""
     per_node = planned.machine.devices_per_node
     machine = with_ranks(planned.machine, per_node)
-    run = _start(planned, nodes * per_node)
-    if run is None:
+    start = _start(replace(planned, machine=machine), nodes)
+    if start is None:
         return None
-    plan = make_plan(run, planned.costs, machine)
+    run, plan = start
     for _ in range(_CHANGES):
         change = nearest_change(run, planned.costs, machine, plan)
         if change is None:
@@ -170,16 +170,17 @@ def _on(planned: PlannedRun, nodes: int, name: str, question: Question) -> Offer
     return Offer(name, nodes, run, plan, under_failures(plan, nodes=nodes), question.price(name))
 
 
-def _start(planned: PlannedRun, ranks: int) -> ResolvedRun | None:
-    """The config's own layout where it fits, else the fastest of the layouts that need least memory."""
+def _start(planned: PlannedRun, nodes: int) -> tuple[ResolvedRun, Plan] | None:
+    """The config's own layout where it fits, else the fastest of the layouts that need least memory; and its plan."""
+    costs, machine = planned.costs, planned.machine
     try:
-        run = in_layout(planned.run, {}, world_size=ranks)
-        if not run.spare and not run.batch.padding_rows and make_plan(run, planned.costs, planned.machine).memory.fits:
-            return run
+        run = in_layout(planned.run, {}, world_size=nodes * machine.devices_per_node)
+        if not run.spare and not run.batch.padding_rows and (plan := make_plan(run, costs, machine)).memory.fits:
+            return run, plan
     except ConfigError:
         pass
-    found = fastest_that_fits(planned, ranks // planned.machine.devices_per_node)
-    return None if found is None else found.run
+    found = fastest_that_fits(planned, nodes)
+    return None if found is None else (found.run, make_plan(found.run, costs, machine))
 
 
 def lines(

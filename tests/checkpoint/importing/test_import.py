@@ -315,6 +315,16 @@ def test_other_trainers_go_on_from_an_export(
     assert exported[name] == pytest.approx(trained["ZeRO-1"][SAVED:], rel=tolerance(OUT[name]))
 
 
+def assert_same_state(one: Path, other: Path, tmp_path: Path) -> None:
+    """The newest checkpoints of two runs are the same bit for bit."""
+    states = [tmp_path / f"{n}.pt" for n in (0, 1)]
+    for run_dir, path in zip((one, other), states, strict=True):
+        assert headrace(["checkpoint", "torch", str(run_dir), str(path)]) == 0
+    before, after = map(torch.load, states)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 @pytest.mark.parametrize("kind", ["dcp", "universal"])
 def test_an_export_comes_back_bit_for_bit(
     exported: dict[str, list[float]], work: Path, tmp_path: Path, kind: str
@@ -322,12 +332,7 @@ def test_an_export_comes_back_bit_for_bit(
     assert exported
     config = config_of({}, work, tmp_path / "run")
     assert headrace(["import", str(work / kind), str(tmp_path / "run"), "--config", str(config)]) == 0
-    states = [tmp_path / f"{n}.pt" for n in (0, 1)]
-    for run_dir, path in zip((work / "exported", tmp_path / "run"), states, strict=True):
-        assert headrace(["checkpoint", "torch", str(run_dir), str(path)]) == 0
-    before, after = map(torch.load, states)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_same_state(work / "exported", tmp_path / "run", tmp_path)
 
 
 def test_a_damaged_dcp_and_one_with_foreign_classes_are_refused(

@@ -26,7 +26,14 @@ from pipeline.run.prepare import prepare
 from tests.checkpoint.importing.megatron_cases import LIVE, SMALL, STORED, train, write_token_folder
 from tests.checkpoint.importing.megatron_trainer import FOLDER
 from tests.checkpoint.importing.source_trainers import BATCH
-from tests.checkpoint.importing.test_import import config_of, next_losses, refusal, resolved, tolerance
+from tests.checkpoint.importing.test_import import (
+    assert_same_state,
+    config_of,
+    next_losses,
+    refusal,
+    resolved,
+    tolerance,
+)
 
 SAVED, STEPS = 3, 6
 GOES_ON: dict[str, dict[str, int]] = {
@@ -146,12 +153,7 @@ def test_an_export_is_what_megatron_wrote_and_comes_back_bit_for_bit(work: Path,
     assert not {key for key in theirs.places if "_extra_state" in key} - {*ours.places}
     again = words_of(name, work, tmp_path / "again")
     assert headrace(["import", str(tmp_path / "out"), *again[1:]]) == 0
-    states = [tmp_path / f"{n}.pt" for n in (0, 1)]
-    for run_dir, path in zip((tmp_path / "run", tmp_path / "again"), states, strict=True):
-        assert headrace(["checkpoint", "torch", str(run_dir), str(path)]) == 0
-    before, after = map(torch.load, states)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_same_state(tmp_path / "run", tmp_path / "again", tmp_path)
 
 
 def test_a_family_without_megatrons_names_is_refused(tmp_path: Path) -> None:
