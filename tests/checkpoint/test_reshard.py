@@ -16,7 +16,7 @@ import pytest
 from pipeline.plan.proof.compare import RESUMED
 from pipeline.plan.proof.equivalence import ProofResult
 from tests.conftest import selected
-from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
+from tests.parity.matrix import LAYOUT, NUMBERS, SHORT, Values, is_legal, name_of
 from tests.parity.run import failure_text, run
 
 
@@ -53,7 +53,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     wanted = set(selected(request.session, test_a_layout_resumes_from_a_checkpoint_of_the_one_before, "layout"))
     wanted |= {before for before, after in pairwise(CHAIN) if after in wanted}
     cells = [values for layout, values in CHAIN.items() if layout in wanted]
-    return run(cells, tmp_path_factory.mktemp("reshard"))
+    return run(cells, tmp_path_factory.mktemp("reshard"), length=SHORT)
 
 
 @pytest.mark.parametrize("layout", NAMES)

@@ -66,6 +66,8 @@ SWEPT = {
     "experts",
     "ZeRO-0, selective",
     "ZeRO-3, chunked loss",
+    "chunked loss, inductor",
+    "ZeRO-1, tp 2",
 }
 """Layouts for the sweep alone: each of their options is compiled in another layout, with one that is harder."""
 

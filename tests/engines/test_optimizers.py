@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, compare_layouts, layout
+from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, differences_fixture, layout, layout_params
 
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
 SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}}
@@ -44,14 +43,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sgd, stage 3": layout(3, zero=SMALL, optimizer=SGD),
         "sgd, stage 1, bf16": layout(1, optimizer=SGD, **BF16),
         "sgd without momentum, stage 3": layout(3, zero=SMALL, optimizer=PLAIN_SGD),
-        "sgd, tp 2": layout(1, optimizer=SGD, parallel={"tp": 2}),
+        "sgd, tp 2, DeepSpeed": layout(1, optimizer=SGD, parallel={"tp": 2}),
         "sgd, stage 2, optimizer on the cpu": layout(2, zero={"offload_optimizer": {"device": "cpu"}}, optimizer=SGD),
         "lion, stage 0": layout(0, optimizer=LION),
         "lion, stage 1": layout(1, optimizer=CALM_LION, steps=20),
         "lion, stage 3, clipped": layout(3, zero=SMALL, optimizer=LION, gradient_clipping=0.1),
         "lion, stage 1, bf16": layout(1, optimizer=LION, **BF16),
-        "lion, tp 2": layout(3, zero=SMALL, optimizer=LION, parallel={"tp": 2}),
-        "lion, pp 2": layout(1, optimizer=LION, parallel={"pp": 2}),
+        "lion, tp 2, DeepSpeed": layout(3, zero=SMALL, optimizer=LION, parallel={"tp": 2}),
+        "lion, pp 2, DeepSpeed": layout(1, optimizer=LION, parallel={"pp": 2}),
         "muon, stage 0, clipped": layout(0, optimizer=MUON, gradient_clipping=0.1),
         "muon, stage 1": layout(1, optimizer=MUON),
         "muon, stage 2": layout(2, optimizer=MUON, gradient_clipping=0.1),
@@ -59,8 +58,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "qk_clip, stage 1, bf16": layout(1, optimizer=CLIPPED, **BF16),
         "qk_clip, stage 2": layout(2, optimizer=CLIPPED, model=BIASES),
         "qk_clip, stage 3": layout(3, zero=SMALL, optimizer=CLIPPED, model=BIASES),
-        "qk_clip, tp 2": layout(3, zero=SMALL, optimizer=CLIPPED, parallel={"tp": 2}),
-        "qk_clip, pp 2": layout(1, optimizer=CLIPPED, parallel={"pp": 2}),
+        "qk_clip, tp 2, DeepSpeed": layout(3, zero=SMALL, optimizer=CLIPPED, parallel={"tp": 2}),
+        "qk_clip, pp 2, DeepSpeed": layout(1, optimizer=CLIPPED, parallel={"pp": 2}),
         "qk_clip, ulysses": layout(1, optimizer=CLIPPED, parallel={"cp": 2, "cp_method": "ulysses"}),
     },
     "torch": {
@@ -91,15 +90,40 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         ),
     },
 }
+INTEGRATION = {
+    "sgd, stage 2, optimizer on the cpu",
+    "sgd, tp 2",
+    "sgd, stage 3",
+    "sgd, fsdp2",
+    "lion, stage 1",
+    "lion, stage 3, clipped",
+    "lion, pp 2, DeepSpeed",
+    "lion, fsdp2",
+    "lion, pp 2",
+    "muon, stage 2",
+    "muon, fsdp2, experts",
+    "qk_clip, stage 3",
+    "qk_clip, pp 2, DeepSpeed",
+    "qk_clip, ulysses",
+    "qk_clip, fsdp2, bf16",
+    "qk_clip, ep 2, latent",
+    "qk_clip, tp 2",
+    "qk_clip, ring, compiled",
+}
+"""Every optimizer with every kind of sharding; of the others each option is in one of these, with a harder one."""
+
+found = differences_fixture(
+    "test_a_layout_follows_one_process_and_exchanges_its_state_with_it",
+    {engine: {2: layouts} for engine, layouts in LAYOUTS.items()},
+)
 
 
-@pytest.mark.parametrize("engine", sorted(LAYOUTS))
-@pytest.mark.integration
-def test_sgd_and_lion_follow_one_process_and_exchange_their_state_with_it(engine: str, tmp_path: Path) -> None:
-    found = compare_layouts(tmp_path, engine, LAYOUTS[engine], processes=2)
-    assert found.keys() == LAYOUTS[engine].keys()
-    for name, differences in found.items():
-        assert_within_tolerance(differences, name)
-        if "qk_clip" in name:
-            assert differences["clipped"] > 0, name
-            assert differences["logits"] < (2**-6 if "bf16" in name else FP32), name  # bf16: two roundings
+@pytest.mark.parametrize("name", layout_params(set(), *LAYOUTS.values(), integration=INTEGRATION))
+def test_a_layout_follows_one_process_and_exchanges_its_state_with_it(
+    name: str, found: dict[str, dict[str, float]]
+) -> None:
+    differences = found[name]
+    assert_within_tolerance(differences, name)
+    if "qk_clip" in name:
+        assert differences["clipped"] > 0
+        assert differences["logits"] < (2**-6 if "bf16" in name else FP32)  # bf16: two roundings

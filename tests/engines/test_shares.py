@@ -58,8 +58,9 @@ DEEPSPEED = {
         "pipeline, ZeRO-0, other shares in every step": shared(0, "auto", micro=1, pp=2),
     },
 }
+MARKS = {("torch", 4): pytest.mark.sweep, ("deepspeed", 4): pytest.mark.integration}
 CASES = [
-    pytest.param(engine, processes, marks=() if processes < 4 else pytest.mark.integration)
+    pytest.param(engine, processes, marks=MARKS.get((engine, processes), ()))
     for engine, layouts in (("torch", TORCH), ("deepspeed", DEEPSPEED))
     for processes in layouts
 ]

@@ -50,7 +50,7 @@ def test_a_cell_of_each_engine_follows_the_reference_for_a_few_steps(tmp_path: P
     assert [failure_text(name, result) for name, result in found.items() if not result.passed] == []
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_layouts_follow_the_reference_for_20_steps(tmp_path: Path) -> None:
     found = run(ALL, tmp_path, length=LONG)
     assert len(found) == len(ALL)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,8 @@ from pipeline.plan.predict.closed_form_times import pipeline_step
 from pipeline.plan.predict.passes import PassKind
 from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
 from pipeline.plan.predict.schedule_programs import make_program, program_of
-from tests.conftest import ROOT, tiny_config, write_config
+from tests import warm
+from tests.conftest import tiny_config, write_config
 from tests.support import output_of
 
 SIZES = [(2, 2), (2, 4), (4, 4), (4, 8), (8, 32)]
@@ -113,10 +111,7 @@ def test_the_program_is_the_order_of_passes_of_a_real_run(
     config["run"] |= {"steps": 2, "checkpoint_every": 2}
     path, folder = write_config(tmp_path / "c.json", config), tmp_path / "passes"
     folder.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*torchrun, "-m", "benchmarks.recorded_passes", str(folder), "--config", str(path)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    output_of(subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False))
+    output_of(warm.run("-m", "benchmarks.recorded_passes", folder, "--config", path, processes=ranks))
     program = program_of(resolve(load_config(path), world_size=ranks))
     assert program == make_program(engine, schedule, ranks=ranks, micro_batches=4, virtual_stages=virtual)
     for rank in range(ranks):

@@ -27,6 +27,7 @@ from tests.compress.pruning.prunings import plan_of, pruned, raw_config, write_c
 from tests.conftest import ROOT
 from tests.evaluation.heldout.small import make_model
 from tests.support import kill_group, output_of, wait_until
+from tests.warm_python import folder, python
 
 ENTRY = ROOT / "pipeline/prune.py"
 
@@ -144,11 +145,11 @@ def _without_gathering(config: Path) -> None:
 @pytest.mark.integration
 def test_under_torchrun_and_deepspeed_one_folder_is_written(model: Path, tokens: Path, tmp_path: Path) -> None:
     found: list[dict[str, Any]] = []
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    torchrun = [str(folder() / "torchrun"), "--standalone", "--nproc_per_node=2"]
+    deepspeed = [str(folder() / "deepspeed"), "--num_accelerators", "2"]
     deepspeed += ["--master_port", str(free_port())]
     starters: dict[str, tuple[list[str], dict[str, Any]]] = {
-        "one": ([sys.executable], {}),
+        "one": ([python()], {}),
         "torchrun": (torchrun, {"pp": 2}),
         "deepspeed": (deepspeed, {"zero_stage": 3, "engine": "deepspeed"}),
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests import warm
 from tests.conftest import ROOT, losses, tiny_config, write_config
 from tests.run.distillation.recorded_tokens import read
 from tests.support import output_of
+from tests.warm_python import python, real_pid
 
 STEPS = 8
 PROMPT, NEW = 9, 15
@@ -55,7 +56,10 @@ def run(config: Path, folder: Path, *sets: str, processes: int = 1) -> None:
     output_of(warm.run(*words, processes=processes, merged=True))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["contiguous", "documents"])
+DOCUMENTS = pytest.param(True, id="documents", marks=pytest.mark.sweep)  # data/test_masks.py has the mask in CI
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="contiguous"), DOCUMENTS])
 def alone(
     request: pytest.FixtureRequest, teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], dict[tuple[int, int], list[int]], dict[int, float]]:
@@ -105,7 +109,7 @@ def kill_after(step: int, run_dir: Path, words: list[str]) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, *words],
+            [python(), *words],
             cwd=ROOT,
             env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
@@ -117,7 +121,7 @@ def kill_after(step: int, run_dir: Path, words: list[str]) -> None:
         assert all(rank.poll() is None for rank in ranks), "the run ended before it could be killed"
         time.sleep(0.01)
     for rank in ranks:
-        rank.kill()
+        os.kill(real_pid(rank.pid), signal.SIGKILL)
     for rank in ranks:
         rank.wait()
 

@@ -8,6 +8,7 @@ from tests import warm
 
 CODE = """
 import os, sys, time
+import torch.distributed
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError
 from pipeline.runtime.launch import detect, wait_for_rank_zero
@@ -29,6 +30,7 @@ silence_s = 4.0 if sys.argv[1] == 'died' else 100.0
 
 def main():
     with process_group(launch, gpu=None, timeout_s=2.0) as rendezvous:
+        torch.distributed.barrier()  # as preflight: a rank that leaves before others have connected is their error
         found = wait_for_rank_zero.wait_for_rank_zero(work, rendezvous, what='measuring', silence_s=silence_s)
         assert found == ({'hidden_size': 64}, 0.25)
         assert ('WORKED' in os.environ) == (launch.rank == 0)

@@ -50,7 +50,7 @@ def assert_each_sample_once(rows: list[dict[str, Any]]) -> None:
     assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges)), ranges
 
 
-@pytest.mark.integration
+@pytest.mark.sweep  # in CI: one that comes late
 def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=1500)
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
