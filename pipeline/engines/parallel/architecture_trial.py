@@ -9,6 +9,7 @@ Shapes: B = 1, T = 16 positions, V = 32 ids.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -232,6 +233,7 @@ class _TinyModel:
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(_V, (1, _T), generator=generator)
         self._reference: Tensor | None = None
+        self._built: dict[str, nn.Module] = {}
 
     @property
     def reference(self) -> Tensor:
@@ -361,7 +363,11 @@ class _TinyModel:
         return self._build(ATTENTION_NAME if layout.own_attention else self._hf_attention)
 
     def _build(self, attention: str) -> nn.Module:
-        return random_model(self._config, attention=attention).eval()
+        """A model of its own for the caller, who may change it."""
+        if attention not in self._built:
+            config = copy.deepcopy(self._config)  # which remembers the attention that a model is built with
+            self._built[attention] = random_model(config, attention=attention).eval()
+        return copy.deepcopy(self._built[attention])
 
 
 def _zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import random_model
+from pipeline.models.build.own_init import seeded
 from pipeline.models.resize.shrink import shrink
 
 _V, _T = 32, 16
@@ -90,8 +91,7 @@ def _random(small: PretrainedConfig) -> bool:
     """Whether two forward passes in training have other logits."""
     model = random_model(small).train()
     ids = torch.arange(_T)[None] % _V
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         first, second = (_logits(model, ids) for _ in range(2))
     return not torch.equal(first, second)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.own_init import Constructors, init_weights
+from pipeline.models.build.own_init import Constructors, init_weights, seeded
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -78,8 +78,7 @@ def _init_all(model: nn.Module, owners: set[str]) -> None:
     for name in sorted(around, key=lambda each: -len(each.split(".")) if each else 1):
         failures = () if name in owners else (NotImplementedError, RuntimeError, AttributeError, TypeError)
         # a module around them may read parameters, which are on meta, or layers that are another pipeline stage's
-        with torch.random.fork_rng(), contextlib.suppress(*failures):  # the same on every rank, should it draw
-            torch.manual_seed(0)
+        with seeded(0), contextlib.suppress(*failures):  # the same on every rank, should it draw
             init_weights(model, name)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headrace.base.errors import ConfigError
 from pipeline.data.permutation import derive_key
 from pipeline.models.build.counter import CPU
-from pipeline.models.build.own_init import Constructors, init_weights
+from pipeline.models.build.own_init import Constructors, init_weights, seeded
 from pipeline.models.build.recorded_init import Fill, filled, recorded_fills
 from pipeline.models.build.rectangle import Rectangle, part
 
@@ -139,8 +139,7 @@ class InitByName(OwnBuffers):
                 real[key].copy_(value)
         owner._parameters.update(real)
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with seeded(seed):
                 self._initialize(owner_name)
         finally:
             owner._parameters.update(on_meta)

@@ -123,6 +123,7 @@ def _answer_for_cuda() -> None:
         "get_device_capability": (9, 0),
         "get_device_name": PROPERTIES.name,
         "is_bf16_supported": True,
+        "manual_seed": None,
         "get_rng_state": generator_state,
         "set_rng_state": None,
         "current_stream": stream,
