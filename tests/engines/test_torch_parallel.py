@@ -18,6 +18,8 @@ def parallel(stage: int, **keys: Any) -> dict[str, Any]:
 
 ON_TWO = {
     "unsharded weights on 2, 20 steps": layout(0, steps=20),
+    "stage 1 on 2, 20 steps": layout(1, steps=20),
+    "stage 1, bf16, chunked loss": layout(1, bf16={"enabled": True}, loss={"chunk": 8}),
     "sharded weights, gathered per step, on 2": layout(2),
     "sharded weights, gathered per layer, on 2, 20 steps": layout(3, steps=20),
     "untied, chunked loss": layout(3, model={"tie_word_embeddings": False}, loss={"chunk": 8}),
@@ -46,6 +48,10 @@ ON_TWO = {
 }
 
 ON_FOUR = {
+    "stage 1, hybrid sharding 2 x 2, clipped": {**parallel(1, hybrid_shard_size=2), "gradient_clipping": 0.1},
+    "stage 1, dp 2 x tp 2": parallel(1, tp=2),
+    "stage 1, pp 2 x dp 2, interleaved": parallel(1, pp=2, schedule="interleaved_1f1b"),
+    "stage 1, experts, ep 2": {**parallel(1, ep=2), "model": EXPERTS},
     "hybrid sharding 2 x 2": parallel(3, hybrid_shard_size=2),
     "hpZ, 2 of 4": layout(3, zero={"zero_hpz_partition_size": 2}),
     "dp 2 x tp 2": parallel(3, tp=2),
@@ -75,6 +81,10 @@ ON_FOUR = {
 
 
 ALWAYS = {
+    "stage 1 on 2, 20 steps",
+    "stage 1, bf16, chunked loss",
+    "stage 1, hybrid sharding 2 x 2, clipped",
+    "stage 1, pp 2 x dp 2, interleaved",
     "sharded weights, gathered per step, on 2",
     "untied, chunked loss",
     "bf16, reduced in bf16",

@@ -27,7 +27,7 @@ def check_gradient_dtype(config: Config, topology: Topology, batch: BatchSizes) 
             why = f"at ZeRO stage {stage} gradients are reduced in the fp32 in which they were accumulated"
             raise ConfigError(field, given, why=why, remedy=f"{remedy}, or use zero_optimization.stage 2 or 3")
         return
-    once = stage == 0 or config.parallel.hybrid_shard_size is not None or (topology.pp > 1 and stage < 3)
+    once = stage < 2 or config.parallel.hybrid_shard_size is not None or (topology.pp > 1 and stage < 3)
     if once and (batch.accumulation > 1 or config.parallel.shares == "auto"):
         more = " (or more, with parallel.shares auto)" if config.parallel.shares == "auto" else ""
         why = (

@@ -134,6 +134,12 @@ LAYOUTS = (
     ),
     # the passes of two micro-batches at once need the same weights, which stage 3 frees after each pass
     Layout("torch", 0, "DDP: nothing is sharded", _NATIVE | {"ep_overlap"}),
+    Layout(
+        "torch",
+        1,
+        "FSDP2, parameters gathered and gradients reduced once per optimizer step",
+        _NATIVE | {"shard", "ep_overlap"},
+    ),
     Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard", "ep_overlap"}),
     # where weight gradients are computed apart from input gradients, torch 2.13 does not find weights that are
     # resharded after each pass, and silently loses their gradients
@@ -396,17 +402,12 @@ def refuse_unsupported(config: Config, topology: Topology) -> None:
     here = [row for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
     if any(row.features >= selected.keys() for row in here):
         return
-    remedy = _nearest(engine, stage, selected)
-    if not here:
-        stages = ", ".join(str(row.stage) for row in LAYOUTS if row.engine == engine)
-        why = f"engine {engine} has ZeRO stages {stages}"
-        raise ConfigError("zero_optimization.stage", stage, why=why, remedy=remedy)
     missing = min((selected.keys() - row.features for row in here), key=len)
     key = next(key for key in selected if key in missing)
     others = [FEATURES[other].name for other in selected if other != key and other not in _EVERYWHERE]
     together = f" together with {' and '.join(others)}" if any(key in row.features for row in here) else ""
     why = f"engine {engine} at ZeRO stage {stage} does not support {FEATURES[key].name}{together}"
-    raise ConfigError(FEATURES[key].field, selected[key], why=why, remedy=remedy)
+    raise ConfigError(FEATURES[key].field, selected[key], why=why, remedy=_nearest(engine, stage, selected))
 
 
 def _nearest(engine: str, stage: int, selected: Collection[str]) -> str:

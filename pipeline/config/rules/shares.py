@@ -136,7 +136,7 @@ def _check_lockstep(rule: ShareRule, weights: list[float]) -> None:
             f"every micro-batch is a collective at ZeRO stage 2 and 3, so that the rank with {min(wanted)} samples runs"
             f" as many micro-batches as the one with {max(wanted)}: {count} of at most {rule.micro}"
         )
-        remedy = f"use {near} or more, more even shares, or ZeRO stage 0 or 1 (engine torch: 0)"
+        remedy = f"use {near} or more, more even shares, or ZeRO stage 0 or 1"
         raise ConfigError("train_micro_batch_size_per_gpu", rule.micro, why=why, remedy=remedy)
 
 

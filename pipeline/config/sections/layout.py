@@ -113,13 +113,13 @@ class LayoutSection(Section):
     ep_overlap: bool = Field(
         False,
         description="true: expert-parallel ranks exchange the tokens of a micro-batch beside the computation of another"
-        " one, the forward pass of each beside the backward pass of the one before. Engine torch, ZeRO stage 0 or 2;"
+        " one, the forward pass of each beside the backward pass of the one before. Engine torch, ZeRO stage 0 to 2;"
         " a step has two micro-batches or more, and a pipeline has schedule dualpipev",
     )
     hybrid_shard_size: Count | None = Field(
         None,
         description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"
-        " many, e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 2 or 3",
+        " many, e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 1 to 3",
     )
     schedule: Literal[*SCHEDULES] = Field(  # type: ignore[valid-type]
         "1f1b",

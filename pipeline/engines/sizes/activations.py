@@ -194,12 +194,12 @@ def _between_passes(step: StepSizes) -> float:
 
 
 def received(step: StepSizes) -> float:
-    """Buffers of a pipeline: torch's stages have one for every micro-batch, for hidden states and for gradients."""
+    """Messages of a pipeline: at each border of a stage of this rank one is on its way, hidden states or gradients."""
     rank = step.rank
     if step.run.topology.pp == 1 or step.run.config.engine != "torch":
         return 0.0
     borders = 2 * rank.stages - int(rank.first) - int(rank.last)
-    return step.accumulation * borders * _layer_input(step)
+    return borders * _layer_input(step)
 
 
 def _sent(step: StepSizes) -> float:

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
 from headrace.base.errors import HeadraceError
 from pipeline.config.rules.resolve import ResolvedRun
@@ -38,6 +38,7 @@ from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native.forward_backward import zero_sums
+from pipeline.engines.torch_native.receive_buffers import StageWithFewBuffers
 
 
 class StageModule(nn.Module):
@@ -167,9 +168,9 @@ class PipelineSchedule:
         samples, positions = ids.shape
         return torch.empty(samples, positions // self._tp, self._hidden_size, dtype=self._dtype, device=device)
 
-    def _pipeline_stage(self, module: StageModule, ids: Tensor) -> PipelineStage:
+    def _pipeline_stage(self, module: StageModule, ids: Tensor) -> StageWithFewBuffers:
         stage, hidden = module.stage, self._empty_hidden_states(ids, "meta").requires_grad_()
-        return PipelineStage(
+        return StageWithFewBuffers(
             module,
             stage.index,
             stage.count,

@@ -69,7 +69,7 @@ def _sharded(layout: TrafficLayout, data: tuple[int, ...], *, shard: int, units:
     size = 2 if run.config.communication_data_type == "bf16" else _GRADIENT_BYTES
     gradients = traffic.reduced(layout) * size / layout.size
     reductions = units * (micro_batches if stage >= 2 else 1)
-    scattered = stage == 3 or (stage == 2 and run.config.engine == "torch")
+    scattered = stage == 3 or (stage > 0 and run.config.engine == "torch")
     yield Transfer("gradients", "reduce_scatter" if scattered else "all_reduce", gradients, reductions, data[:shard])
     if shard < len(data):  # HSDP sums the shards over the replicas
         yield Transfer("gradients", "all_reduce", gradients / shard, reductions, data[::shard])

@@ -74,7 +74,10 @@ def test_a_fallback_is_the_whole_layout_and_the_curve_stays(tmp_path: Path) -> N
             {"tp": 8},
             "fallback_layouts.1 = {'tp': 8}\n  why: in this layout parallel.tp cannot be 8: it does not",
         ),
-        ({"engine": "torch", "zero_stage": 1}, "engine torch has ZeRO stages"),
+        (
+            {"engine": "deepspeed", "zero_stage": 3, "pp": 2},
+            "engine deepspeed at ZeRO stage 3 does not support pipeline",
+        ),
         ({"virtual_stages": 2}, "in this layout parallel.virtual_stages cannot be 2: there is no pipeline"),
         ({"dp": 2}, "launch.fallback_layouts.1.dp"),
     ],
