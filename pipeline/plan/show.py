@@ -29,6 +29,7 @@ class Report:
     Attributes:
         planned: the run.
         plan: its plan.
+        best: tokens/s at the efficiency of the best published runs of other engines; None where none is known.
         change: that would help most; None without.
         price: of a GPU-hour, in any currency; None where it was not given.
         nodes: of a run that does not fit: the fewest nodes that would hold the model, and in which layout; None if none
@@ -39,6 +40,7 @@ class Report:
 
     planned: PlannedRun
     plan: Plan
+    best: Interval | None
     change: Change | None
     price: float | None
     nodes: tuple[int, dict[str, Any]] | None
@@ -61,7 +63,9 @@ def report_of(planned: PlannedRun, *, price: float | None = None, margin: float 
     change = nearest_change(planned.run, planned.costs, with_margin(planned.machine, margin), plan)
     nodes = fewest_nodes(planned) if not plan.memory.fits and change is None else None
     failures = under_failures(plan, nodes=planned.nodes) if planned.machine.gpu else None
-    return Report(planned, plan, change, price, nodes, training_of_plan(planned), failures)
+    best = planned.machine.as_best_published()
+    fastest = None if best is None else make_plan(planned.run, planned.costs, best).tokens_per_s
+    return Report(planned, plan, fastest, change, price, nodes, training_of_plan(planned), failures)
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -78,6 +82,9 @@ def lines(report: Report) -> Iterator[str]:
         if seconds.high > 0:
             yield _line("", f"{name} {seconds.shown(_seconds)}, {seconds.typical / plan.step_s.typical:.1%}")
     yield _line("speed", plan.tokens_per_s.shown(lambda each: f"{each:,.0f}") + " tokens/s")
+    if report.best is not None:
+        speed = report.best.shown(lambda each: f"{each:,.0f}")
+        yield _line("", f"the best published runs of other engines would reach {speed} tokens/s in this layout")
     if plan.mfu is not None:
         yield _line("MFU", plan.mfu.shown(lambda each: f"{each:.1%}"))
     yield _line("run", f"{plan.tokens:,} tokens: {plan.days.shown(days_text)}, {hours_text(plan.gpu_hours)} GPU-hours")
@@ -123,6 +130,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "split_s": {name: each.plain() for name, each in plan.split.items()},
         "tokens": plan.tokens,
         "tokens_per_s": plan.tokens_per_s.plain(),
+        "best_published_tokens_per_s": None if report.best is None else report.best.plain(),
         "mfu": None if plan.mfu is None else plan.mfu.plain(),
         "days": plan.days.plain(),
         "gpu_hours": plan.gpu_hours.plain(),

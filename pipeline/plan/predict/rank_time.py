@@ -125,6 +125,8 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
             message = collective(each, rates) / each.count
         else:
             sums[each.purpose] += collective(each, rates)
+    for waited in ("tensor", "context"):
+        sums[waited] *= 1 - rates.layer_overlap
     sums["matrices"] += work.matrix_flops / rates.head
     passes = work.forward, work.backward
     stages = [

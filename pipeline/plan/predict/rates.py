@@ -40,6 +40,8 @@ class Rates:
         host: link to the host's memory.
         storage: bytes/s that a node writes.
         overlap: share of communication that can run beside kernels; see `machine.OVERLAP`.
+        layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside products; ours
+            has none.
         gpu: whether devices are GPUs, whose collectives are NCCL's; else gloo's.
         layer_forward_s: of the host for a layer and micro-batch; 0 where a device computes while the host goes ahead.
         layer_backward_s: the same, backward.
@@ -53,6 +55,7 @@ class Rates:
     host: Link
     storage: float
     overlap: float
+    layer_overlap: float = 0.0
     gpu: bool = True
     layer_forward_s: float = 0.0
     layer_backward_s: float = 0.0
@@ -77,12 +80,12 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
     """
     efficiency, links, measured = machine.efficiency, machine.links, machine.measured
     unquantized = "bf16" if dtype == "fp8" else dtype
-    attention = machine.rate(unquantized)[end] if measured is None else measured.attention_flops_per_s[end]
+    attention = machine.attention_rate(unquantized) if measured is None else measured.attention_flops_per_s
     share = efficiency.links[end]
     return Rates(
         products=_products(machine, dtype, end, product),
         head=_products(machine, unquantized, end, product),
-        attention=attention,
+        attention=attention[end],
         memory=machine.memory.bytes_per_s * efficiency.memory[end],
         topology=LinkTopology(
             machine.devices_per_node,
@@ -94,6 +97,7 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         host=_link(links.host, share),
         storage=machine.storage_bytes_per_s[end],
         overlap=efficiency.overlap[end] if hidden else 0.0,
+        layer_overlap=efficiency.layer_overlap[end],
         gpu=machine.gpu,
         layer_forward_s=0.0 if machine.gpu else machine.host.forward_s,
         layer_backward_s=0.0 if machine.gpu else machine.host.backward_s,

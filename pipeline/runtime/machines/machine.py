@@ -101,12 +101,27 @@ class EfficiencySection(Section):
     """Shares of the peaks that training reaches: low, typical, high."""
 
     products: dict[Dtype, _Share] = Field(description="Of peak_flops, by matrix products and attention, per dtype")
+    attention: _Share | None = Field(
+        None, description="Of the peak of bf16 (of fp32 in a run in fp32), by attention; null: as matrix products"
+    )
+    layer_overlap: Annotated[Range, AfterValidator(_shares)] = Field(
+        (0.0, 0.0, 0.0),
+        description="Share of the communication within layers (tensor, context parallelism) that runs beside products",
+    )
     memory: _Share = Field(description="Of the memory's bandwidth, by all other kernels")
     links: _Share = Field(description="Of the links' bandwidth, by collectives and messages")
     overlap: Annotated[Range, AfterValidator(_shares)] = Field(
         OVERLAP, description="Share of communication that runs beside kernels without slowing them down"
     )
     all_busy: BusySection = Field(BusySection(), description="While all devices of a node compute")
+
+
+class BestSection(Section):
+    """What the best published runs of other engines reach; what is absent is that of `efficiency`."""
+
+    products: dict[Dtype, _Share] = Field({})
+    attention: _Share | None = None
+    layer_overlap: Annotated[Range, AfterValidator(_shares)] | None = None
 
 
 class OverheadSection(Section):
@@ -186,6 +201,7 @@ class Machine(Section):
     peak_flops: dict[Dtype, _Peak] = Field(description="Dense FLOP/s by dtype")
     links: LinksSection
     efficiency: EfficiencySection
+    best: BestSection | None = Field(None, description="Efficiency of the best published runs of other engines")
     overhead: OverheadSection
     host: HostSection = HostSection()
     storage_bytes_per_s: Range = Field(
@@ -200,13 +216,32 @@ class Machine(Section):
         """Whether its rates were measured, by themselves or in runs."""
         return self.measured is not None or self.scored is not None
 
+    def as_best_published(self) -> Machine | None:
+        """This machine at the efficiency of the best published runs of other engines; None where none is known."""
+        if self.best is None:
+            return None
+        given = {name: value for name, value in self.best if value is not None}
+        given["products"] = self.efficiency.products | self.best.products
+        return self.model_copy(update={"efficiency": self.efficiency.model_copy(update=given), "measured": None})
+
+    def attention_rate(self, dtype: str) -> tuple[float, float, float]:
+        """FLOP/s of attention in a dtype: low, typical and high."""
+        share = self.efficiency.attention
+        if share is None:
+            return self.rate(dtype)
+        peak = self.peak_flops[self._computed_in(dtype)]
+        return peak * share[0], peak * share[1], peak * share[2]
+
+    def _computed_in(self, dtype: str) -> Dtype:
+        return next(each for each in _WIDER.get(dtype, ("fp32",)) if each in self.peak_flops)
+
     def rate(self, dtype: str) -> tuple[float, float, float]:
         """FLOP/s of matrix products in a dtype: low, typical and high.
 
         What the machine lacks is computed in the next wider dtype: fp8 in bf16, bf16 in fp32. A dtype without an
         efficiency of its own has that of bf16, else that of fp32.
         """
-        found = next(each for each in _WIDER.get(dtype, ("fp32",)) if each in self.peak_flops)
+        found = self._computed_in(dtype)
         shares = self.efficiency.products
         share = next(shares[each] for each in (found, "bf16", "fp32") if each in shares)
         peak = self.peak_flops[found]
