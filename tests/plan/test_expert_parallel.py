@@ -141,6 +141,7 @@ def test_a_search_looks_at_legal_sizes_of_ep_of_a_mixture_alone() -> None:
     overlapped = [each for each in found if each["parallel.ep_overlap"]]
     assert {(each["engine"], each["zero_optimization.stage"], each["parallel.pp"]) for each in overlapped} == {
         ("torch", 0, 1),
+        ("torch", 1, 1),
         ("torch", 2, 1),
     }
     assert 1 not in {each["parallel.ep"] for each in overlapped}

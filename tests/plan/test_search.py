@@ -85,7 +85,7 @@ def test_engines_stages_axes_schedules_and_offload_are_all_looked_at() -> None:
     _, found = searched()
     configs = [each.run.config for each in found.candidates]
     assert {(c.engine, c.zero_optimization.stage) for c in configs} == {
-        *(("torch", stage) for stage in (0, 2, 3)),
+        *(("torch", stage) for stage in range(4)),
         *(("deepspeed", stage) for stage in range(4)),
     }
     assert {each.run.topology.tp for each in found.candidates} > {1}

@@ -203,11 +203,9 @@ def received(step: StepSizes) -> float:
 
 
 def _sent(step: StepSizes) -> float:
-    """Outputs of the first stage, which torch's stages keep until the backward pass of their micro-batch.
-
-    Those of other stages are as large as their inputs, which are counted twice: as buffers, and by the first layer.
-    """
-    if step.run.topology.pp == 1 or step.run.config.engine != "torch" or not step.rank.first:
+    """Outputs of stages but the last, which torch's stages keep until the backward pass of their micro-batch."""
+    alone = step.rank.last and step.rank.stages == 1
+    if step.run.topology.pp == 1 or step.run.config.engine != "torch" or alone:
         return 0.0
     return (step.kept - 1) * _layer_input(step)
 

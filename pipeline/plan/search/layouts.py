@@ -56,6 +56,8 @@ def layouts(
     """
     axes = list(_axes(run, machine))
     for (engine, stage), mesh in itertools.product(_stages(), axes):
+        if engine == "torch" and stage == 1 and mesh.pp > 1:
+            continue  # what stage 2 is in a pipeline
         features = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
         sizes = _expert_parallel(run, machine, mesh, experts) if "ep" in frozenset().union(*features) else [1]
         options = itertools.product(_options(run, machine, features, mesh), sizes)

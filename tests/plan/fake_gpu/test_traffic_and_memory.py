@@ -32,11 +32,12 @@ def test_the_formula_of_peak_memory_is_within_5_percent_of_the_executed_step(nam
 def test_every_kind_of_memory_of_the_native_engine_is_within_5_percent_of_the_peak(name: str) -> None:
     # not of DeepSpeed: its flat buffers hold several kinds at once, and one function allocates them all
     formula, measured_bytes = formula_peak(CASES[name]), dict(measured()[name]["kinds"])
-    for kind in ("weights", "gradients", "optimizer"):
+    # whether logits or activations are at their largest differs between moments of nearly the same total: their sum;
+    # in a pipeline of several virtual stages such moments have gradients of more or fewer stages, too
+    together = ["activations", "logits", "buffers"] + ["gradients"] * (CASES[name].resolved().virtual_stages > 1)
+    for kind in {"weights", "gradients", "optimizer"} - {*together}:
         assert abs(getattr(formula, kind) - measured_bytes[kind]) < 0.05 * measured()[name]["peak"], kind
-    # whether logits or activations are at their largest differs between moments of nearly the same total: their sum
-    passing = formula.activations + formula.logits + formula.buffers
-    passed = sum(measured_bytes[kind] for kind in ("activations", "logits", "buffers"))
+    passing, passed = (sum(of[kind] for kind in together) for of in (vars(formula), measured_bytes))
     assert abs(passing - passed) < 0.05 * measured()[name]["peak"]
 
 
