@@ -34,7 +34,7 @@ check: $(READY)  ## style, types, import contracts
 test: check  ## style, types and the tests that need no heavy service; what this machine cannot run is skipped, and says why
 	$(PYTEST) -m '$(TESTS)'
 
-test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, all pairs of layout options, faults
+test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, pairs of layout options, faults
 	$(PYTEST) -m 'integration and not sweep'
 
 sweep-parity: $(READY)  ## every legal layout against the reference: thousands of runs, hours; resumable (docs/sweeps/)
