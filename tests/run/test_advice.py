@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config, StragglersSection
-from pipeline.run.before.advice import advice
+from pipeline.run.before.advice import PLANNED_SHARD_BYTES, advice, shards_of_a_checkpoint
 from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.stragglers import report_interval, report_seconds
 from tests.conftest import make_tokens, tiny_config
@@ -129,3 +129,22 @@ def test_a_warmup_longer_than_the_run_is_named_given_or_deepspeeds_own(tokens: P
         (line,) = warnings(tokens, tmp_path, scheduler={"type": "WarmupLR", "params": params})
         assert line.startswith(f"scheduler.params.warmup_num_steps is {words} the run has 20 steps")
     assert warnings(tokens, tmp_path, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}) == []
+
+
+def test_a_checkpoint_of_very_many_shards_is_told_with_the_memory_that_its_plan_takes(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_405b = shards_of_a_checkpoint([16_384] * 1137, ranks=8192)
+    assert of_405b * PLANNED_SHARD_BYTES == pytest.approx(6.22e9, rel=0.01)  # as `make sweep-scale` measured
+    assert shards_of_a_checkpoint([16_384] * 1137, ranks=8) * PLANNED_SHARD_BYTES < 1e7
+    assert not any(
+        "plans checkpoints" in line
+        for line in warnings(tokens, tmp_path, engine="torch", zero_optimization={"stage": 3})
+    )
+    monkeypatch.setattr("pipeline.run.before.advice._PLAN_BYTES", 1_000)
+    [line] = [
+        line
+        for line in warnings(tokens, tmp_path, engine="torch", zero_optimization={"stage": 3})
+        if "plans checkpoints" in line
+    ]
+    assert "parallel.hybrid_shard_size" in line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ _LOOKED_AT = 50_000
 """Documents whose lengths are read, from the first shard of a source."""
 _OF_A_NEW_MODEL = 1e-3
 """DeepSpeed's default of `lr`, for weights that are still random; the Trainer's, for trained ones, is 5e-5."""
+_PLAN_BYTES = 2 * 2**30
+PLANNED_SHARD_BYTES = 223
+"""Of rank 0 for each shard while it plans a checkpoint: 6.22 GB for 27.9 M shards (docs/reference/scale.md)."""
 _COVERED, _LONGER = 0.9, 4
 """A sequence is too long when it is 4 times as long as the documents that hold 90 % of the tokens."""
 
@@ -39,6 +42,7 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
     yield from _what_is_dropped(prepared)
     yield from _padding(prepared)
     yield from _fp32(prepared)
+    yield from _checkpoint_plan(prepared)
 
 
 def _text_part(prepared: PreparedRun) -> Iterator[str]:
@@ -120,6 +124,26 @@ def _fp32(prepared: PreparedRun) -> Iterator[str]:
             f"transformers computes with {len(names)} parameters of this architecture in fp32 beside bf16"
             f" ({names[0]}, ...), and training in bf16; their master weights are fp32 as all others"
         )
+
+
+def _checkpoint_plan(prepared: PreparedRun) -> Iterator[str]:
+    run = prepared.run
+    stage, topology = run.config.zero_optimization.stage, run.topology
+    if stage == 0 or (run.config.engine == "deepspeed" and stage < 3):
+        return  # few shards a rank
+    ranks = run.config.parallel.hybrid_shard_size or topology.dp * topology.cp
+    shards = shards_of_a_checkpoint((p.shape[0] for p in prepared.model.parameters() if p.dim()), ranks=ranks)
+    if shards * PLANNED_SHARD_BYTES > _PLAN_BYTES:
+        yield (
+            f"rank 0 plans checkpoints of {shards:,} shards, which takes {shards * PLANNED_SHARD_BYTES / 1e9:.1f} GB of"
+            " its host's memory (docs/reference/scale.md); parallel.pp, parallel.tp or parallel.hybrid_shard_size make"
+            " it small"
+        )
+
+
+def shards_of_a_checkpoint(rows: Iterable[int], *, ranks: int) -> int:
+    """Weights and two moments of parameters with so many rows, each divided by rows over so many data ranks."""
+    return 3 * sum(min(each, ranks) for each in rows)
 
 
 def _length_of_most_tokens(source: TokenDataset) -> int:
