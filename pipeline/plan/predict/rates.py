@@ -40,8 +40,8 @@ class Rates:
         host: link to the host's memory.
         storage: bytes/s that a node writes.
         overlap: share of communication that can run beside kernels; see `machine.OVERLAP`.
-        layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside products; ours
-            has none.
+        layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside
+            products; ours has none.
         gpu: whether devices are GPUs, whose collectives are NCCL's; else gloo's.
         layer_forward_s: of the host for a layer and micro-batch; 0 where a device computes while the host goes ahead.
         layer_backward_s: the same, backward.

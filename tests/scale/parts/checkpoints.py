@@ -247,7 +247,8 @@ _NEEDED = {
 }
 _CENTRAL = (
     "Rank 0 has the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. What FSDP is not divided into"
-    " (pipeline stages, tensor parallelism) makes it small; else rank 0's host needs that much, and `headrace check` says so."
+    " (pipeline stages, tensor parallelism) makes it small; else rank 0's host needs that much, and `headrace check`"
+    " says so."
 )
 _FSDP, _SPLIT = "FSDP over all ranks", "pp 16 x tp 8, FSDP over the others"
 
