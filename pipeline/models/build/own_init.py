@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 def seeded(seed: int) -> Iterator[None]:
     """Draws in the block are those of a seed, on the CPU and on the GPU if one is in use; generators stay as they were.
 
-    `torch.manual_seed` would record a stack trace for every kind of device that is not in use (2 ms each time), and
-    `fork_rng` without a list of devices initializes all GPUs of the host.
+    `torch.manual_seed` would record a stack trace for every kind of device that is not in use (milliseconds each time),
+    and `fork_rng` without a list of devices initializes all GPUs of the host.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

@@ -132,17 +132,17 @@ def _checkpoint_plan(prepared: PreparedRun) -> Iterator[str]:
     if stage == 0 or (run.config.engine == "deepspeed" and stage < 3):
         return  # few shards a rank
     ranks = run.config.parallel.hybrid_shard_size or topology.dp * topology.cp
-    shards = shards_of_a_checkpoint((p.shape[0] for p in prepared.model.parameters() if p.dim()), ranks=ranks)
+    rows = (p.shape[0] for p in prepared.model.parameters() if p.dim())
+    shards = shards_of_a_checkpoint(rows, ranks=ranks * topology.tp)
     if shards * PLANNED_SHARD_BYTES > _PLAN_BYTES:
         yield (
             f"rank 0 plans checkpoints of {shards:,} shards, which takes {shards * PLANNED_SHARD_BYTES / 1e9:.1f} GB of"
-            " its host's memory (docs/reference/scale.md); parallel.pp, parallel.tp or parallel.hybrid_shard_size make"
-            " it small"
+            " its host's memory (docs/reference/scale.md); parallel.pp or parallel.hybrid_shard_size make it small"
         )
 
 
 def shards_of_a_checkpoint(rows: Iterable[int], *, ranks: int) -> int:
-    """Weights and two moments of parameters with so many rows, each divided by rows over so many data ranks."""
+    """Weights and two moments of parameters with so many rows, each divided by rows over so many ranks, of tp too."""
     return 3 * sum(min(each, ranks) for each in rows)
 
 

@@ -56,7 +56,7 @@ def run(config: Path, folder: Path, *sets: str, processes: int = 1) -> None:
     output_of(warm.run(*words, processes=processes, merged=True))
 
 
-DOCUMENTS = pytest.param(True, id="documents", marks=pytest.mark.sweep)  # data/test_masks.py has the mask in CI
+DOCUMENTS = pytest.param(True, id="documents", marks=pytest.mark.sweep)  # test_generation.py has the mask in CI
 
 
 @pytest.fixture(scope="module", params=[pytest.param(False, id="contiguous"), DOCUMENTS])
