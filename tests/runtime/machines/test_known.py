@@ -27,10 +27,13 @@ _SOURCED = {
     "memory": {"memory"},
     "links": {"links.within", "links.between", "links.host", "latency"},
     "efficiency": {"efficiency"},
+    "best": {"best"},
     "overhead": {"overhead"},
     "storage_bytes_per_s": {"storage"},
 }
 """Section of numbers -> the sources that it needs."""
+_RUNS = "benchmarks/published_runs.json"
+"""What ranges are fitted to: the addresses are in the file."""
 
 
 @pytest.mark.parametrize("name", known_machines())
@@ -38,9 +41,16 @@ def test_every_number_of_a_machine_has_an_address_that_was_read_or_was_not_found
     raw = json.loads((Path(known.__file__).parent / f"{name}.json").read_text())
     assert raw.keys() - _NO_NUMBERS <= {*_SOURCED, "compute_capability"}, "a section of numbers that needs a source"
     of_a_gpu = {"compute_capability"} if raw.get("gpu", True) else set()
-    assert raw["sources"].keys() == set().union(*_SOURCED.values(), of_a_gpu)
+    of_the_best = set() if "best" in raw else {"best"}
+    assert raw["sources"].keys() == set().union(*_SOURCED.values(), of_a_gpu) - of_the_best
     for key, source in raw["sources"].items():
-        assert re.search(r"https://\S+\.\S+", source) or "not found" in source, (key, source)
+        assert re.search(rf"https://\S+\.\S+|{_RUNS}|not found", source), (key, source)
+
+
+def test_every_published_run_has_the_address_that_it_was_read_at() -> None:
+    runs = json.loads((Path(__file__).parents[3] / _RUNS).read_text())
+    assert all(re.match(r"https://\S+\.\S+", source) for source in runs["sources"].values())
+    assert {run["source"] for run in runs["runs"]} <= runs["sources"].keys()
 
 
 def test_the_machines_of_the_field_are_there() -> None:
