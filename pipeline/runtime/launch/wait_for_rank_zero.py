@@ -19,6 +19,8 @@ from pipeline.runtime.launch.rendezvous import Rendezvous, store_call
 T = TypeVar("T")
 BEAT_S, SILENCE_S, LOOK_S = 2.0, 120.0, 0.2
 """Seconds between heartbeats, until their absence counts as the end of rank 0, and between two looks at the store."""
+_LOOKS_PER_SECOND = 4096
+"""How often at most all ranks together look at the store, which is in rank 0's process."""
 _GONE = -1  # instead of a number of heartbeats: the store does not answer
 _SEEN_S = 10.0
 """How long rank 0 waits for the others to have read its result or error."""
@@ -102,4 +104,9 @@ def _awaited(rendezvous: Rendezvous, what: str, silence_s: float) -> tuple[objec
                 f"{rendezvous.describe([0])} did not answer for {silence_s:g} s while {what}\n"
                 f"  try: see its own message, then start again"
             )
-        time.sleep(BEAT_S if beat == _GONE else LOOK_S)
+        time.sleep(BEAT_S if beat == _GONE else look_s(rendezvous.world_size))
+
+
+def look_s(world_size: int) -> float:
+    """Seconds between two looks of a rank that waits."""
+    return max(LOOK_S, world_size / _LOOKS_PER_SECOND)

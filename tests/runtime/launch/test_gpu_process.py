@@ -217,8 +217,11 @@ from pipeline.config.topology import Topology
 launch = detect()
 device = pick_device(launch)
 with process_group(launch, gpu=device.index):
-    mesh = Mesh(Topology(tp=2), device_type="cuda")
-    dist.all_reduce(torch.ones(4, device=device), group=mesh.group("tp"))
+    mesh = Mesh(Topology(cp=2), device_type="cuda")
+    values = torch.ones(4, device=device)
+    for group in (mesh.group("cp"), mesh.stage_group()):
+        dist.all_reduce(values, group=group)
+    assert values.tolist() == [4.0] * 4
     torch.cuda.synchronize()
     world = dist.group.WORLD
     assert world.bound_device_id == device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.scale.parts import checkpoints, data, journals, planning, preparation, processes
+from tests.scale.parts import checkpoints, data, journals, planning, preparation, processes, rendezvous
 
-_MODULES = (processes, checkpoints, data, journals, planning, preparation)
+_MODULES = (processes, rendezvous, checkpoints, data, journals, planning, preparation)
 PARTS = {part.name: part for module in _MODULES for part in module.PARTS}

@@ -1,4 +1,4 @@
-"""Heartbeats, rendezvous and agents: the product's own servers and files, with simulated ranks and hosts."""
+"""Heartbeats and agents: the product's own servers and files, with simulated ranks and hosts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-
-from headrace.base.processes import raise_file_limit
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.elastic.leader import Terms
@@ -27,11 +21,7 @@ from pipeline.cluster.elastic.local_ranks import Command
 from pipeline.config.sections.run import WatchdogSection
 from pipeline.runtime.faults.heartbeat_connection import heartbeat_interval, heartbeat_timeout
 from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, listening_socket
-from pipeline.runtime.launch.environment import Launch
-from pipeline.runtime.launch.group import free_port
-from pipeline.runtime.launch.rendezvous import Rendezvous, mark
-from pipeline.runtime.launch.store import open_rendezvous
-from tests.scale.measuring import Figures, cpu_s, measured, measured_process, resident_bytes
+from tests.scale.measuring import Figures, cpu_s, measured, measured_process
 from tests.scale.part import Part
 
 RANKS = (1000, 2000, 4000, 8000)
@@ -183,60 +173,6 @@ def signed_off(ranks: int, work: Path) -> Figures:
     return Figures(usage.ru_utime + usage.ru_stime - used, seconds, before.bytes, messages=2 * ranks)
 
 
-def missing_named(ranks: int, work: Path) -> Figures:
-    """One rank does not pass a check: all others look for it at once, and give up. Measured for some, for all."""
-    del work
-    asking = 64
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with _rank_zero(ranks) as (pid, _):
-        with ThreadPoolExecutor(asking) as threads:
-            stores = list(threads.map(_connected, [ranks] * asking))
-        flags = [dist.PrefixStore("headrace/notes", store) for store in stores]
-        for rank in range(ranks - 1):
-            mark(flags[0], "passed", rank)
-        seen = [Rendezvous(rank, ranks, store, 60.0) for rank, store in enumerate(flags)]
-        with measured_process(pid, had=resident_bytes(pid)) as figures:
-            for each in seen:
-                each.mark("gave-up")
-                assert each.ranks_without("passed", each.ranks) == [ranks - 1]
-    figures.messages = 2 * 3 * asking
-    return figures.times(ranks / asking)
-
-
-@contextmanager
-def _rank_zero(ranks: int) -> Iterator[tuple[int, Any]]:
-    """Rank 0 of a run, which holds the store, as a process; it says "joined" once all have."""
-    ours, theirs = get_context("fork").Pipe()  # forked: it has imported torch
-    process = get_context("fork").Process(target=_run_rank_zero, args=(ranks, theirs), daemon=True)
-    process.start()
-    assert process.pid is not None
-    assert ours.recv() == "begins"
-    deadline = time.monotonic() + 30
-    while True:  # until it listens
-        try:
-            socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), timeout=1).close()
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    try:
-        yield process.pid, ours
-    finally:
-        process.kill()
-
-
-def _run_rank_zero(ranks: int, told: Any) -> None:
-    raise_file_limit()
-    told.send("begins")
-    open_rendezvous(Launch("scale", 0, ranks, 0, os.environ["MASTER_ADDR"]), 120.0)
-    told.send("joined")
-    time.sleep(600)
-
-
-def _connected(ranks: int) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), ranks, False, wait_for_workers=False)
-
-
 def leader(hosts: int, work: Path) -> Figures:
     """The agent that leads, during a minute of training."""
     return _agent(hosts, work, 0)
@@ -315,14 +251,6 @@ PARTS = [
         RANKS,
         8000,
         signed_off,
-    ),
-    Part(
-        "rendezvous: a missing rank",
-        "the store, when all ranks but one ask which one has not passed a check; 64 were measured, for all.",
-        "ranks",
-        RANKS,
-        8000,
-        missing_named,
     ),
     Part("agents: the leader", "the agent that leads, during a minute of training.", "hosts", HOSTS, 1000, leader),
     Part("agents: a follower", "an agent that follows, during a minute of training.", "hosts", HOSTS, 1000, follower),
