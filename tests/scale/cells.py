@@ -24,7 +24,9 @@ def groups() -> dict[str, list[str]]:
 
 
 def run_cells(cells: Sequence[str]) -> dict[str, tuple[bool, str]]:
-    """Measures parts; the note of one that was measured is JSON: size -> figures."""
+    """Measures parts, or skips those that cannot be; the note of one that was measured is JSON: size -> figures."""
+    skipped = {cell: (True, f"skipped: {PARTS[cell].absent}") for cell in cells if PARTS[cell].absent}
+    cells = [cell for cell in cells if cell not in skipped]
     command = [sys.executable, "-m", "tests.scale", *cells]
     memory = Path("/dev/shm")  # operations are counted, not timed
     env = os.environ | ({"TMPDIR": str(memory)} if memory.is_dir() else {})
@@ -32,15 +34,18 @@ def run_cells(cells: Sequence[str]) -> dict[str, tuple[bool, str]]:
     told = {row["part"]: row for row in map(json.loads, done.stdout.splitlines())}
     ended = {"error": f"the process ended with code {done.returncode}", "figures": {}}
     rows = {cell: told.get(cell, ended) for cell in cells}
-    return {cell: (row["error"] is None, row["error"] or json.dumps(row["figures"])) for cell, row in rows.items()}
+    found = {cell: (row["error"] is None, row["error"] or json.dumps(row["figures"])) for cell, row in rows.items()}
+    return skipped | found
 
 
 def body(results: Mapping[str, CellResult]) -> list[str]:
     """The page behind its table of cells."""
-    judged = []
+    judged, skipped = [], []
     for name, part in PARTS.items():
-        if name in results and results[name].passed:
+        if name in results and results[name].note.startswith("skipped: "):
+            skipped.append(f"{name}: {results[name].note.removeprefix('skipped: ')}.")
+        elif name in results and results[name].passed:
             figures = {int(size): Figures(**each) for size, each in json.loads(results[name].note).items()}
             if set(part.sizes) == set(figures):
                 judged.append(judge(part, figures))
-    return lines(judged)
+    return lines(judged, skipped)

@@ -66,8 +66,13 @@ def judge(part: Part, figures: Mapping[int, Figures]) -> Judged:
     return Judged(part, growths)
 
 
-def lines(judged: Sequence[Judged]) -> list[str]:
-    """The lines of the page behind its table of cells."""
+def lines(judged: Sequence[Judged], skipped: Sequence[str] = ()) -> list[str]:
+    """The lines of the page behind its table of cells.
+
+    Args:
+        judged: the parts that were measured.
+        skipped: those that could not be, with the reason.
+    """
     over = [each for each in judged if each.exceeded()]
     made = ["## What is over a limit, or grows faster than linearly", ""]
     made += [
@@ -80,7 +85,7 @@ def lines(judged: Sequence[Judged]) -> list[str]:
         made += [wrapped(f"- *{_title(each.part)}*: {each.part.what} {each.part.note}".rstrip()) for each in own]
         made += ["", f"| part | size | {' | '.join(_HEADINGS.values())} |", "|---|---:|" + "---:|" * len(_HEADINGS)]
         made += [row for each in own for row in _rows(each)]
-    return [*made, "", "## Not measured", "", *(wrapped(f"- {each}") for each in _NOT_MEASURED)]
+    return [*made, "", "## Not measured", "", *(wrapped(f"- {each}") for each in (*_NOT_MEASURED, *skipped))]
 
 
 def _rows(each: Judged) -> list[str]:

@@ -21,6 +21,7 @@ class Part:
         target: size of a thousand nodes of eight GPUs, or of what else the page's heading says.
         run: measures one size in a process of its own, with an empty directory to work in; asserts what must hold.
         note: what else the page says of it: what was mended, what stands, and why.
+        absent: why it cannot be measured here, where a package is missing.
         per_process: whether the figures are of one process; of a file system that all share no limit is known.
     """
 
@@ -32,6 +33,7 @@ class Part:
     run: Callable[[int, Path], Figures]
     note: str = ""
     per_process: bool = True
+    absent: str | None = None
 
     @property
     def group(self) -> str:

@@ -22,14 +22,15 @@ _TOKENS = 500_000_000
 """Of a shard: 10^13 in 20,000 of them."""
 
 
-def _opened(paths: list[Path], *, stat_files: bool = True, **fields: object) -> DataMixture:
+def opened(paths: list[Path], *, stat_files: bool = True, **fields: object) -> DataMixture:
+    """A mixture of tokens directories."""
     sources = [{"path": str(path), "weight": 1.0} for path in paths]
     return open_mixture(
         parse(DataSection, {"sources": sources, "sequence_length": _LENGTH, **fields}), seed=5, stat_files=stat_files
     )
 
 
-def _written(shards: int, work: Path, *, sources: int = 50) -> list[Path]:
+def written(shards: int, work: Path, *, sources: int = 50) -> list[Path]:
     """Tokens directories of so many shards together, 50,000 documents each: 10^9 in 20,000."""
     return [
         write_sparse(work / f"source-{number:02}", shards=shards // sources, tokens=_TOKENS, documents=50_000)
@@ -39,17 +40,17 @@ def _written(shards: int, work: Path, *, sources: int = 50) -> list[Path]:
 
 def opening(shards: int, work: Path) -> Figures:
     """Rank 0 opens the mixture and compares the sizes of all files."""
-    paths = _written(shards, work)
+    paths = written(shards, work)
     with measured() as figures:
-        _opened(paths)
+        opened(paths)
     return figures
 
 
 def opening_elsewhere(shards: int, work: Path) -> Figures:
     """Every other rank opens it by the manifests."""
-    paths = _written(shards, work)
+    paths = written(shards, work)
     with measured() as figures:
-        _opened(paths, stat_files=False)
+        opened(paths, stat_files=False)
     return figures
 
 
@@ -66,7 +67,7 @@ def order(sources: int, work: Path) -> Figures:
 
 def _steps(samples: int, work: Path, *, masked: bool) -> Figures:
     """A rank's part of 32 steps, per step: it has one sample of each, whatever the global batch is."""
-    mixture, steps = _opened(_written(4000, work, sources=1), stat_files=False), 32
+    mixture, steps = opened(written(4000, work, sources=1), stat_files=False), 32
     batch = BatchSizes(samples=samples, micro=1, accumulation=1, dp=samples, sequence_length=_LENGTH)
     about = {"dp_rank": 3, "steps": (1, steps), "mask_documents": masked}
     loader = StepLoader(mixture, batch, **about, target_sum=lambda own: lambda: own)
