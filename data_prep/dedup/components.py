@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from data_prep.dedup.document_tasks import RANK
 from data_prep.dedup.table import PAIRS, RUN_BITS, Numbers, run_and_index, run_slice, sorted_unique
+from data_prep.formats.memory_map import map_array
 from data_prep.task import Counts, DirectoryTask, Report
 
 KEEP, EXACT_DUPLICATE, NEAR_DUPLICATE = 0, 1, 2
@@ -50,7 +51,7 @@ class ComponentsTask(DirectoryTask):
         numbers, reasons = self._find_duplicates()
         for run, directory in enumerate(self.runs):
             of_run = run_slice(numbers, run)
-            drops = np.full(len(np.load(directory / RANK, mmap_mode="r")), KEEP, dtype=np.uint8)
+            drops = np.full(len(map_array(directory / RANK)), KEEP, dtype=np.uint8)
             drops[run_and_index(numbers[of_run])[1]] = reasons[of_run]
             np.save(drops_path(scratch, run), drops)
         counts = np.bincount(reasons, minlength=3).tolist()
@@ -121,7 +122,7 @@ class _PairedDocuments:
     """
 
     def __init__(self, directories: Sequence[Path], runs: Sequence[Path]) -> None:
-        documents = np.array([len(np.load(each / RANK, mmap_mode="r")) for each in runs], dtype=np.int64)
+        documents = np.array([len(map_array(each / RANK)) for each in runs], dtype=np.int64)
         self._first = np.concatenate([[0], np.cumsum(-(-documents // 8))])  # byte of each run
         self._bits = np.zeros(int(self._first[-1]), dtype=np.uint8)
         for directory in directories:
@@ -155,7 +156,7 @@ def _ranks_of(paired: _PairedDocuments, runs: Sequence[Path]) -> NDArray[np.int6
     for run, directory in enumerate(runs):
         index = paired.of_run(run)
         if len(index):
-            found[end : end + len(index)] = np.load(directory / RANK, mmap_mode="r")[index]
+            found[end : end + len(index)] = map_array(directory / RANK)[index]
             end += len(index)
     return found
 

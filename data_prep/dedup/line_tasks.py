@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from data_prep.config.dedup import LinesSection
 from data_prep.dedup.lines import EXEMPT
 from data_prep.dedup.table import Numbers, Range, join_slices, ranges, read_slice, run_and_index, run_slice
+from data_prep.formats.memory_map import map_file
 from data_prep.task import Counts, DirectoryTask, Report
 
 _TABLE, _WITHIN, _ACROSS = "lines", "within.bin", "across.bin"
@@ -171,7 +172,5 @@ def _write(file: BinaryIO, numbers: Numbers) -> int:
 
 
 def _lines_of_run(file: Path, run: int) -> Numbers:
-    if not file.stat().st_size:  # an empty file cannot be mapped
-        return np.empty(0, dtype=np.int64)
-    numbers = np.memmap(file, dtype="<i8", mode="r")
+    numbers = map_file(file).view("<i8")
     return run_and_index(numbers[run_slice(numbers, run)])[1]

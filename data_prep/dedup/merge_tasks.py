@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from data_prep.dedup.table import PAIRS, Numbers, Range, TableSlice, ranges, read_slice, write_pairs
+from data_prep.formats.memory_map import map_array
 from data_prep.task import Counts, DirectoryTask, Report
 
 MOST_RUNS = 1 << 10
@@ -101,9 +102,9 @@ class MergedTables:
         part = within.part * self.parts // within.parts
         for group in range(self.groups):
             directory = self._path(row, part, group)
-            hashes = np.load(directory / _HASHES, mmap_mode="r")
+            hashes = map_array(directory / _HASHES)
             cut = within.cut(hashes[0])
-            numbers = np.load(directory / _NUMBERS, mmap_mode="r")
+            numbers = map_array(directory / _NUMBERS)
             yield TableSlice(np.array(hashes[:, cut]), np.array(numbers[cut]))
 
     def _group(self, group: int) -> RunTables:

@@ -15,6 +15,8 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.formats.memory_map import map_array
+
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 Word = TypeVar("Word", np.uint64, np.int64)
@@ -87,9 +89,9 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
 
 def read_slice(run: int, directory: Path, name: str, *, row: int, within: Range) -> TableSlice:
     """The items of run number `run` in a range of hashes."""
-    hashes = np.load(directory / f"{name}.hashes.npy", mmap_mode="r")[row]
+    hashes = map_array(directory / f"{name}.hashes.npy")[row]
     cut = within.cut(hashes[0])
-    items = np.load(directory / f"{name}.items.npy", mmap_mode="r")[row, cut]
+    items = map_array(directory / f"{name}.items.npy")[row, cut]
     return TableSlice(np.array(hashes[:, cut]), items.astype(np.int64) + (run << RUN_BITS))
 
 

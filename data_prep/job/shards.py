@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.dedup.components import drops_path
+from data_prep.formats.memory_map import map_array
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.tasks.reduce import Shard
 from data_prep.tasks.runs_reader import KEYS, Group, RunsReader
@@ -75,7 +76,7 @@ def _non_empty(group: Group, bounds: list[int], reader: RunsReader) -> Array:
         first, end = run.groups[group]
         keys = run.documents["key"][first:end]
         if reader.drops is not None:
-            keys = keys[np.load(drops_path(reader.drops, i), mmap_mode="r")[first:end] == 0]
+            keys = keys[map_array(drops_path(reader.drops, i))[first:end] == 0]
         cuts = np.searchsorted(keys, np.array(bounds[1:-1], np.uint64))
         found |= np.diff(np.concatenate([[0], cuts, [len(keys)]])) > 0
     return found

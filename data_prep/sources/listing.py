@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data_prep.config.corpus import Source, SourceType
 from data_prep.sources import saved, storage
-from data_prep.sources.local_files import expand_glob, is_excluded, walk_files
+from data_prep.sources.local_files import expand_glob, file_stat, is_excluded, walk_files
 from headrace.base.errors import ConfigError
 from headrace.base.storage import is_remote
 
@@ -57,10 +57,23 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A file. named: whether the path or glob matches the file itself, rather than a directory that contains it."""
+    """A file.
+
+    Attributes:
+        named: whether the path or glob matches the file itself, rather than a directory that contains it.
+        identity: of a file that several paths match.
+    """
 
     file: InputFile
     named: bool
+    identity: object
+
+    @classmethod
+    def local(cls, name: str, path: str, stat: os.stat_result, *, named: bool) -> _Found:
+        """A local file. Some file systems reuse or invent inodes, so its size and time of modification count, too."""
+        version = storage.local_stat(stat)
+        identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+        return cls(InputFile(name, path, version.bytes, version.version), named, identity)
 
 
 @dataclass(frozen=True)
@@ -104,13 +117,14 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
         kind, files = _expand(path, source, at, excluded, left_out)
         kinds.add(kind)
         many = len(source.paths) > 1
-        for file in sorted(files, key=lambda f: f.name):
+        for entry in sorted(files, key=lambda f: f.file.name):
+            file = entry.file
             named = replace(file, name=f"{path}/{file.name}") if many else file
-            other = found.setdefault(_key(file), named)
+            other = found.setdefault(entry.identity, named)
             if other is not named and _path_key(other.path) != _path_key(file.path):
                 left_out[SAME_FILE] += 1
                 if _is_real(file.path) and not _is_real(other.path):
-                    found[_key(file)] = named
+                    found[entry.identity] = named
     if len(kinds) > 1:
         raise _ambiguous_type(at, ", ".join(sorted(kinds)))
     kind = kinds.pop()
@@ -138,15 +152,6 @@ def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
     return digest.hexdigest()
 
 
-def _key(file: InputFile) -> object:
-    """Identity of a file that several paths match: device and inode, and as some file systems reuse or invent inodes,
-    its size and time of modification, too."""
-    if is_remote(file.path):
-        return file.path
-    stat = os.stat(file.path)  # noqa: PTH116 - called for a million files
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
 def _path_key(path: str) -> str:
     return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 - must not follow links
 
@@ -158,10 +163,11 @@ def _is_real(path: str) -> bool:
 
 def _expand(
     path: str, source: Source, at: str, excluded: set[str], left_out: Counter[str]
-) -> tuple[SourceType, list[InputFile]]:
+) -> tuple[SourceType, list[_Found]]:
     """The type of one path, and all files that it matches."""
     if _is_saved_dataset(path, source):
-        return "datasets", [_local(name, file) for name, file in saved.saved_files(path, source.split, at=at)]
+        listed = saved.saved_files(path, source.split, at=at)
+        return "datasets", [_Found.local(name, file, os.stat(file), named=False) for name, file in listed]  # noqa: PTH116
     found = _listed(path, excluded, left_out)
     if not found:
         remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
@@ -173,13 +179,13 @@ def _expand(
         why = f"none of its {len(found)} files has a name of the type {kind}: {_census(names)}"
         remedy = 'list the files to read in "include", e.g. ["*.txt"], or set "type"'
         raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
-    taken = {file.name for file in chosen}
+    taken = {entry.file.name for entry in chosen}
     others = (n for n in names if n not in taken and not _matches(n, source.exclude))
     left_out.update(f"*{Path(name).suffix}" if Path(name).suffix else name for name in others)
     return kind, chosen
 
 
-def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at: str) -> list[InputFile]:
+def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at: str) -> list[_Found]:
     """The files that `include` and `exclude` select; without `include`, the usual names of the type and named files.
 
     Raises:
@@ -187,16 +193,16 @@ def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at
     """
     left = [entry for entry in found if not _matches(entry.file.name, source.exclude)]
     if source.include:
-        return [entry.file for entry in left if _matches(entry.file.name, source.include)]
+        return [entry for entry in left if _matches(entry.file.name, source.include)]
     usual = _usual(kind, [entry.file.name for entry in left])
     if source.type is not None:
-        return [entry.file for entry in left if entry.named or _matches(entry.file.name, usual)]
+        return [entry for entry in left if entry.named or _matches(entry.file.name, usual)]
     odd = [entry.file.name for entry in left if entry.named and not _matches(entry.file.name, usual)]
     if odd and path.rsplit("/", 1)[-1].strip("*"):
         why = f"the pattern also matches {len(odd)} files that are not {kind} by their names: {', '.join(odd[:5])}"
         remedy = f'narrow the pattern, use "exclude", or set "type": "{kind}" if they are {kind}'
         raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
-    return [entry.file for entry in left if _matches(entry.file.name, usual)]
+    return [entry for entry in left if _matches(entry.file.name, usual)]
 
 
 def _is_saved_dataset(path: str, source: Source) -> bool:
@@ -208,11 +214,11 @@ def _listed(path: str, excluded: set[str], left_out: Counter[str]) -> list[_Foun
     """The files of a path: the file itself, all files in a directory, or those that a glob matches or contains."""
     if is_remote(path):
         listed = storage.listing(path)
-        return [_Found(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named) for e in listed]
+        return [_Found(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named, e.url) for e in listed]
     if Path(path).is_dir():
-        return [_Found(_local(name, file), named=False) for name, file in walk_files(path, excluded, left_out)]
-    if Path(path).is_file():
-        return [_Found(_local(Path(path).name, path), named=True)]
+        return [_Found.local(*each, named=False) for each in walk_files(path, excluded, left_out)]
+    if (stat := file_stat(path)) is not None:
+        return [_Found.local(Path(path).name, path, stat, named=True)]
     return _globbed(path, excluded, left_out)
 
 
@@ -231,19 +237,14 @@ def _globbed(pattern: str, excluded: set[str], left_out: Counter[str]) -> list[_
             pattern.split("/")
         ):
             continue
-        if Path(hit).is_file():
-            found[name] = _Found(_local(name, hit), named=True)
+        if (stat := file_stat(hit)) is not None:
+            found[name] = _Found.local(name, hit, stat, named=True)
         elif Path(hit).is_dir() and not (last and folder.startswith(last)):
             last = folder
-            for inner, file in walk_files(hit, excluded, left_out):
+            for inner, file, stat in walk_files(hit, excluded, left_out):
                 nested = os.path.normpath(f"{name}/{inner}")
-                found.setdefault(nested, _Found(_local(nested, file), named=False))
+                found.setdefault(nested, _Found.local(nested, file, stat, named=False))
     return list(found.values())
-
-
-def _local(name: str, file: str) -> InputFile:
-    stat = storage.stat(file)
-    return InputFile(name, file, stat.bytes, stat.version)
 
 
 def _infer(names: list[str], source: Source, at: str) -> SourceType:

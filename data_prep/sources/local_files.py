@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
 
@@ -15,8 +16,10 @@ LINKED, LOOPED = "links to directories (not followed)", "links to directories th
 DANGLING, SPECIAL = "links to nothing", "pipes, sockets and devices"
 
 
-def walk_files(root: str, excluded: set[str], left_out: Counter[str]) -> Iterator[tuple[str, str]]:
-    """Yields (name relative to `root`, path) of the files in a directory and below; links to directories are skipped.
+def walk_files(root: str, excluded: set[str], left_out: Counter[str]) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Yields (name relative to `root`, path, `os.stat`) of the files in a directory and below.
+
+    Links to directories are skipped.
 
     Args:
         excluded: absolute paths of directories that are not entered.
@@ -38,10 +41,20 @@ def walk_files(root: str, excluded: set[str], left_out: Counter[str]) -> Iterato
             path = f"{here}/{file}"
             if file[0] == ".":
                 continue
-            if os.path.isfile(path):  # noqa: PTH113 - a million calls
-                yield os.path.relpath(path, root), path
+            found = file_stat(path)
+            if found is not None:
+                yield os.path.relpath(path, root), path, found
             else:
                 left_out[DANGLING if os.path.islink(path) else SPECIAL] += 1  # noqa: PTH114
+
+
+def file_stat(path: str) -> os.stat_result | None:
+    """What `os.stat` tells of a file; None where there is none: it is called once for each of a million."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (OSError, ValueError):  # as `os.path.isfile`
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def is_excluded(path: str, excluded: set[str]) -> bool:
@@ -93,11 +106,11 @@ def _directories(start: str, left_out: Counter[str]) -> Iterator[str]:
 def _is_known(path: str, seen: set[tuple[int, int]]) -> bool:
     """Whether a directory has been seen, or is none (any more); adds it."""
     try:
-        stat = os.stat(path or ".")  # noqa: PTH116
+        found = os.stat(path or ".")  # noqa: PTH116
     except OSError:
         return True
-    known = (stat.st_dev, stat.st_ino) in seen
-    seen.add((stat.st_dev, stat.st_ino))
+    known = (found.st_dev, found.st_ino) in seen
+    seen.add((found.st_dev, found.st_ino))
     return known
 
 

@@ -53,11 +53,15 @@ def stat(path: str) -> Stat:
         FileNotFoundError: the file does not exist.
     """
     if not is_remote(path):
-        found = os.stat(path)  # noqa: PTH116 - called for a million files
-        return Stat(found.st_size, f"mtime={found.st_mtime_ns}")
+        return local_stat(os.stat(path))  # noqa: PTH116 - called for a million files
     with storage_errors(path, missing=False):
         files, inner = filesystem(path)
         return stat_of(files.info(inner))
+
+
+def local_stat(found: os.stat_result) -> Stat:
+    """Size and version of a local file of which `os.stat` has told this."""
+    return Stat(found.st_size, f"mtime={found.st_mtime_ns}")
 
 
 def open_raw(path: str) -> BinaryIO:

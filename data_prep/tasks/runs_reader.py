@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dedup.components import drops_path
+from data_prep.formats.memory_map import map_array
 from data_prep.tasks.sorted_runs import DOCUMENT, Array, SortedRun
 
 KEYS = 1 << 64
@@ -129,7 +130,7 @@ class RunsReader:
             run.verify(documents, first, ids, mask)
             documents["start"] -= documents["start"][0]
             if self.drops is not None:
-                drops = np.load(drops_path(self.drops, self.first + i), mmap_mode="r")
+                drops = map_array(drops_path(self.drops, self.first + i))
                 documents = documents[drops[first : first + len(documents)] == 0]
             yield _RunSlice(documents, ids, mask)
 

@@ -246,9 +246,9 @@ _NEEDED = {
     False: "No more than the bytes needed; before rows of a shard could be read alone, 56 times.",
 }
 _CENTRAL = (
-    "Rank 0 has the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. What FSDP is not divided into"
-    " (pipeline stages, tensor parallelism) makes it small; else rank 0's host needs that much, and `headrace check`"
-    " says so."
+    "Rank 0 has the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. Pipeline stages (a rank has some"
+    " of the layers) and hybrid sharding (the shards of replicas are equal, and count once) make them fewer, tensor"
+    " parallelism does not; else rank 0's host needs that much, and `headrace check` says so."
 )
 _FSDP, _SPLIT = "FSDP over all ranks", "pp 16 x tp 8, FSDP over the others"
 

@@ -97,7 +97,7 @@ PARTS = [
         (6250, 12_500, 25_000, 50_000),
         100_000,
         listed,
-        note="Three operations a file, once for a job.",
+        note="One operation a file, once for a job.",
     ),
     Part(
         "data prep: waiting",
