@@ -44,7 +44,7 @@ _CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
 _UINT16_BELOW = 65_500  # Megatron's threshold; readers go by the dtype code, so any threshold up to 65,536 is readable
 _WRITE_BYTES = 4 << 20
 _FLUSH_BYTES = 16 << 20
-_MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max
+MAX_DOCUMENT_TOKENS = int(np.iinfo(np.int32).max)
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -275,15 +275,18 @@ class TokenFileWriter:
         self._flushed = self._written
 
     def _add_documents(self, lengths: Array, starts: Array) -> None:
-        if len(lengths) and lengths.max() > _MAX_DOCUMENT_TOKENS:
-            raise DataError(
-                f"a document has {lengths.max()} tokens: the format allows at most {_MAX_DOCUMENT_TOKENS}\n"
-                "  try: split the document"
-            )
+        if len(lengths) and lengths.max() > MAX_DOCUMENT_TOKENS:
+            raise too_long(int(lengths.max()))
         self._lengths.append(lengths.astype("<i4"))
         self._starts.append(starts + self._sequences)
         self._sequences += len(lengths)
         self.tokens += int(lengths.sum())
+
+
+def too_long(tokens: int) -> DataError:
+    """The error for a document with more tokens than `MAX_DOCUMENT_TOKENS`."""
+    why = f"a document has {tokens} tokens: the format allows at most {MAX_DOCUMENT_TOKENS}"
+    return DataError(f"{why}\n  try: split the document")
 
 
 def _map(path: Path, *, random_access: bool) -> Array:

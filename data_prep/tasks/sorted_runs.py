@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from data_prep.dedup.document_tasks import write_dedup_tables
 from data_prep.formats.memory_map import map_file
+from data_prep.formats.tokenfile import MAX_DOCUMENT_TOKENS, too_long
 from data_prep.hashing import U64
 from data_prep.task import with_checksum, without_checksum
 from data_prep.tasks.run_checksums import (
@@ -138,7 +139,14 @@ class RunWriter:
         Args:
             mask: uint8 [n], the loss mask of the ids; None: all ids are trained on, and BOS and EOS, too.
             end_learnt: bool [documents], with a mask: whether EOS is trained on; nowhere when None.
+
+        Raises:
+            DataError: a document has more tokens than a token file may say.
         """
+        lengths = np.diff(tokens.offsets)
+        longest = int(lengths.max(initial=0)) + len(self.before) + len(self.after)
+        if longest > MAX_DOCUMENT_TOKENS:
+            raise too_long(longest)
         self._reserve(len(tokens.ids))
         np.copyto(self._ids[self._used : self._used + len(tokens.ids)], tokens.ids, casting="unsafe")
         if self.masked:
@@ -146,7 +154,7 @@ class RunWriter:
             texts = np.full(len(metadata.key), mask is None)
             self._frame_learnt.append(np.stack([texts, texts if end_learnt is None else end_learnt], axis=1))
         self._used += len(tokens.ids)
-        self._lengths.append(np.diff(tokens.offsets))
+        self._lengths.append(lengths)
         self._metadata.append(metadata)
         self._metadata_bytes += metadata.nbytes + _DOCUMENT_BYTES * len(metadata.key)
         if self._used * (self.dtype.itemsize + self.masked) + self._metadata_bytes >= RUN_BYTES:

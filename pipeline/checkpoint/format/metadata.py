@@ -107,7 +107,9 @@ def encode_metadata(metadata: CheckpointMetadata) -> bytes:
 def _narrowed(array: Ints) -> Any:
     """The same values in the smallest dtype that holds them."""
     least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
-    return array.astype(np.promote_types(np.min_scalar_type(least), np.min_scalar_type(most)))
+    narrow = np.promote_types(np.min_scalar_type(least), np.min_scalar_type(most))
+    # numpy's answer to a negative value beside one of 2^32 or more is a float, which is not exact from 2^53 on
+    return array.astype(np.int64 if narrow.kind == "f" else narrow)
 
 
 def decode_metadata(data: bytes) -> CheckpointMetadata:
