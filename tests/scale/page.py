@@ -15,10 +15,19 @@ LIMITS = {"cpu_s": 60.0, "bytes": 2.0 * 2**30, "file_operations": 60_000.0}
 """Of one process: a minute, 2 GiB, and a minute of a thousand file operations a second."""
 _COUNTS = {"cpu_s": 2.0, "bytes": 64.0 * 2**20, "file_operations": 2000.0, "messages": 1e9, "read_bytes": 2.0**34}
 """Values at the target below which growth does not matter."""
+_LARGE = (
+    "Tokens, bytes, samples and steps are numbers of 64 bits, or Python's. Tests are at the boundaries"
+    " (`test_large_numbers.py` in `tests/data`, `tests/data_prep/formats` and `tests/checkpoint`): token files, runs"
+    " and arrays of 4 GiB and more, the order of samples up to 2^63, skips of 2^31 steps, positions in a checkpoint's"
+    " files up to 2^62, counts of a journal past 2^63. A document of 2^31 tokens and a sample past 2^63 are refused."
+)
 _NOT_MEASURED = (
-    "NCCL: its connections, and the groups of context parallelism and of pipeline stages, which are made one by one:"
-    " under NCCL every rank takes part in each, at cp 2 over 8,192 ranks 4,096 of them.",
-    "Joining the rendezvous: torch's client looks up a name for each connection, which took 0.15 s each here.",
+    "NCCL: its connections, its own requests to the store, and its splits into groups: one for each axis.",
+    "Names of hosts: torch's store looks up that of each connection, two a rank, in the thread that answers all ranks."
+    " 60 connections took 5 s here where the resolver did not answer, and 0.02 s with names in files alone, which the"
+    " cells of joining and waiting have. Rank 0's host needs a resolver that answers for all hosts, or a file.",
+    "Gloo in the place of NCCL: without `TORCH_GLOO_LAZY_INIT`, which runs on GPUs set, each rank asks the store three"
+    " times for each other rank, and connects to all.",
     "The latency and the limits of a file system and of a network: operations and messages are counted.",
     "`headrace plan --search --verify` and `headrace check --exact`, which execute steps: the sweep `gpu` does.",
 )
@@ -85,6 +94,7 @@ def lines(judged: Sequence[Judged], skipped: Sequence[str] = ()) -> list[str]:
         made += [wrapped(f"- *{_title(each.part)}*: {each.part.what} {each.part.note}".rstrip()) for each in own]
         made += ["", f"| part | size | {' | '.join(_HEADINGS.values())} |", "|---|---:|" + "---:|" * len(_HEADINGS)]
         made += [row for each in own for row in _rows(each)]
+    made += ["", "## Beyond 2^31", "", wrapped(_LARGE)]
     return [*made, "", "## Not measured", "", *(wrapped(f"- {each}") for each in (*_NOT_MEASURED, *skipped))]
 
 

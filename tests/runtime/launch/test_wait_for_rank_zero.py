@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.runtime.launch.wait_for_rank_zero import LOOK_S, look_s
 from tests import warm
 
 CODE = """
@@ -65,3 +66,8 @@ def test_a_rank_zero_that_dies_is_noticed() -> None:
     assert done.returncode == 9
     assert "rank 1 leaves with 76" in done.stdout, done.stdout
     assert "did not answer for 4 s while measuring" in done.stdout, done.stdout
+
+
+def test_the_looks_of_very_many_ranks_at_the_store_have_a_limit() -> None:
+    assert look_s(2) == LOOK_S
+    assert 8192 / look_s(8192) == 4096  # a second

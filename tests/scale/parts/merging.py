@@ -157,6 +157,6 @@ PARTS = [
         (2000, 4000, 8000, 16_000),
         16_000,
         dropped,
-        note="Four operations a range, before a task that cleans and tokenizes 10^5 documents.",
+        note="Two operations a range, before a task that cleans and tokenizes 10^5 documents.",
     ),
 ]

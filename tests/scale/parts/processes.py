@@ -147,9 +147,10 @@ def silent_rank(ranks: int, work: Path) -> Figures:
         while len(neighbours.told) < ranks and time.monotonic() < deadline:
             neighbours.drain(0.5)
     assert len(neighbours.told) == ranks
-    while not (work / "faults.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)  # it is written after the ranks have been told
-    row = json.loads((work / "faults.jsonl").read_text().splitlines()[0])
+    journal = work / "faults.jsonl"  # written after the ranks have been told
+    while not (journal.exists() and journal.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    row = json.loads(journal.read_text().splitlines()[0])
     assert (row["fault"], row["ranks"][0]["rank"]) == ("silent", silent)
     figures.messages = ranks
     neighbours.server.kill()
