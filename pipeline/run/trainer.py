@@ -22,6 +22,7 @@ from pipeline.run.uneven.balance_shares import ShareBalancer, shares_row
 from pipeline.runtime.faults.agreement import Agreement, StepFlags
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.runtime.launch.log_file import rotate_log
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.mfu import mfu
 from pipeline.runtime.metrics.sinks import Sinks
@@ -106,6 +107,7 @@ class Trainer:
             if stop or last:
                 return stop
             self.instruments.garbage.collect(step)
+            rotate_log()
             self.watchdog.enter_phase("reading data", step + 1)
         return self._end_between_steps()
 

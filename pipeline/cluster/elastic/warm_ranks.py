@@ -13,6 +13,7 @@ from headrace.base.cli import ERROR_FILE
 from headrace.base.meminfo import available_memory
 from pipeline.cluster.elastic.local_ranks import Command
 from pipeline.runtime.launch.environment import RANK_STARTED
+from pipeline.runtime.launch.log_file import log_variable
 from pipeline.runtime.launch.rank_process import RankProcess, start_process
 
 _ROOM_BYTES = 2 << 30
@@ -53,7 +54,7 @@ class WarmRanks:
         if process is None or process.poll() is not None:
             return None
         assert process.stdin is not None
-        own = {ERROR_FILE: str(error), RANK_STARTED: str(time.time())}
+        own = {ERROR_FILE: str(error), RANK_STARTED: str(time.time()), **log_variable(output)}
         order = {"environ": {**environ, **own}, "output": None if output is None else str(output)}
         try:
             process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -1,8 +1,8 @@
 """The merged log of a run: all attempts and ranks, in the order of time.
 
-What a run records has times: `attempts.jsonl`, `faults.jsonl`, `metrics.jsonl`. Lines of text logs (`*.log` and `*.out`
-in the run's directory and in the agents', and the output of its Slurm jobs) have theirs where they begin with one, and
-else that of the line before; of a file without any, that of its last change.
+What a run records has times: `attempts.jsonl`, `faults.jsonl`, `metrics.jsonl`. Lines of text logs (`*.log`, their
+rotated `*.log.1` and `*.out` in the run's directory and in the agents', and the output of its Slurm jobs) have theirs
+where they begin with one, and else that of the line before; of a file without any, that of its last change.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[LogEntry]
     """
     agents = folders_of(run_dir)
     folders = [run_dir, *agents, *(folder / "logs" for folder in agents)]
-    files = [path for folder in folders for glob in ("*.log", "*.out") for path in sorted(folder.glob(glob))]
+    files = [path for folder in folders for glob in ("*.log", "*.log.1", "*.out") for path in sorted(folder.glob(glob))]
     entries = [*_attempts(run_dir), *_faults(run_dir), *_metrics(run_dir)]
     for path in {path.resolve(): path for path in [*files, *outputs]}.values():
         entries.extend(_text(path))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.base.cli import ERROR_FILE
 from headrace.base.processes import STOPPED, die_with_parent, state_of
+from pipeline.runtime.launch.log_file import log_variable
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
@@ -69,7 +70,7 @@ def start_rank(
         output: file that it appends to; None for this process's own output.
         error: file for its error.
     """
-    process = start_process(command, environ={**environ, ERROR_FILE: str(error)}, output=output)
+    process = start_process(command, environ={**environ, ERROR_FILE: str(error), **log_variable(output)}, output=output)
     return RankProcess(number, process, output, error)
 
 

@@ -26,6 +26,7 @@ from pipeline.config.load import read_config
 from pipeline.config.rules.groups import check_islands, is_loopback, refuse_remote_groups
 from pipeline.config.sections.groups import IslandsSection, QuorumSection
 from pipeline.config.sections.run import Config
+from pipeline.runtime.launch.log_file import log_variable
 
 _POLL_S, _HEARTBEAT_TIMEOUT_S = 0.2, 5.0
 
@@ -136,8 +137,9 @@ class _Island:
         """Starts it; its output is appended to a file of its own."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("ab") as output:
+            environ = {**os.environ, **log_variable(self.output)}
             self._process = subprocess.Popen(
-                self._command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                self._command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         print(f"{self.name}: process {self._process.pid}, output in {self.output}", flush=True)
 

@@ -1,0 +1,51 @@
+"""The file that a rank's output is appended to, and its rotation: a run of months must not fill a disk."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+LOG_FILE = "HEADRACE_LOG_FILE"
+"""Variable that names the file to the processes whose output it is."""
+
+LIMIT = 16 << 20
+"""Bytes above which a log is rotated. It and the one before it are kept: 32 MiB a rank."""
+
+
+def log_variable(output: Path | None) -> dict[str, str]:
+    """The variable for a process that appends its output to this file; empty without a file."""
+    return {} if output is None else {LOG_FILE: str(output.absolute())}
+
+
+def rotate_log(environ: Mapping[str, str] = os.environ, *, limit: int = LIMIT) -> bool:
+    """Moves what this process's log contains to NAME.1, in place of what was there, if it is above the limit.
+
+    The content is copied and the file emptied: whoever appends to it (children, a launcher) goes on. A line that
+    another process writes between the two, microseconds, is lost. A file that a shell or Slurm has opened is theirs.
+
+    Args:
+        environ: has `LOG_FILE`, if the file is ours.
+        limit: in bytes.
+
+    Returns:
+        Whether it was rotated. A full disk or a missing folder leaves the log as it is.
+    """
+    name = environ.get(LOG_FILE)
+    if name is None or os.fstat(1).st_size <= limit:
+        return False
+    log = Path(name)
+    with suppress(OSError):
+        if not os.path.samestat(os.fstat(1), log.stat()) or not fcntl.fcntl(1, fcntl.F_GETFL) & os.O_APPEND:
+            return False
+        copy = log.with_name(f"{log.name}.1.new")
+        with log.open("rb") as source, copy.open("wb") as target:
+            while target.tell() < os.fstat(1).st_size:
+                shutil.copyfileobj(source, target)
+        os.ftruncate(1, 0)
+        copy.replace(log.with_name(f"{log.name}.1"))
+        return True
+    return False
