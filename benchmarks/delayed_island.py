@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 from headrace.commands.app import main
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.run.groups.islands.local import LocalIsland
 
 

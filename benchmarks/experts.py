@@ -33,7 +33,7 @@ from transformers import AutoConfig
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.experts import apply_expert_parallel, expert_modules

@@ -40,7 +40,8 @@ from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import StepBatch, StepLoader
+from pipeline.data.loader import StepLoader
+from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import NO_SKIPS
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.objective import CrossEntropy

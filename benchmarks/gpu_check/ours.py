@@ -15,7 +15,7 @@ from benchmarks.gpu_check.meter import Meter
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import PendingStep
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype

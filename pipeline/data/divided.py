@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pipeline.config.batch import BatchSizes
-from pipeline.data.loader import StepBatch, StepLoader
+from pipeline.data.loader import StepLoader
+from pipeline.data.micro_batch import StepBatch
 
 
 class CurrentBatch:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.memory.shard_files import ShardFiles
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
 from pipeline.engines.parallel.decoder import Decoder
 

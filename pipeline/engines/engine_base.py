@@ -16,7 +16,7 @@ from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.optimizers import OptimizerKind
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.base import EvaluationSums, Objective, Replica, StepMeasure, TrainsStepByStep
 from pipeline.engines.common import matrices_of, samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler

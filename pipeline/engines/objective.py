@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy, cross_entropy_gradient
 
 

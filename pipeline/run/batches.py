@@ -15,7 +15,8 @@ from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules.layout import micro_batch_constraints
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.divided import CurrentBatch, DividedSteps
-from pipeline.data.loader import MicroBatch, StepLoader, TargetSum, heldout_batches
+from pipeline.data.loader import StepLoader, TargetSum, heldout_batches
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.run.prepare import PreparedRun

@@ -14,12 +14,12 @@ from headrace.base.remote_directory import cache_root
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.data import DataSection
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import PARTS_IN_CACHE, step_bytes_of
 from pipeline.data.mixture import DataMixture
 from pipeline.data.packed import PackedDataset
 from pipeline.data.read_ahead import ReadAhead
 from pipeline.data.span_cache import SpanCache
 from pipeline.data.staging import StagedCopy, check_space, copy_path, in_use, remove_copy, stage
+from pipeline.data.step_samples import PARTS_IN_CACHE, step_bytes_of
 
 _DEFAULT_BYTES = 32_000_000_000
 """Limit of the cache for tokens in object stores, where the disk has twice as much free."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.runtime.faults.stop_signals import Stop
 
 

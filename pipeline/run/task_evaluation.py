@@ -21,7 +21,7 @@ from headrace.base.task_figures import figures_line
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import sequence_chunks
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.objective import Loss
 from pipeline.engines.parallel.compilation import compiles, eager

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.base.errors import TrainingError
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.engines.base import StepResult
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.checkpoint_saves import CheckpointSaves

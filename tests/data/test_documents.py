@@ -16,7 +16,8 @@ from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data.documents import find_boundaries
-from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+from pipeline.data.loader import StepLoader, heldout_batches
+from pipeline.data.micro_batch import IGNORE
 from pipeline.data.mixture import DataMixture, open_mixture
 from tests.conftest import make_tokens
 

@@ -16,7 +16,8 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
-from pipeline.data.loader import IGNORE, StepBatch, StepLoader
+from pipeline.data.loader import StepLoader
+from pipeline.data.micro_batch import IGNORE, StepBatch
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.trained_sample import trained_documents
 from tests.conftest import make_tokens

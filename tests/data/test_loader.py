@@ -14,7 +14,8 @@ from headrace.base.errors import ConfigError, DataError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data.dataset import TokenDataset, choose_windows
-from pipeline.data.loader import IGNORE, StepBatch, StepLoader, heldout_batches
+from pipeline.data.loader import StepLoader, heldout_batches
+from pipeline.data.micro_batch import IGNORE, StepBatch
 from pipeline.data.mixture import DataMixture, open_mixture
 from tests.conftest import make_tokens
 

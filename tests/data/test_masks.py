@@ -18,7 +18,8 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data import files as files_module
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+from pipeline.data.loader import StepLoader, heldout_batches
+from pipeline.data.micro_batch import IGNORE
 from pipeline.data.mixture import DataMixture, open_mixture
 from tests import warm
 

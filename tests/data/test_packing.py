@@ -29,7 +29,8 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data.document_slices import document_slices
 from pipeline.data.documents import find_boundaries
-from pipeline.data.loader import IGNORE, StepBatch, StepLoader
+from pipeline.data.loader import StepLoader
+from pipeline.data.micro_batch import IGNORE, StepBatch
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.packed import PackedDataset
 from tests.conftest import make_tokens

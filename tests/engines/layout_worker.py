@@ -31,7 +31,7 @@ from pipeline.config.sections.evaluation import TaskSection
 from pipeline.config.sections.run import Config
 from pipeline.config.shares import Shares
 from pipeline.config.topology import sequence_chunks
-from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype

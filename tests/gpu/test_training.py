@@ -13,7 +13,7 @@ import torch
 from pipeline.checkpoint import named_state
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.optimizers import OptimizerSection
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.runtime.launch import detect, process_group
 from tests.engines.layout_worker import LAST, SAVED, Curve, largest_difference, make_engine, resolved, train

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.initial_values import InitByName

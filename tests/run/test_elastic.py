@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 from pipeline.engines.objective import CrossEntropy
 from pipeline.runtime.launch import Launch
 from pipeline.runtime.launch.group import free_port

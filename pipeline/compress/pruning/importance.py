@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.compress.pruning.observing import Observer, left_out
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.models.decoder_layers import decoder_layers
 
 Sums = dict[str, Tensor]

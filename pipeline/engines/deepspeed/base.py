@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.engines.base import NO_LIMITS, FinishedStep, HostValues, Replica, StepOutcome, UpdateLimits
 from pipeline.engines.common import with_measures
 from pipeline.engines.deepspeed.experts import ExpertMarker

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import Topology
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
     FinishedStep,

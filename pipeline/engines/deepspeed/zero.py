@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
     FinishedStep,

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.experts import apply_expert_parallel
 from pipeline.engines.parallel.stages import keep_stage, split_layers

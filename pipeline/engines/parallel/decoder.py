@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.parallel.collectives import all_gather
 from pipeline.engines.parallel.decoding import DecodingBatch
 from pipeline.engines.parallel.features import FeatureLoss, recording

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.models.attention import RecordAttention
 from pipeline.models.decoder_layers import decoder_layers
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import mm_flop, register_flop_formula
 
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 
 FP16_SCALE = 64.0

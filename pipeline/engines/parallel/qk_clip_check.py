@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.architecture_trial import TOLERANCE, random_model
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.models.attention import ATTENTION_NAME

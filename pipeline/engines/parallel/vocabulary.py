@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.engines.base import PendingStep, StepMeasure, StepOutcome, StepResult, UpdateLimits
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.optim.groups import set_learning_rate

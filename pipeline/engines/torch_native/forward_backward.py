@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
     HostValues,

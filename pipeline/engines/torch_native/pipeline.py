@@ -30,7 +30,7 @@ from torch.distributed.pipelining import schedules
 
 from headrace.base.errors import HeadraceError
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.decoder import Decoder

@@ -17,7 +17,7 @@ from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.optimizers import OptimizerKind
-from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import (
     NO_LIMITS,
     EvaluationSums,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import NO_LIMITS, HostValues, Objective, PendingStep, UpdateLimits, no_host_values
 from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.build import build_optimizer

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.data.dataset import TokenDataset, choose_windows
-from pipeline.data.loader import make_batch
+from pipeline.data.micro_batch import make_batch
 from pipeline.evaluation.heldout.data import count_targets, count_targets_of_each, loss_by_source, targets_of
 from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity
 

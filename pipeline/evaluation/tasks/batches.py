@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.passes import ForwardPass
 

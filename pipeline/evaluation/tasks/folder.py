@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 from pipeline.evaluation.tasks.batches import request_batches
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.figures import generated_figures, ranked_figures

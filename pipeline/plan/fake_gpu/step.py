@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import AXES, Topology
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy

@@ -19,7 +19,8 @@ from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
-from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
+from pipeline.data.loader import StepLoader, heldout_batches
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import require_finite_step

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from headrace.base.errors import TrainingError
 from pipeline.config.sections.run import AnomaliesSection
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import Skips
 from pipeline.engines.base import (
     Engine,

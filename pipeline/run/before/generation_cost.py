@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.loader import most_on_a_rank
+from pipeline.data.step_samples import most_on_a_rank
 from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.run.before.summary import Entry
 from pipeline.run.distillation.kv_cache import cache_bytes_per_token

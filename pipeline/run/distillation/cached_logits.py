@@ -29,7 +29,7 @@ from data_prep.formats.memory_map import map_file
 from headrace.base.directory import Manifest, fingerprint_of
 from headrace.base.errors import DataError
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.data.packed import PackedDataset
 from pipeline.data.sample_order import SampleLocation, SampleOrder
 from pipeline.engines.parallel.vocabulary import VocabularyShard

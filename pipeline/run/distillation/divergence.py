@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]

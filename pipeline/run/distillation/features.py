@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.config.rules.distillation import ATTENTIONS, HIDDEN, layer_map, relation_heads
 from pipeline.config.sections.compression import DistillSection
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.objective import Loss
 from pipeline.engines.parallel.features import Features, WantedFeatures, recording
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard

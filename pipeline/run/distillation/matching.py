@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pipeline.config.sections.compression import AttentionsSection, HiddenStatesSection
 from pipeline.config.topology import sequence_chunks
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.parallel.collectives import all_gather
 from pipeline.engines.parallel.features import Features, WantedFeatures
 from pipeline.engines.parallel.mesh import Mesh

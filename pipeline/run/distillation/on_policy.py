@@ -21,8 +21,9 @@ from torch import Tensor
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import OnPolicySection
-from pipeline.data.loader import IGNORE, MicroBatch, StepBatch, most_on_a_rank, samples_of_rows
+from pipeline.data.micro_batch import IGNORE, MicroBatch, StepBatch
 from pipeline.data.permutation import derive_key, permute
+from pipeline.data.step_samples import most_on_a_rank, samples_of_rows
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.run.distillation.generation import Generator, Prompts

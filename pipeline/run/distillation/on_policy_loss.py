@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.sections.compression import DistillSection
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.objective import Loss
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy_gradient
 from pipeline.run.distillation.divergence import Divergence

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 
 
 def with_samples(batch: MicroBatch, rows: Tensor, tokens: Tensor, *, prompt: int, end_id: int | None) -> MicroBatch:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.data.permutation import derive_key
 from pipeline.engines.objective import Loss
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import Fp8Section, LossSection, MemorySection, MoeSection
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.architecture_trial import has_separate_head
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.engines.parallel.decoder import Decoder

@@ -26,7 +26,7 @@ from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
 from headrace.base.remote_output import finished
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import MicroBatch, make_batch
+from pipeline.data.micro_batch import MicroBatch, make_batch
 from pipeline.data.packed import PackedDataset
 from pipeline.data.sample_order import SampleOrder
 from pipeline.run.distillation.cached_logits import I64, KIND, LogitsFormat, described, file_name, identity

@@ -22,7 +22,7 @@ from pipeline.config.rules.shares import KEY, changes_shapes, share_rule
 from pipeline.config.shares import ShareRule, Shares
 from pipeline.config.topology import Topology
 from pipeline.data.divided import CurrentBatch
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.engines.base import Engine
 from pipeline.models.decoder_layers import decoder_layers
 from pipeline.runtime.metrics.compute_clock import ComputeClock

@@ -16,7 +16,7 @@ from pipeline.compress.pruning.report import unseen_line
 from pipeline.compress.pruning.rules import PruningPlan, prepare
 from pipeline.compress.pruning.selection import Kept, residual_scores, select, top, unseen_experts
 from pipeline.compress.pruning.stored_sums import fingerprint, load_sums
-from pipeline.data.loader import MicroBatch, make_batch
+from pipeline.data.micro_batch import MicroBatch, make_batch
 from pipeline.models.decoder_layers import decoder_layers
 from pipeline.models.folder.loading import load_model
 from tests import warm

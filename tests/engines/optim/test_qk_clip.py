@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import NO_UPDATE, StepOutcome
 from tests.engines.layout_worker import LENGTH, MODEL, VOCABULARY, make_engine, resolved, step_batch
 

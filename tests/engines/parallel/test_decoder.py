@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.decoder import Decoder
 from tests.engines.parallel.allocations import AllocationRecorder

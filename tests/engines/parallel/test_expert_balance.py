@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.named_state import buffer_state
 from pipeline.config.sections.run import MoeSection
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.decoder import Decoder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.sections.run import CompileSection
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.compilation import apply_compile
 from pipeline.engines.parallel.fused_head import FusedHead, LossTask, fuse_head

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from headrace.base.errors import DataError
 from pipeline.data.dataset import TokenDataset, choose_windows
-from pipeline.data.loader import IGNORE, heldout_batches
+from pipeline.data.loader import heldout_batches
+from pipeline.data.micro_batch import IGNORE
 from pipeline.evaluation.heldout.heldout_loss import evaluate
 from tests.evaluation.heldout.small import SEQUENCE, make_masked
 

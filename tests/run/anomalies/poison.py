@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import NO_UPDATE
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard

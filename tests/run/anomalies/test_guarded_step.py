@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.base.errors import TrainingError
 from pipeline.config.sections.run import AnomaliesSection
-from pipeline.data.loader import IGNORE, StepBatch
+from pipeline.data.micro_batch import IGNORE, StepBatch
 from pipeline.data.skips import NO_SKIPS
 from pipeline.engines.base import NO_UPDATE, StepOutcome
 from pipeline.engines.objective import CrossEntropy, Loss

@@ -21,7 +21,7 @@ from headrace.base.directory import read_manifest, verify
 from pipeline.config.load import read_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.data import DataSection
-from pipeline.data.loader import MicroBatch, make_batch
+from pipeline.data.micro_batch import MicroBatch, make_batch
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import open_mixture
 from pipeline.run.distillation.cached_logits import CachedLogits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.sections.compression import DistillSection
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 from pipeline.run.distillation.divergence import (
     Divergence,
     Kind,

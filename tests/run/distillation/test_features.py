@@ -17,7 +17,8 @@ from pipeline.config.load import read_config
 from pipeline.config.rules.distillation import HIDDEN, layer_map
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
-from pipeline.data.loader import IGNORE, MicroBatch, StepLoader
+from pipeline.data.loader import StepLoader
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, MambaConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.data.loader import MicroBatch
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.models.build.meta import build_meta

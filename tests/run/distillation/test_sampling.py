@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.data.loader import IGNORE
+from pipeline.data.micro_batch import IGNORE
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.run.distillation.sampling import Place, Sampler, gumbel, noise_key
 

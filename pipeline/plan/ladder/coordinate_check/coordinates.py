@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.data.loader import MicroBatch, StepLoader
+from pipeline.data.loader import StepLoader
+from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import require_finite_step

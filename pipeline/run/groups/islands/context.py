@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.groups import IslandsSection
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.engines.base import Engine
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import StopSignals

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shard_table import State
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.ledger import Ledger
 from pipeline.run.groups.islands.outer import OuterState

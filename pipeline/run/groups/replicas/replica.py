@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.config.sections.groups import ReplicasSection
-from pipeline.data.loader import MicroBatch, StepBatch, StepLoader
+from pipeline.data.loader import StepLoader
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.groups.islands.lighthouse import Quorum, refuse_other_secret

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.base.cli import guarded, leave
 from pipeline import train
-from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.run.groups.replicas.replica import ReplicaOfRun
 
 

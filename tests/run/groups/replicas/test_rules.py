@@ -16,7 +16,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
-from pipeline.data.loader import samples_of_rows
+from pipeline.data.step_samples import samples_of_rows
 from pipeline.run.groups.replicas.build import digest_of_run, member_at
 from pipeline.run.groups.replicas.deal import divide
 from tests.conftest import tiny_config

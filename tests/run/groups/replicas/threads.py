@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.base.errors import HeadraceError
 from pipeline.config.sections.groups import ReplicasSection
-from pipeline.data.loader import StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.run.groups.islands.lighthouse import LighthouseMember
 from pipeline.run.groups.islands.peers import ExchangeError, Peers, PeerStore
