@@ -120,8 +120,8 @@ def rendezvous_port() -> Iterator[int]:
 
 def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess.Popen[bytes]:
     """Starts a torchrun that is one node of at most two; what it says is in work/said-PROCESSES."""
-    # a node says each second that it is there; after 15 s of silence it is lost, and others are waited for up to 25 s
-    patience = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=15,last_call_timeout=25"
+    # a node says each second that it is there; after 30 s of silence it is lost, and others are waited for up to 60 s
+    patience = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=60"
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={patience}"]
     nodes = ["--rdzv-id=elastic", "--nnodes=1:2", f"--nproc-per-node={processes}", "--max-restarts=3"]
     words = entry_point("train.py", work / "c.json", f"run.dir={run_dir}")
