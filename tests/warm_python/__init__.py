@@ -19,14 +19,17 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-Imported = Literal["training", "data_prep"]
+Imported = Literal["training", "data_prep", "vllm"]
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("python", "python3", "headrace", "torchrun", "deepspeed")
 
 
 @cache
 def folder(imported: Imported = "training") -> Path:
-    """The folder with the programs; starts the server of this process when it is first called."""
+    """The folder with the programs; starts the server of this process when it is first called.
+
+    That of vllm has the Python that `HEADRACE_VLLM_PYTHON` names, and what it runs is of that environment.
+    """
     made = Path(tempfile.mkdtemp(prefix="warm-python-"))
     path = made / "socket"
     for program in PROGRAMS:
@@ -37,7 +40,8 @@ def folder(imported: Imported = "training") -> Path:
             f"from client import main\nmain({str(path)!r}, {name!r})\n"
         )
         script.chmod(0o755)
-    command = [sys.executable, "-m", "tests.warm_python.server", str(path), str(made / "python"), imported]
+    own = os.environ["HEADRACE_VLLM_PYTHON"] if imported == "vllm" else sys.executable
+    command = [own, "-m", "tests.warm_python.server", str(path), str(made / "python"), imported]
     env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=env)
     atexit.register(server.kill)

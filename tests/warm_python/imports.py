@@ -1,8 +1,10 @@
-"""What the fork servers import before they fork: what training needs, or what data prep needs."""
+"""What the fork servers import before they fork: what training, data prep or a consumer of models needs."""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 
 _TRAINING = (
     "pipeline.run.session",
@@ -39,6 +41,13 @@ def import_for_training() -> None:
     from pipeline.run.preload import preload  # noqa: PLC0415
 
     preload(["pipeline.plan.proof.rank"], ("torch", "deepspeed"), ("llama", "qwen3_moe"))
+
+
+def import_for_vllm() -> None:
+    """vLLM, by the worker that scores with it: its settings are read at the import. This project is not there."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "pipeline/evaluation/consumers"))
+    importlib.import_module("vllm_worker")
+    del sys.path[0]
 
 
 def import_for_data_prep() -> None:

@@ -279,7 +279,7 @@ def main() -> None:
     """Imports, then serves."""
     path, executable, imported = sys.argv[1:]
     os.dup2(2, 1)  # output of imports
-    imports.import_for_data_prep() if imported == "data_prep" else imports.import_for_training()
+    getattr(imports, f"import_for_{imported}")()
     Server(path, executable).serve()
 
 

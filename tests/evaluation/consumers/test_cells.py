@@ -33,6 +33,7 @@ def test_every_architecture_scheme_and_tokenizer_has_a_cell() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("warm_vllm")
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_compressed_model_is_accepted_by_what_serves_it(cell: str, work: Path) -> None:
     passed, why = run_cell(cell, work)
