@@ -1,4 +1,4 @@
-"""The commands of the README run as printed, in fewer steps, after data prep on a small corpus in place of the demo's."""
+"""The commands of the README run as printed, in fewer steps, after data prep on a small corpus, not the demo's."""
 
 from __future__ import annotations
 
