@@ -39,7 +39,7 @@ def filled(stage: int, *, micro: int = 1, **keys: Any) -> dict[str, Any]:
 
 ON_THREE = {
     "torch": {
-        "whole weights, 20 steps": filled(0, steps=20),
+        "whole weights": filled(0),
         "gathered per step, micro-batch given way, z-loss in chunks": filled(
             2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}
         ),
@@ -48,8 +48,7 @@ ON_THREE = {
         "bf16": filled(3, bf16={"enabled": True}),
     },
     "deepspeed": {
-        "stage 0": filled(0),
-        "stage 1, 20 steps": filled(1, steps=20),
+        "stage 1": filled(1),
         "stage 2, micro-batch given way, z-loss in chunks": filled(2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}),
         "stage 3, clipped, 20 steps": filled(3, zero=SMALL, gradient_clipping=0.1, steps=20),
         "stage 3, experts": filled(3, zero=SMALL, model=EXPERTS),
@@ -135,7 +134,7 @@ def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess
 
 
 @pytest.mark.parametrize(
-    ("lost", "left"), [pytest.param("first", 2, id="without-rank-0", marks=pytest.mark.integration), ("last", 2)]
+    ("lost", "left"), [pytest.param("first", 2, id="without-rank-0", marks=pytest.mark.sweep), ("last", 2)]
 )
 def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_run(
     work: Path, expected: dict[int, float], rendezvous_port: int, lost: str, left: int
