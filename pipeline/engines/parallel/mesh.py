@@ -121,8 +121,9 @@ def _own_group(groups: Iterable[Sequence[int]], *, name: str) -> dist.ProcessGro
     """Creates all groups of several ranks, none of which share a rank, and returns this rank's own. Collective.
 
     In one split of all ranks under NCCL, as `DeviceMesh` does it: `new_group` would have every rank split once for each
-    group, for cp 2 over 8,192 ranks 4,096 times. Elsewhere each group is made by its own ranks, which needs the names
-    of groups to follow from the ranks (`use_local_synchronization`); MPI has no such groups.
+    group, for cp 2 over 8,192 ranks 4,096 times. Elsewhere each group is made by its own ranks alone
+    (`use_local_synchronization`): torch names it by them and by how many groups each of them has, so the ranks of a
+    group must have made equally many before, as those of one stage have. MPI has no such groups.
 
     The name is what a fault report shows.
     """
