@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests import warm
 from tests.engines.comparison import layout
+from tests.support import output_of
 
 FORWARD, BACKWARD = "model.layers.0 cannot be compiled", "the backward pass of model.layers.0 cannot be compiled"
 
@@ -59,3 +61,28 @@ def test_a_failed_compilation_in_a_pipeline_is_not_hidden_by_torchs_schedule(tmp
     found = messages(tmp_path, {"pipeline": PIPELINE})
     # the last stage's backward pass is the first: of a model of four layers it has the last two
     assert_named(found["pipeline"], layer=BACKWARD.replace("0", "2"))
+
+
+_COMPILES = """
+import torch
+from headrace.base.errors import ConfigError
+from pipeline.engines.parallel.compile_errors import NamingBackend, named
+
+layer = named(torch.compile(lambda x: x.sin() * 2, backend=NamingBackend("inductor", "default")), "model.layers.0")
+try:
+    layer(torch.ones(64))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.integration
+def test_what_a_killed_compiler_has_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert output_of(warm.run("-c", _COMPILES)) == ""
+    for compiled in (tmp_path / "cache").rglob("*.so"):
+        compiled.write_bytes(b"")
+    told = output_of(warm.run("-c", _COMPILES))
+    assert f"try: rm -r {tmp_path / 'cache'} (what a killed compilation leaves there is not whole), or set" in told
+    shutil.rmtree(tmp_path / "cache")
+    assert output_of(warm.run("-c", _COMPILES)) == ""

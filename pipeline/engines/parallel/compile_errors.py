@@ -84,4 +84,12 @@ def named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
 def _refusal(what: str, error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = f"{what} cannot be compiled: {' '.join(lines[:3])[:400]}"
-    return ConfigError(KEY, True, why=why, remedy="set it to false")
+    return ConfigError(KEY, True, why=why, remedy=f"{_without_incomplete_files(str(error))}set it to false")
+
+
+def _without_incomplete_files(error: str) -> str:
+    """What to do about a file of inductor's cache that cannot be loaded: a compiler that was killed leaves one."""
+    from torch._inductor.runtime.runtime_utils import cache_dir  # noqa: PLC0415
+
+    folder = cache_dir()
+    return f"rm -r {folder} (what a killed compilation leaves there is not whole), or " if f"{folder}/" in error else ""
