@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -100,13 +101,17 @@ class RankModel:
         """(Virtual) stages that the rank holds."""
         return len(self.stage_layers)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Elements in all."""
         return sum(self.layers) + self.rest
 
     def apart(self) -> tuple[RankModel, RankModel]:
         """What all data ranks share out, and what those with the same experts do."""
+        return self._apart
+
+    @cached_property
+    def _apart(self) -> tuple[RankModel, RankModel]:
         none = (0,) * len(self.layers)
         rest = tuple(whole - own for whole, own in zip(self.layers, self.experts, strict=True))
         matrices = min(self.matrices, sum(self.experts))

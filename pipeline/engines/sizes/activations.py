@@ -6,6 +6,7 @@ Shapes as in `rank_model`; s bytes per element in forward and backward passes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.assemble import DISTILLATION_CHUNK
@@ -27,12 +28,12 @@ class StepSizes:
     pp_rank: int
     cpu: bool = False
 
-    @property
+    @cached_property
     def size(self) -> int:
         """s."""
         return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
 
-    @property
+    @cached_property
     def states(self) -> float:
         """Bytes per parameter of optimizer states, on this rank's average."""
         section, share = self.run.config.optimizer, self.rank.matrices / self.rank.parameters
@@ -44,42 +45,42 @@ class StepSizes:
         """ZeRO stage."""
         return self.run.config.zero_optimization.stage
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks that share optimizer states."""
         topology = self.run.topology
         data = topology.dp * topology.cp
         return 1 if self.stage == 0 else self.run.config.parallel.hybrid_shard_size or data
 
-    @property
+    @cached_property
     def held(self) -> float:
         """Elements of which this rank keeps optimizer states: its shards, of experts over those that hold the same."""
         whole, experts = (part.parameters for part in self.rank.apart())
         return whole / self.shards + experts / self.run.expert_shards
 
-    @property
+    @cached_property
     def load(self) -> float:
         """Rows of experts on the fullest rank over those that a rank sends."""
         return expert_load(self.run, self.widths).factor
 
-    @property
+    @cached_property
     def chunk(self) -> int | None:
         """Positions of each sample whose logits exist at a time; see `assemble.loss_chunk`."""
         config = self.run.config
         distils = config.distill is not None and not self.run.plain
         return config.loss.chunk or (DISTILLATION_CHUNK if distils else None)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """B T."""
         return self.micro * self.run.batch.sequence_length // self.run.topology.cp
 
-    @property
+    @cached_property
     def accumulation(self) -> int:
         """Micro-batches of a step."""
         return -(-self.run.batch.samples // (self.run.topology.dp * self.micro))
 
-    @property
+    @cached_property
     def waiting(self) -> int:
         """Micro-batches whose I (gradients of inputs) is done and whose W (of weights) is not: of zero bubble."""
         config, kind = self.run.config, self.run.config.parallel.schedule_kind
@@ -87,7 +88,7 @@ class StepSizes:
             return 0  # DualPipeV splits backward passes where fewer activations live
         return min(self.accumulation - 1, self.pp_rank)
 
-    @property
+    @cached_property
     def backward_share(self) -> float:
         """Of a backward pass, what is done when the forward pass beside it ends (`parallel.ep_overlap`); else all.
 
@@ -99,7 +100,7 @@ class StepSizes:
             return 1.0
         return memory.every_n_layers / (memory.every_n_layers + 1)
 
-    @property
+    @cached_property
     def kept(self) -> float:
         """Micro-batches, of all layers of this rank, whose activations live at one time.
 

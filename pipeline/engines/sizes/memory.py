@@ -90,7 +90,9 @@ def phases(
     """
     step = StepSizes(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank, cpu)
     moments = {**_moments(step), **_matrices(step)}
-    beside = host_memory(run, footprint, pp_rank=pp_rank) + TABLES if cpu else 0.0
+    if not cpu:
+        return moments
+    beside = host_memory(run, footprint, pp_rank=pp_rank) + TABLES
     return {name: replace(each, buffers=each.buffers + beside) for name, each in moments.items()}
 
 
