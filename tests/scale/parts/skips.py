@@ -68,7 +68,7 @@ def resumed(steps: int, work: Path) -> Figures:
 
 PARTS = [
     Part(
-        "skips: a step",
+        "data passed over: a step",
         "a rank reads its one sample of a step behind so many rollbacks, from 4,000 shards, with a document mask.",
         "rollbacks",
         (64, 128, 256, 512),
@@ -76,9 +76,9 @@ PARTS = [
         a_step,
     ),
     Part(
-        "skips: resume",
-        "rank 0 finds the skips in the metrics' journal, with a rollback every 4,000 steps; the bytes are those of the"
-        " rows of rollbacks, each of which has all skips before it.",
+        "data passed over: resume",
+        "rank 0 finds what was passed over in the metrics' journal, with a rollback every 4,000 steps; the bytes are"
+        " those of the rows of rollbacks, each of which has all ranges before it.",
         "steps",
         STEPS,
         TARGET,
