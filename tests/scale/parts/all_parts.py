@@ -9,6 +9,7 @@ from tests.scale.parts import (
     islands,
     journals,
     merging,
+    node_checks,
     planning,
     preparation,
     processes,
@@ -17,7 +18,7 @@ from tests.scale.parts import (
 )
 
 _MODULES = (
-    *(processes, rendezvous, islands, checkpoints, copies, data, skips, journals),
+    *(processes, node_checks, rendezvous, islands, checkpoints, copies, data, skips, journals),
     *(planning, preparation, merging),
 )
 PARTS = {part.name: part for module in _MODULES for part in module.PARTS}
