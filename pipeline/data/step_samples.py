@@ -62,9 +62,9 @@ class StepSamples:
 
     def counted(self, step: int) -> npt.NDArray[np.int64]:
         """The samples of a step whose targets this rank counts: those of its rows, or all."""
-        rows = self._of_rows
-        own = np.arange(self._batch.samples) if not self._counts_own else rows[rows < self._batch.samples]
-        return np.asarray(self._first_sample(step) + own, dtype=np.int64)
+        if not self._counts_own:
+            return self.all(step)
+        return np.asarray(self._first_sample(step) + self._of_rows[~self.padding], dtype=np.int64)
 
     def _first_sample(self, step: int) -> int:
         return self._skips.samples(step, per_step=self._batch.samples)[0]

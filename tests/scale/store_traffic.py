@@ -183,10 +183,6 @@ class StoreClient:
         self.send([request])
         return self.receive()
 
-    def close(self) -> None:
-        """Ends the connection."""
-        self._socket.close()
-
     def _bytes(self, count: int) -> bytes:
         data = self._socket.recv(count, socket.MSG_WAITALL) if count else b""
         assert len(data) == count, "the store has closed the connection"
