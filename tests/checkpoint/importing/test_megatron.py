@@ -54,7 +54,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_token_folder(folder)
     for name in STORED:
         with tarfile.open(Path(__file__).parent / "megatron" / f"{name}.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2, as Debian's, has none
+            archive.extractall(folder)
     return folder
 
 
