@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
 from data_prep.tokenizer.long_words import NAMED_CHARACTERS
+from headrace.base.html import document, html, join
 from headrace.base.remote_directory import manifest_of
 
 _BAR = 30
@@ -95,14 +96,14 @@ def print_stats(
 
 def html_page(directory: Path, rows: list[SourceStats], dropped: dict[str, int], long_words: list[str]) -> str:
     """The statistics as a self-contained HTML page."""
-    body = [f"<h1>{escape(str(directory))}</h1>", _html_table(rows)]
+    body = [html("<h1>{}</h1>", directory), _html_table(rows)]
     for row in rows:
         title = f"{row.split}, {row.source}: documents by tokens"
-        body.append(f"<h2>{escape(title)}</h2>{_histogram(row.lengths, title)}")
-    body.append("<h2>Skipped or dropped</h2>" + _reasons(dropped))
+        body.append(html("<h2>{}</h2>{}", title, _histogram(row.lengths, title)))
+    body.append(html("<h2>Skipped or dropped</h2>{}", _reasons(dropped)))
     if long_words:
-        body.append("<h2>Very long words</h2><p>" + "<br>".join(map(escape, long_words)) + "</p>")
-    return _PAGE.replace("BODY", "\n".join(body)).replace("TITLE", escape(directory.name))
+        body.append(html("<h2>Very long words</h2>{}", join(html("<p>{}</p>", line) for line in long_words)))
+    return document(title=directory.name, style=_STYLE, body=join(body, between="\n"))
 
 
 def _sum_lengths(rows: list[SourceStats]) -> list[int]:
@@ -113,44 +114,42 @@ def _sum_lengths(rows: list[SourceStats]) -> list[int]:
     return sums
 
 
-def _html_table(rows: list[SourceStats]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("split", "source", "documents", "tokens", "bytes per token"))
+def _html_table(rows: list[SourceStats]) -> Markup:
+    heads = join(html("<th>{}</th>", name) for name in ("split", "source", "documents", "tokens", "bytes per token"))
     cells = (
         (row.split, row.source, f"{row.documents:,}", f"{row.tokens:,}", f"{row.bytes_per_token:.3f}") for row in rows
     )
-    lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in cells)
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+    lines = (html("<tr>{}</tr>", join(html("<td>{}</td>", cell) for cell in line)) for line in cells)
+    return html("<table><tr>{}</tr>{}</table>", heads, join(lines))
 
 
-def _histogram(lengths: tuple[int, ...], title: str) -> str:
+def _histogram(lengths: tuple[int, ...], title: str) -> Markup:
     highest, step = max([*lengths, 1]), _WIDTH / max(1, len(lengths))
-    bars: list[str] = []
+    bars: list[Markup] = []
     for k, count in enumerate(lengths):
         height = _HEIGHT * count / highest
+        place = (k * step, _HEIGHT - height, step - _GAP, height)
         words = f"{1 << k:,} to {(2 << k) - 1:,} tokens: {count:,} documents"
-        place = f'x="{k * step:.1f}" y="{_HEIGHT - height:.1f}" width="{step - _GAP:.1f}" height="{height:.1f}"'
-        label = f'<text x="{k * step + step / 2:.1f}" y="{_HEIGHT + 14}">{_short(1 << k)}</text>'
-        bars.append(f"<rect {place}><title>{words}</title></rect>{label}")
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT + 20}" width="{_WIDTH}"'
-    return f'<svg {size} role="img" aria-label="{escape(title)}">{"".join(bars)}</svg>'
+        bar = '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
+        label = html('<text x="{:.1f}" y="{}">{}</text>', k * step + step / 2, _HEIGHT + 14, _short(1 << k))
+        bars.append(html(bar, *place, words) + label)
+    svg = '<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{title}">{bars}</svg>'
+    return html(svg, width=_WIDTH, height=_HEIGHT + 20, title=title, bars=join(bars))
 
 
-def _reasons(dropped: dict[str, int]) -> str:
+def _reasons(dropped: dict[str, int]) -> Markup:
     if not dropped:
-        return "<p>Nothing.</p>"
-    rows = (f"<tr><td>{escape(r)}</td><td>{n:,}</td></tr>" for r, n in sorted(dropped.items(), key=lambda i: -i[1]))
-    return f"<table><tr><th>reason</th><th>documents</th></tr>{''.join(rows)}</table>"
+        return Markup("<p>Nothing.</p>")
+    ordered = sorted(dropped.items(), key=lambda item: -item[1])
+    rows = join(html("<tr><td>{}</td><td>{:,}</td></tr>", reason, count) for reason, count in ordered)
+    return html("<table><tr><th>reason</th><th>documents</th></tr>{}</table>", rows)
 
 
 def _short(tokens: int) -> str:
     return f"{tokens}" if tokens < 1024 else f"{tokens >> 10}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-:root { color-scheme: light dark; --bar: #2a6f97; }
+_STYLE = """:root { color-scheme: light dark; --bar: #2a6f97; }
 @media (prefers-color-scheme: dark) { :root { --bar: #61a5c2; } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; } th, td { padding: .2rem .8rem .2rem 0; text-align: right; }
@@ -158,7 +157,4 @@ th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: l
 th { border-bottom: 1px solid; font-weight: 600; } h2 { font-size: 1rem; margin-top: 2rem; }
 svg { max-width: 100%; height: auto; } rect { fill: var(--bar); }
 text { font-size: 10px; fill: currentColor; text-anchor: middle; }
-</style></head><body>
-BODY
-</body></html>
 """

@@ -19,10 +19,12 @@ from data_prep.config.corpus import load
 from data_prep.formats.tokenfile import open_split
 from data_prep.job import estimate, prepare
 from data_prep.job.progress import Display
+from data_prep.job.stats import SourceStats, html_page
 from data_prep.task import Counts
 from data_prep.tokenizer import train
 from headrace.base.directory import read_manifest
 from tests.data_prep.conftest import cli, write_config
+from tests.html_pages import HOSTILE, assert_inert
 
 COMMAND = [sys.executable, "-m", "data_prep"]
 
@@ -75,6 +77,11 @@ def test_stats_add_up_to_the_manifest(finished: Path) -> None:
             assert f"{sums['tokens']:,}" in shown
     cli("stats", "tokens", "--html", "stats.html")
     assert "<svg" in (finished / "stats.html").read_text()
+
+
+def test_names_on_the_page_of_statistics_are_text(tmp_path: Path) -> None:
+    rows = [SourceStats(HOSTILE, HOSTILE, 3, 30, 90, (0, 1, 2))]
+    assert_inert(html_page(tmp_path / HOSTILE.replace("/", "-"), rows, {HOSTILE: 2}, [HOSTILE]))
 
 
 def test_plan_estimates_tokens_and_time(work: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_wheel_has_the_configs_the_job_scripts_and_the_demo(installed: Path)
         here = sorted(path.name for path in (ROOT / folder).iterdir() if path.is_file())
         assert sorted(path.name for path in (share / folder).iterdir()) == here
         assert all((share / folder / name).read_bytes() == (ROOT / folder / name).read_bytes() for name in here)
-    assert (installed / "pipeline/evaluation/report/page.html").is_file()
+    assert (installed / "pipeline/evaluation/report/page.css").is_file()
     assert (installed / "pipeline/plan/fake_gpu/cuda_guard.cpp").is_file()
     assert not list(installed.glob("tests*"))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator, ScalarFormatter
@@ -48,7 +49,7 @@ class Chart:
     """Contents of a chart.
 
     Attributes:
-        name: unique on the page, for ids.
+        name: unique on the page, for ids: letters, digits and hyphens, no text from an input.
         title: with the unit.
         lines: at least one.
         show: format of a value on the y axis; None for plain decimals.
@@ -84,7 +85,7 @@ class Chart:
         return self.highest() if self.highest() > self.limits()[1] else None
 
 
-def draw(chart: Chart, *, width: int, height: int, variant: str = "", label: Label | None = None) -> str:
+def draw(chart: Chart, *, width: int, height: int, variant: str = "", label: Label | None = None) -> Markup:
     """Draws a chart as an `<svg>` element.
 
     Args:

@@ -56,14 +56,14 @@ def side_charts(group: CurveGroup) -> list[Chart]:
 
 def _task_charts(group: CurveGroup) -> Iterator[Chart]:
     """A chart for each task that a run was evaluated on, of the first of its figures."""
-    for task in dict.fromkeys(name for _, run in group.runs for name in run.tasks):
+    for number, task in enumerate(dict.fromkeys(name for _, run in group.runs for name in run.tasks)):
         rows = [row for _, run in group.runs for row in run.tasks.get(task, ())]
         name = next((name for name in NAMES if any(name in row for row in rows)), None)
         if name is not None:
             found = [(place, run, *run.task_figure(task, name)) for place, run in group.runs]
             lines = [ChartLine(place, run.name, at, values) for place, run, at, values in found if at.size]
             title = f"{task}: {name.replace('_', ' ')}"
-            yield Chart(f"{group.name}-task-{task.replace('/', '-')}", title, lines, smoothed=False)
+            yield Chart(f"{group.name}-task{number}", title, lines, smoothed=False)
 
 
 def remarks(group: CurveGroup, chart: Chart) -> Iterator[str]:

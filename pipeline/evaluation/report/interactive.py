@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
+from headrace.base.html import html
 from pipeline.evaluation.report import svg
 from pipeline.evaluation.report.charts import Chart, ChartLine, Label, plot_area
 from pipeline.evaluation.report.runs import Series
@@ -21,18 +22,18 @@ POINTS = 2000
 """Points of a line that the script has: more than are drawn, for zooming in."""
 
 
-def plot(chart: Chart, drawing: str, *, width: int, height: int, label: Label | None = None) -> str:
+def plot(chart: Chart, drawing: Markup, *, width: int, height: int, label: Label | None = None) -> Markup:
     """A drawing with what the script needs to place values in it."""
     area = ",".join(f"{value:g}" for value in plot_area(chart, width=width, height=height, label=label))
-    return f'<div class="plot" data-chart="{escape(chart.name)}" data-area="{area}">{drawing}</div>'
+    return html('<div class="plot" data-chart="{}" data-area="{}">{}</div>', chart.name, area, drawing)
 
 
-def data_script(charts: Sequence[Chart]) -> str:
+def data_script(charts: Sequence[Chart]) -> Markup:
     """The numbers of all charts, as a JSON element of the page."""
     found = {chart.name: _chart(chart) for chart in charts}
-    # a tag within a name would end the element
+    # text of a script element is not unescaped: a tag within a name, which would end the element, is written for JSON
     text = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="charts">{text}</script>'
+    return html('<script type="application/json" id="charts">{}</script>', Markup(text))
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from pathlib import Path
 
+from markupsafe import Markup
+
 from headrace.base.directory import MANIFEST, read_manifest
+from headrace.base.html import NOTHING, html, join
 from pipeline.evaluation.comparison.rows import Row, as_csv, as_json
 from pipeline.evaluation.comparison.table import (
     COLUMNS,
@@ -24,52 +26,59 @@ from pipeline.models.card.lineage import lineage_of
 from pipeline.models.card.steps_text import SHORT
 
 
-def model_sections(inputs: Inputs, rows: Sequence[Row]) -> str:
+def model_sections(inputs: Inputs, rows: Sequence[Row]) -> Markup:
     """All of them; empty for a report of runs alone."""
     if inputs.comparison is None:
-        return ""
+        return NOTHING
     measured = [row for row in rows if row.not_run is None]
     parts = [_models(inputs, rows), *_generation(measured), *_sources(measured), _pictures(rows)]
     parts += [_samples(inputs, measured), _lineages(rows), _hardware(measured)]
-    return "\n".join(filter(None, parts))
+    return join(filter(None, parts), between="\n")
 
 
-def definitions(pairs: Iterable[tuple[str, str]]) -> str:
+def definitions(pairs: Iterable[tuple[str, str]]) -> Markup:
     """A list of terms and texts."""
-    items = "\n".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in pairs)
-    return f"<dl>\n{items}\n</dl>"
+    items = (html("<div><dt>{}</dt><dd>{}</dd></div>", term, text) for term, text in pairs)
+    return html("<dl>\n{}\n</dl>", join(items, between="\n"))
 
 
-def _models(inputs: Inputs, rows: Sequence[Row]) -> str:
+def _section(heading: str, *parts: Markup) -> Markup:
+    return html("<section>\n<h2>{}</h2>\n{}\n</section>", heading, join(filter(None, parts), between="\n"))
+
+
+def _note(text: str | Markup) -> Markup:
+    return html('<p class="note">{}</p>', text)
+
+
+def _models(inputs: Inputs, rows: Sequence[Row]) -> Markup:
     assert inputs.comparison is not None
     compared = next((row.positions for row in rows if row.positions), 0)
-    scored = f"Scored: {escape(scope(rows, inputs.comparison.data))}. On {escape(where(rows))}."
-    scored += f" KL and top-1 agreement over {compared:,} positions, to {escape(rows[0].name)}."
-    return (
-        "<section>\n<h2>Models</h2>\n"
-        f"{_table(rows, COLUMNS, label='Models')}\n"
-        f'<p class="note">{scored} Each model was loaded from its folder in a process of its own.</p>\n'
-        f"{_not_run(rows)}{_downloads(rows)}\n{_how(COLUMNS)}\n</section>"
+    scored = f"Scored: {scope(rows, inputs.comparison.data)}. On {where(rows)}."
+    scored += f" KL and top-1 agreement over {compared:,} positions, to {rows[0].name}."
+    note = _note(f"{scored} Each model was loaded from its folder in a process of its own.")
+    return _section(
+        "Models", _table(rows, COLUMNS, label="Models"), note, *_not_run(rows), _downloads(rows), _how(COLUMNS)
     )
 
 
-def _not_run(rows: Sequence[Row]) -> str:
-    lines = [f"{row.name} with {row.consumer} was not run: {row.not_run}." for row in rows if row.not_run is not None]
-    return "".join(f'<p class="note">{escape(line)}</p>\n' for line in lines)
+def _not_run(rows: Sequence[Row]) -> Iterator[Markup]:
+    for row in rows:
+        if row.not_run is not None:
+            yield _note(f"{row.name} with {row.consumer} was not run: {row.not_run}.")
 
 
-def _downloads(rows: Sequence[Row]) -> str:
+def _downloads(rows: Sequence[Row]) -> Markup:
     """Links that hold the data themselves."""
 
-    def link(name: str, kind: str, text: str) -> str:
+    def link(name: str, kind: str, text: str) -> Markup:
         data = base64.b64encode(text.encode()).decode()
-        return f'<a download="{name}" href="data:{kind};base64,{data}">{name}</a>'
+        return html('<a download="{name}" href="data:{kind};base64,{data}">{name}</a>', name=name, kind=kind, data=data)
 
     links = [link("models.csv", "text/csv", as_csv(rows)), link("models.json", "application/json", as_json(rows))]
-    return f'<p class="note">All figures, to download: {", ".join(links)}.</p>'
+    return _note(html("All figures, to download: {}.", join(links, between=", ")))
 
 
-def _generation(rows: Sequence[Row]) -> Iterator[str]:
+def _generation(rows: Sequence[Row]) -> Iterator[Markup]:
     batches = batches_of(rows)
     if not batches:
         return
@@ -79,55 +88,47 @@ def _generation(rows: Sequence[Row]) -> Iterator[str]:
     note = f"{lengths}, greedy decoding, each model in a process of its own."
     if not all(each.peak_of_batch for row in rows for each in row.generation):
         note += " The kernel did not allow to start the high-water mark anew: peak memory is since the process began."
-    yield (
-        f"<section>\n<h2>Generation</h2>\n{_table(rows, columns, label='Generation')}\n"
-        f'<p class="note">{note}</p>\n{_how(columns[1:3])}\n</section>'
-    )
+    yield _section("Generation", _table(rows, columns, label="Generation"), _note(note), _how(columns[1:3]))
 
 
-def _sources(rows: Sequence[Row]) -> Iterator[str]:
+def _sources(rows: Sequence[Row]) -> Iterator[Markup]:
     names = sources_of(rows)
     if len(names) > 1:
-        yield (
-            f"<section>\n<h2>Held-out loss by source</h2>\n{_table(rows, source_columns(names), label='Sources')}\n"
-            '<p class="note">Nats per token over the windows of each source of the corpus.</p>\n</section>'
-        )
+        note = _note("Nats per token over the windows of each source of the corpus.")
+        yield _section("Held-out loss by source", _table(rows, source_columns(names), label="Sources"), note)
 
 
-def _pictures(rows: Sequence[Row]) -> str:
-    figures = [size_quality_figure(rows), *sensitivity_figures(rows)]
-    shown = "\n".join(filter(None, figures))
-    return f"<section>\n<h2>Size and quality</h2>\n{shown}\n</section>" if shown else ""
+def _pictures(rows: Sequence[Row]) -> Markup:
+    figures = list(filter(None, [size_quality_figure(rows), *sensitivity_figures(rows)]))
+    return _section("Size and quality", *figures) if figures else NOTHING
 
 
-def _samples(inputs: Inputs, rows: Sequence[Row]) -> str:
+def _samples(inputs: Inputs, rows: Sequence[Row]) -> Markup:
     """The same prompts, continued by each model, side by side."""
     if not inputs.prompts:
-        return ""
+        return NOTHING
     assert inputs.comparison is not None
     parts = []
     for number, prompt in enumerate(inputs.prompts):
-        cells = "\n".join(
-            f"<article>\n<h3>{escape(row.label)}</h3>\n"
-            f"<pre><b>{escape(prompt)}</b>{escape(row.samples[number])}</pre>\n</article>"
+        cells = (
+            html("<article>\n<h3>{}</h3>\n<pre><b>{}</b>{}</pre>\n</article>", row.label, prompt, row.samples[number])
             for row in rows
             if number < len(row.samples)
         )
-        parts.append(f'<div class="samples">\n{cells}\n</div>')
+        parts.append(html('<div class="samples">\n{}\n</div>', join(cells, between="\n")))
     most = inputs.comparison.wanted.sample_tokens
     how = f"by up to {most} tokens, by greedy decoding, up to the end of the text"
-    note = f"The prompt is <b>bold</b>. Each model continues it {how}."
-    return f'<section>\n<h2>Samples</h2>\n{"".join(parts)}\n<p class="note">{note}</p>\n</section>'
+    return _section("Samples", join(parts), _note(html("The prompt is <b>bold</b>. Each model continues it {}.", how)))
 
 
-def _lineages(rows: Sequence[Row]) -> str:
+def _lineages(rows: Sequence[Row]) -> Markup:
     first: dict[Path, Row] = {}
     for row in rows:
         first.setdefault(row.path, row)
-    shown = "\n".join(
-        f"<article>\n<h3>{escape(row.name)}</h3>\n{definitions(_lineage(row))}\n</article>" for row in first.values()
+    shown = (
+        html("<article>\n<h3>{}</h3>\n{}\n</article>", row.name, definitions(_lineage(row))) for row in first.values()
     )
-    return f'<section>\n<h2>Lineage</h2>\n<div class="runs">\n{shown}\n</div>\n</section>'
+    return _section("Lineage", html('<div class="runs">\n{}\n</div>', join(shown, between="\n")))
 
 
 def _lineage(row: Row) -> Iterator[tuple[str, str]]:
@@ -163,23 +164,25 @@ def _step(step: dict[str, object]) -> str:
     return ", ".join(found) or "no details recorded"
 
 
-def _hardware(rows: Sequence[Row]) -> str:
-    return f"<section>\n<h2>Measured on</h2>\n{definitions(hardware(rows))}\n</section>"
+def _hardware(rows: Sequence[Row]) -> Markup:
+    return _section("Measured on", definitions(hardware(rows)))
 
 
-def _how(columns: Sequence[Column]) -> str:
+def _how(columns: Sequence[Column]) -> Markup:
     shown = definitions([(", ".join(filter(None, (c.head, c.unit))), c.how) for c in columns])
-    return f'<details class="how"><summary>How each column is measured</summary>\n{shown}\n</details>'
+    return html('<details class="how"><summary>How each column is measured</summary>\n{}\n</details>', shown)
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column], *, label: str) -> str:
-    heads = "".join(f'<th scope="col">{escape(c.head)}<small>{escape(c.unit)}</small></th>' for c in columns)
-    lines = "\n".join(
-        f'<tr><th scope="row">{escape(row.name)}</th>{"".join(f"<td>{escape(c.show(row))}</td>" for c in columns)}</tr>'
+def _table(rows: Sequence[Row], columns: Sequence[Column], *, label: str) -> Markup:
+    heads = join(html('<th scope="col">{}<small>{}</small></th>', c.head, c.unit) for c in columns)
+    lines = (
+        html('<tr><th scope="row">{}</th>{}</tr>', row.name, join(html("<td>{}</td>", c.show(row)) for c in columns))
         for row in rows
     )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">\n'
-        f'<table>\n<thead><tr><th scope="col">model</th>{heads}</tr></thead>\n'
-        f"<tbody>\n{lines}\n</tbody>\n</table>\n</div>"
+    return html(
+        '<div class="scroll" tabindex="0" role="region" aria-label="{}">\n'
+        '<table>\n<thead><tr><th scope="col">model</th>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>\n</div>',
+        label,
+        heads,
+        join(lines, between="\n"),
     )

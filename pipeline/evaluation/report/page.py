@@ -1,13 +1,14 @@
-"""Renders the HTML page: self-contained, from the template page.html and the style sheet page.css."""
+"""Renders the report as one self-contained HTML page, with the style sheet page.css and the script page.js."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
-from string import Template
+
+from markupsafe import Markup
 
 from headrace.base.directory import code_version
+from headrace.base.html import NOTHING, document, html, join
 from pipeline.evaluation.comparison.rows import Row
 from pipeline.evaluation.report import svg
 from pipeline.evaluation.report.charts import Chart, Label, draw, name_label, value_label
@@ -20,25 +21,46 @@ from pipeline.evaluation.report.model_section import definitions, model_sections
 from pipeline.evaluation.report.runs import RunRecord
 
 _HERE = Path(__file__).parent
-_HINT = (
+_HINT = Markup(
     '<p class="note hint" hidden>Point at a curve for its values; drag over a part to zoom, double-click to go back.'
     "</p>"
 )
 
 
 def page(inputs: Inputs, rows: Sequence[Row]) -> str:
-    """The HTML document; all text from inputs is escaped."""
-    template = Template((_HERE / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        title=escape(", ".join(inputs.names)),
+    """The HTML document of a report."""
+    charts = [chart for group in _groups(inputs) for chart in (loss_chart(group), *side_charts(group))]
+    return headrace_page(
+        title=", ".join(inputs.names),
         heading=_heading(inputs),
-        models=model_sections(inputs, rows),
-        runs=_runs(inputs),
-        data=data_script([chart for group in _groups(inputs) for chart in (loss_chart(group), *side_charts(group))]),
+        sections=[model_sections(inputs, rows), _runs(inputs)],
+        data=data_script(charts),
         script=(_HERE / "page.js").read_text(encoding="utf-8"),
-        code=escape(code_text()),
     )
+
+
+def headrace_page(
+    *, title: str, heading: str, sections: Iterable[Markup], data: Markup = NOTHING, script: str = ""
+) -> str:
+    """An HTML document in the look of a report.
+
+    Args:
+        title: shown by the browser after the project's name.
+        heading: the page's first line.
+        sections: contents, in this order.
+        data: an element that `script` reads.
+        script: JavaScript of the page.
+    """
+    body = html(
+        '<main>\n<header>\n<p class="brand">Headrace</p>\n<h1>{}</h1>\n</header>\n{}\n'
+        "<footer>Written by {}.</footer>\n</main>\n{}",
+        heading,
+        join(sections, between="\n"),
+        code_text(),
+        data,
+    )
+    style = (_HERE / "page.css").read_text(encoding="utf-8")
+    return document(title=f"Headrace: {title}", style=style, body=body, script=script)
 
 
 def _groups(inputs: Inputs) -> list[CurveGroup]:
@@ -51,59 +73,63 @@ def _heading(inputs: Inputs) -> str:
     return "Models and the runs that made them" if inputs.runs else "Models"
 
 
-def _runs(inputs: Inputs) -> str:
+def _runs(inputs: Inputs) -> Markup:
     """The sections of the runs: their curves, goodput, and a summary of each. Empty for a report of models alone."""
     if not inputs.runs:
-        return ""
-    curves = "\n".join(_group(group, alone=len(inputs.runs) == 1) for group in _groups(inputs))
-    runs = "\n".join(_run(place, run, inputs) for place, run in enumerate(inputs.runs))
-    return (
-        f"<section>\n<h2>Training</h2>\n{_HINT}\n{curves}\n</section>\n"
-        f"{goodput_section(inputs.runs)}\n"
-        f'<section>\n<h2>Runs</h2>\n<div class="runs">\n{runs}\n</div>\n</section>'
+        return NOTHING
+    curves = join((_group(group, alone=len(inputs.runs) == 1) for group in _groups(inputs)), between="\n")
+    runs = join((_run(place, run, inputs) for place, run in enumerate(inputs.runs)), between="\n")
+    return html(
+        "<section>\n<h2>Training</h2>\n{}\n{}\n</section>\n{}\n"
+        '<section>\n<h2>Runs</h2>\n<div class="runs">\n{}\n</div>\n</section>',
+        _HINT,
+        curves,
+        goodput_section(inputs.runs),
+        runs,
     )
 
 
-def _group(group: CurveGroup, *, alone: bool) -> str:
+def _group(group: CurveGroup, *, alone: bool) -> Markup:
     """Legend, the loss chart in a wide and a narrow version of which the style sheet shows one, and small charts."""
     loss = loss_chart(group)
     wide = _plot(loss, width=960, height=340, label=name_label)
     narrow = _plot(loss, width=360, height=280, variant="-narrow", label=value_label)
-    drawings = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    legend = "" if alone else f'<ul class="legend">{"".join(_legend(place, run) for place, run in group.runs)}</ul>'
-    return "\n".join([legend, _figure(loss, drawings, remarks(group, loss)), _small(side_charts(group))])
+    drawings = html('<div class="wide">{}</div><div class="narrow">{}</div>', wide, narrow)
+    names = join(_legend(place, run) for place, run in group.runs)
+    legend = NOTHING if alone else html('<ul class="legend">{}</ul>', names)
+    return join([legend, _figure(loss, drawings, remarks(group, loss)), _small(side_charts(group))], between="\n")
 
 
-def _plot(chart: Chart, *, width: int, height: int, variant: str = "", label: Label | None = None) -> str:
+def _plot(chart: Chart, *, width: int, height: int, variant: str = "", label: Label | None = None) -> Markup:
     drawing = draw(chart, width=width, height=height, variant=variant, label=label)
     return plot(chart, drawing, width=width, height=height, label=label)
 
 
-def _small(charts: Sequence[Chart]) -> str:
+def _small(charts: Sequence[Chart]) -> Markup:
     figures = [_figure(chart, _plot(chart, width=306, height=200), cut_remark(chart)) for chart in charts]
     layout = "small" if len(figures) % 3 == 0 else "small pairs"
-    return f'<div class="{layout}">\n{"".join(figures)}\n</div>'
+    return html('<div class="{}">\n{}\n</div>', layout, join(figures))
 
 
-def _figure(chart: Chart, drawing: str, notes: Iterable[str] = ()) -> str:
-    text = escape(" ".join(notes))
-    note = f"<figcaption>{text}</figcaption>" if text else ""
-    return f"<figure>\n<h3>{escape(chart.title)}</h3>\n{drawing}\n{note}</figure>"
+def _figure(chart: Chart, drawing: Markup, notes: Iterable[str] = ()) -> Markup:
+    text = " ".join(notes)
+    note = html("<figcaption>{}</figcaption>", text) if text else NOTHING
+    return html("<figure>\n<h3>{}</h3>\n{}\n{}</figure>", chart.title, drawing, note)
 
 
-def _legend(place: int, run: RunRecord) -> str:
-    return f"<li>{_swatch(place)}{escape(run.name)}</li>"
+def _legend(place: int, run: RunRecord) -> Markup:
+    return html("<li>{}{}</li>", _swatch(place), run.name)
 
 
-def _swatch(place: int) -> str:
+def _swatch(place: int) -> Markup:
     dashes = " ".join(f"{1.8 * length:g}" for length in svg.dash(place))
     look = f"stroke:var(--series-{place % len(svg.SERIES) + 1});stroke-width:1.8;stroke-dasharray:{dashes or 'none'}"
-    return f'<svg class="swatch" viewBox="0 0 28 8" aria-hidden="true"><path d="M0 4H28" style="{look}"/></svg>'
+    return html('<svg class="swatch" viewBox="0 0 28 8" aria-hidden="true"><path d="M0 4H28" style="{}"/></svg>', look)
 
 
-def _run(place: int, run: RunRecord, inputs: Inputs) -> str:
+def _run(place: int, run: RunRecord, inputs: Inputs) -> Markup:
     pairs = facts(run, inputs.folders)
-    return f"<article>\n<h3>{_swatch(place)}{escape(run.name)}</h3>\n{definitions(pairs)}\n</article>"
+    return html("<article>\n<h3>{}{}</h3>\n{}\n</article>", _swatch(place), run.name, definitions(pairs))
 
 
 def code_text() -> str:

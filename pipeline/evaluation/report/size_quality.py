@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any
 
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from headrace.base.directory import MANIFEST, read_manifest
+from headrace.base.html import NOTHING, html, join
 from pipeline.evaluation.comparison.rows import Row
 from pipeline.evaluation.comparison.size_quality import Look, Picture, draw, pareto, picture_of
 from pipeline.evaluation.report import svg
@@ -17,11 +18,11 @@ _PIXELS_PER_INCH = 72
 _MOST_LAYERS = 60
 
 
-def size_quality_figure(rows: Sequence[Row]) -> str:
+def size_quality_figure(rows: Sequence[Row]) -> Markup:
     """The picture in a wide and a narrow drawing; nothing where fewer than two models were measured."""
     picture = picture_of(rows)
     if picture is None:
-        return ""
+        return NOTHING
     wide = _drawn(picture, width=960, height=380, name="size")
     narrow = _drawn(picture, width=360, height=320, name="size-narrow")
     left_out = [row.name for row in rows if row.mean_kl == 0] if "KL" in picture.axis else []
@@ -29,10 +30,13 @@ def size_quality_figure(rows: Sequence[Row]) -> str:
     best = pareto(picture.points)
     frontier = "Dashed: the Pareto frontier, the models that no other one is both smaller and better than."
     note = (frontier if len(best) > 1 else f"{best[0].label} is smaller and better than all others in it.") + zero
-    return (
-        f"<figure>\n<h3>{escape(_title(picture))}</h3>\n"
-        f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>\n'
-        f"<figcaption>{escape(note)}</figcaption></figure>"
+    return html(
+        '<figure>\n<h3>{}</h3>\n<div class="wide">{}</div><div class="narrow">{}</div>\n'
+        "<figcaption>{}</figcaption></figure>",
+        _title(picture),
+        wide,
+        narrow,
+        note,
     )
 
 
@@ -40,7 +44,7 @@ def _title(picture: Picture) -> str:
     return f"{picture.axis[0].upper()}{picture.axis[1:]}, against weights on disk"
 
 
-def _drawn(picture: Picture, *, width: int, height: int, name: str) -> str:
+def _drawn(picture: Picture, *, width: int, height: int, name: str) -> Markup:
     with svg.settings():
         figure = Figure(figsize=(width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH), layout="constrained")
         figure.patch.set_visible(False)
@@ -53,7 +57,7 @@ def _drawn(picture: Picture, *, width: int, height: int, name: str) -> str:
         return svg.inline(figure, name=name, label=f"Size and quality: weights on disk against {picture.axis}")
 
 
-def sensitivity_figures(rows: Sequence[Row]) -> Iterator[str]:
+def sensitivity_figures(rows: Sequence[Row]) -> Iterator[Markup]:
     """A bar chart of each model whose manifest has the KL that quantizing one layer alone causes."""
     seen = set()
     for row in rows:
@@ -71,24 +75,34 @@ def _sensitivity(row: Row) -> list[dict[str, Any]]:
     return [each for each in recorded if isinstance(each, dict) and isinstance(each.get("kl"), int | float)]
 
 
-def _bars(name: str, entries: Sequence[dict[str, Any]]) -> str:
+def _bars(name: str, entries: Sequence[dict[str, Any]]) -> Markup:
     """Horizontal bars, the most sensitive first; their length is proportional to the KL."""
     ordered = sorted(entries, key=lambda each: -each["kl"])
     shown, highest = ordered[:_MOST_LAYERS], max(ordered[0]["kl"], 1e-300)
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(str(each.get("layer", "")))}</th><td>{escape(str(each.get("scheme", "")))}</td>'
-        f'<td class="bar"><span style="width:{100 * max(each["kl"], 0) / highest:.1f}%"></span></td>'
-        f"<td>{each['kl']:.2e}</td><td>{_megabytes(each.get('bytes'))}</td></tr>"
+    rows = (
+        html(
+            '<tr><th scope="row">{}</th><td>{}</td><td class="bar"><span style="width:{:.1f}%"></span></td>'
+            "<td>{:.2e}</td><td>{}</td></tr>",
+            each.get("layer", ""),
+            each.get("scheme", ""),
+            100 * max(each["kl"], 0) / highest,
+            each["kl"],
+            _megabytes(each.get("bytes")),
+        )
         for each in shown
     )
     rest = f" {len(ordered) - len(shown)} less sensitive layers are left out." if len(ordered) > len(shown) else ""
     note = "KL to the original, in nats, with one layer alone in the scheme beside it, and the layer's bytes in it."
-    heads = "".join(f"<th scope=col>{head}</th>" for head in ("layer", "scheme", "", "KL", "MB"))
-    return (
-        f"<figure>\n<h3>Sensitivity of the layers of {escape(name)}</h3>\n"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Sensitivity of {escape(name)}">\n'
-        f'<table class="bars"><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
-        f"<figcaption>{note}{rest}</figcaption></figure>"
+    heads = join(html('<th scope="col">{}</th>', head) for head in ("layer", "scheme", "", "KL", "MB"))
+    return html(
+        "<figure>\n<h3>Sensitivity of the layers of {name}</h3>\n"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Sensitivity of {name}">\n'
+        '<table class="bars"><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
+        "<figcaption>{note}</figcaption></figure>",
+        name=name,
+        heads=heads,
+        rows=join(rows, between="\n"),
+        note=note + rest,
     )
 
 

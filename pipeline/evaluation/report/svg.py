@@ -10,10 +10,12 @@ import io
 import re
 import warnings
 from contextlib import AbstractContextManager
-from html import escape
 
 import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.figure import Figure
+
+from headrace.base.html import html
 
 TEXT, GRID, GROUND = "#fe0001", "#fe0002", "#fe0003"
 SERIES = tuple(f"#fe00a{i}" for i in range(6))
@@ -60,12 +62,13 @@ def settings() -> AbstractContextManager[None]:
     return context
 
 
-def inline(figure: Figure, *, name: str, label: str) -> str:
+def inline(figure: Figure, *, name: str, label: str) -> Markup:
     """Writes a figure as an `<svg>` element.
 
     Args:
         figure: drawn within `settings()`, in placeholder colors.
-        name: unique on the page; prefixed to all ids, since clip paths are found by id in the whole page.
+        name: unique on the page, letters, digits and hyphens; prefixed to all ids, since clip paths are found by id in
+            the whole page.
         label: description for screen readers.
     """
     buffer = io.StringIO()
@@ -77,16 +80,24 @@ def inline(figure: Figure, *, name: str, label: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|defs)>\s*(<rdf:RDF.*?|<style.*?)</\1>", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{name}-', text).replace("url(#", f"url(#{name}-")
-    text = re.sub(r'xlink:href="#', f'href="#{name}-', text)
-    for placeholder, role in _ROLES.items():
-        text = text.replace(placeholder, role)
+    assert re.fullmatch(r"[\w-]+", name)
+    text = re.sub(r"<[^>]*>", lambda tag: _on_page(tag[0], name), text)
     return _opening(text, label)
 
 
-def _opening(text: str, label: str) -> str:
+def _on_page(tag: str, name: str) -> str:
+    """A tag with ids of its own and with the page's colors; text between tags stays as it is."""
+    tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
+    tag = re.sub(r'xlink:href="#', f'href="#{name}-', tag)
+    for placeholder, role in _ROLES.items():
+        tag = tag.replace(placeholder, role)
+    return tag
+
+
+def _opening(text: str, label: str) -> Markup:
     """Replaces the root element's attributes: no fixed size, and no namespaces, which HTML does not need."""
     box = re.search(r'viewBox="([^"]+)"', text)
     assert box is not None
-    head = f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(label)}">'
-    return head + text[text.index(">") + 1 :].strip()
+    # matplotlib escapes the text that it writes
+    rest = Markup(text[text.index(">") + 1 :].strip())
+    return html('<svg viewBox="{}" role="img" aria-label="{}">{}', box[1], label, rest)

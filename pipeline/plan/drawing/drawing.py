@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup
+
+from headrace.base.html import document, html, join
 
 _WIDTH, _LEFT, _ROW, _BAR, _TOP = 1200.0, 110.0, 30.0, 24.0, 26.0
 _LETTER = 7.0
@@ -54,48 +57,71 @@ class Drawing:
     seconds: float
 
 
-def svg_of(drawing: Drawing) -> str:
+def svg_of(drawing: Drawing) -> Markup:
     """The SVG. Colors of text follow the page's (`currentColor`), so that it can be put into any HTML."""
     scale = (_WIDTH - _LEFT - 8) / drawing.seconds
     height = _TOP + _ROW * len(drawing.rows) + 24
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" role="img"'
-        f' aria-label="{escape(drawing.label)}" font-family="sans-serif" font-size="12" fill="currentColor">',
+        html(
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {:g} {:g}" role="img" aria-label="{}"'
+            ' font-family="sans-serif" font-size="12" fill="currentColor">',
+            _WIDTH,
+            height,
+            drawing.label,
+        ),
         *_legend(drawing),
     ]
     for number, row in enumerate(drawing.rows):
         y = _TOP + number * _ROW
-        lines.append(f'<text x="0" y="{y + 17:g}">{escape(row)}</text>')
-        lines.append(f'<rect x="{_LEFT:g}" y="{y:g}" width="{drawing.seconds * scale:.2f}" height="{_BAR:g}"')
-        lines.append('  fill="currentColor" fill-opacity="0.08"/>')
+        lines.append(_text(0, y + 17, row))
+        lines.append(
+            html(
+                '<rect x="{:g}" y="{:g}" width="{:.2f}" height="{:g}"\n  fill="currentColor" fill-opacity="0.08"/>',
+                _LEFT,
+                y,
+                drawing.seconds * scale,
+                _BAR,
+            )
+        )
     lines.extend(_bar(each, scale, drawing.legend[each.kind]) for each in drawing.bars)
     bottom = _TOP + len(drawing.rows) * _ROW + 14
-    lines.append(f'<text x="{_LEFT:g}" y="{bottom:g}">0</text>')
-    lines.append(f'<text x="{_WIDTH - 8:g}" y="{bottom:g}" text-anchor="end">{drawing.seconds:.4g} s</text>')
-    return "\n".join([*lines, "</svg>"])
+    lines.append(_text(_LEFT, bottom, "0"))
+    lines.append(_text(_WIDTH - 8, bottom, f"{drawing.seconds:.4g} s", anchor="end"))
+    return html("{}\n</svg>", join(lines, between="\n"))
 
 
-def _legend(drawing: Drawing) -> Iterator[str]:
+def _text(x: float, y: float, text: str, *, anchor: str = "start") -> Markup:
+    how = html(' text-anchor="{}"', anchor) if anchor != "start" else ""
+    return html('<text x="{:g}" y="{:g}"{}>{}</text>', x, y, how, text)
+
+
+def _legend(drawing: Drawing) -> Iterator[Markup]:
     x = _LEFT
     for kind, color in drawing.legend.items():
-        yield f'<rect x="{x:g}" y="4" width="12" height="12" fill="{color}"/>'
-        yield f'<text x="{x + 17:g}" y="14">{escape(kind)}</text>'
+        yield html('<rect x="{:g}" y="4" width="12" height="12" fill="{}"/>', x, color)
+        yield _text(x + 17, 14, kind)
         x += 34 + _LETTER * len(kind)
-    yield f'<text x="{_WIDTH - 8:g}" y="14" text-anchor="end">{escape(drawing.note)}</text>'
+    yield _text(_WIDTH - 8, 14, drawing.note, anchor="end")
 
 
-def _bar(each: Bar, scale: float, color: str) -> str:
+def _bar(each: Bar, scale: float, color: str) -> Markup:
     x, width, y = _LEFT + each.start_s * scale, (each.end_s - each.start_s) * scale, _TOP + each.row * _ROW
-    bar = (
-        f'<g><title>{escape(each.title)}</title><rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_BAR:g}"'
-        f' fill="{color}" fill-opacity="{each.opacity:.2f}" stroke="currentColor" stroke-width="0.4"/>'
+    inside = html('<text x="{:.2f}" y="{:g}" text-anchor="middle">{}</text>', x + width / 2, y + 16, each.text)
+    return html(
+        '<g><title>{}</title><rect x="{:.2f}" y="{:g}" width="{:.2f}" height="{:g}"'
+        ' fill="{}" fill-opacity="{:.2f}" stroke="currentColor" stroke-width="0.4"/>{}</g>',
+        each.title,
+        x,
+        y,
+        width,
+        _BAR,
+        color,
+        each.opacity,
+        inside if width > _LETTER * len(each.text) + 2 else "",
     )
-    if width > _LETTER * len(each.text) + 2:
-        bar += f'<text x="{x + width / 2:.2f}" y="{y + 16:g}" text-anchor="middle">{escape(each.text)}</text>'
-    return bar + "</g>"
 
 
-def page_of(title: str, parts: Sequence[tuple[str, str, str]]) -> str:
+def page_of(title: str, parts: Sequence[tuple[str, Markup, Markup]]) -> str:
     """A page that needs nothing from elsewhere.
 
     Args:
@@ -106,6 +132,5 @@ def page_of(title: str, parts: Sequence[tuple[str, str, str]]) -> str:
         ":root{color-scheme:light dark}body{font-family:sans-serif;max-width:1240px;margin:2em auto;padding:0 1em}"
         "svg{width:100%}td,th{padding:.2em 1em;text-align:right}"
     )
-    body = "\n".join(f"<h2>{escape(heading)}</h2>\n{svg}\n{below}" for heading, svg, below in parts)
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    body = join((html("<h2>{}</h2>\n{}\n{}", *part) for part in parts), between="\n")
+    return document(title=title, style=style, body=body)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
+from headrace.base.html import html
 from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
 from pipeline.plan.predict.gathered_units import units_of
 from pipeline.plan.predict.overlap import Overlap, StreamEvent, overlapped
@@ -60,7 +62,7 @@ def streams_of(how: DataParallel, rank: RankTime, *, micro_batches: int, engine:
     return Streams([unit.name for unit in units], overlapped(costs, regather=how.every_pass, beside=beside))
 
 
-def svg(streams: Streams) -> str:
+def svg(streams: Streams) -> Markup:
     """Two rows from left to right."""
     used = {event.kind for event in streams.overlap.events}
     return svg_of(
@@ -84,7 +86,7 @@ def _bar(streams: Streams, event: StreamEvent) -> Bar:
 def html_page(title: str, streams: Streams) -> str:
     """A self-contained page with the drawing."""
     note = "One micro-batch of rank 0, computation beside data-parallel communication, layer by layer."
-    return page_of("Streams of a step", [(f"{title}: {streams.summary}", svg(streams), f"<p>{escape(note)}</p>")])
+    return page_of("Streams of a step", [(f"{title}: {streams.summary}", svg(streams), html("<p>{}</p>", note))])
 
 
 def chrome_trace(streams: Streams) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from markupsafe import Markup
+
+from headrace.base.html import html, join
 from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
 from pipeline.plan.predict.passes import PassKind
 from pipeline.plan.predict.pipeline_simulation import TimedPass, Timeline
@@ -23,7 +26,7 @@ _NAMES = {
 }
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: Timeline) -> Markup:
     """One row per rank from left to right, bars with the number of their micro-batch; later virtual stages are paler.
 
     Colors of text follow the page's (`currentColor`), so that it can be put into any HTML.
@@ -57,13 +60,18 @@ def html_page(timelines: Mapping[str, Timeline]) -> str:
     """
     parts = []
     for title, timeline in timelines.items():
-        rows = "".join(
-            f"<tr><td>{rank}</td><td>{timeline.idle_s(rank):.4g}</td><td>{timeline.peak_in_flight(rank)}</td></tr>"
+        rows = join(
+            html(
+                "<tr><td>{}</td><td>{:.4g}</td><td>{}</td></tr>",
+                rank,
+                timeline.idle_s(rank),
+                timeline.peak_in_flight(rank),
+            )
             for rank in range(timeline.ranks)
         )
-        head = "<tr><th>rank</th><th>idle, s</th><th>micro-batches in flight, most</th></tr>"
+        head = Markup("<tr><th>rank</th><th>idle, s</th><th>micro-batches in flight, most</th></tr>")
         heading = f"{title}: {timeline.seconds:.4g} s, bubble {timeline.bubble:.1%}"
-        parts.append((heading, svg(timeline), f"<table>{head}{rows}</table>"))
+        parts.append((heading, svg(timeline), html("<table>{}{}</table>", head, rows)))
     return page_of("Pipeline schedules", parts)
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
-from string import Template
 
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
-import pipeline.evaluation.report
+from headrace.base.html import html, join
 from pipeline.evaluation.report import svg
-from pipeline.evaluation.report.page import code_text
+from pipeline.evaluation.report.model_section import definitions
+from pipeline.evaluation.report.page import headrace_page
 from pipeline.plan.search.search import Candidate, Search
 
-_FOLDER = Path(pipeline.evaluation.report.__file__).parent
 _MOST_POINTS = 2000
 
 
@@ -36,26 +34,19 @@ def page(found: Search, best: Table, *, title: str, facts: Sequence[tuple[str, s
         title: of the page.
         facts: (label, text) pairs about the run and the machine.
     """
-    pairs = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in facts)
-    sections = (
-        f"<section>\n<h2>Search</h2>\n<dl>{pairs}</dl>\n</section>\n"
-        f"<section>\n<h2>Time against memory</h2>\n<figure>\n{_pareto(found)}\n<figcaption>Layouts that fit, by closed"
+    sections = html(
+        "<section>\n<h2>Search</h2>\n{}\n</section>\n"
+        "<section>\n<h2>Time against memory</h2>\n<figure>\n{}\n<figcaption>Layouts that fit, by closed"
         " formulas. The line joins those of which no other is both faster and smaller.</figcaption>\n</figure>\n"
-        f'</section>\n<section>\n<h2>The best layouts</h2>\n<div class="scroll">{_table(best)}</div>\n</section>'
+        '</section>\n<section>\n<h2>The best layouts</h2>\n<div class="scroll">{}</div>\n</section>',
+        definitions(facts),
+        _pareto(found),
+        _table(best),
     )
-    return Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
-        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
-        title=escape(title),
-        heading=escape(title),
-        models=sections,
-        runs="",
-        data="",
-        script="",
-        code=escape(code_text()),
-    )
+    return headrace_page(title=title, heading=title, sections=[sections])
 
 
-def _pareto(found: Search) -> str:
+def _pareto(found: Search) -> Markup:
     points = found.fitting()[:_MOST_POINTS]
     front = found.pareto()
     with svg.settings():
@@ -86,10 +77,10 @@ def _seconds(candidates: Sequence[Candidate]) -> list[float]:
     return [each.step_s for each in candidates]
 
 
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.head)
-    rows = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+def _table(table: Table) -> Markup:
+    head = join(html("<th>{}</th>", name) for name in table.head)
+    rows = join(
+        html("<tr><th>{}</th>{}</tr>", row[0], join(html("<td>{}</td>", cell) for cell in row[1:]))
         for row in table.rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return html("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>", head, rows)

@@ -18,6 +18,8 @@ from headrace.base.directory import write_manifest, write_text
 from pipeline.evaluation.heldout.complete import complete
 from pipeline.evaluation.report import svg
 from pipeline.evaluation.report.facts import facts
+from pipeline.evaluation.report.inputs import Inputs
+from pipeline.evaluation.report.page import page
 from pipeline.evaluation.report.runs import read_run
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.runtime.metrics.attempts_journal import append_event
@@ -25,6 +27,7 @@ from pipeline.runtime.metrics.times import iso_time
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE
 from tests.evaluation.report.made import make_run
+from tests.html_pages import HOSTILE, assert_inert
 from tests.support import output_of
 
 PACKAGE = Path(svg.__file__).parent
@@ -66,6 +69,18 @@ def test_text_from_inputs_is_escaped(made: tuple[Path, str]) -> None:
     assert "<pre><b>The &lt;b&gt;mill&lt;/b&gt; &amp; race</b>" in text
     assert "<second>" not in text
     assert "&lt;second&gt;" in text
+
+
+def test_names_of_runs_and_tasks_cannot_write_into_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=12)
+    tasks = (HOSTILE, HOSTILE.replace(" ", "_"), "../" + HOSTILE)
+    rows = [{"kind": f"task/{task}", "step": step, "accuracy": 0.5, "samples": 9} for step in (4, 8) for task in tasks]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["parents"]["data.sources.0"]["path"] = HOSTILE
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert_inert(page(Inputs(tmp_path / "r.html", (read_run(HOSTILE, run),), None), ()), scripts=1)
 
 
 def test_the_page_shows_the_greedy_continuation_and_says_so(made: tuple[Path, str], model: Path) -> None:
