@@ -95,6 +95,11 @@ class Exchange:
         """By this rank to other islands in the last attempt."""
         return self._peers.bytes_sent
 
+    @property
+    def damaged(self) -> int:
+        """Messages of the last attempt that arrived damaged at this rank, and were asked for again."""
+        return self._peers.damaged
+
     def snapshot(self) -> Snapshot:
         """Of the engine's weights, which need not be finished with: a copy."""
         with self._context.engine.edit_state() as state:
@@ -134,7 +139,7 @@ class Exchange:
         )
         own, mean, received, failure, began = decision.names.index(name), None, None, None, time.monotonic_ns()
         group, connects = self._group, bool(decision.contributors or decision.healed)
-        self._peers.bytes_sent, self._group = 0, ""
+        self._peers.bytes_sent, self._peers.damaged, self._group = 0, 0, ""
         try:
             if connects:
                 self._form(quorum, decision, own)

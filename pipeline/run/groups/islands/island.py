@@ -188,6 +188,8 @@ class Island(LocalIsland):
         self._exchange.report_failures(self.step)
         sent = int(over_ranks(self._context, self._exchange.bytes_sent))
         costs = {"bytes_sent": sent, "wait_seconds": waited, "seconds": before_s + time.monotonic() - began}
+        if damaged := int(over_ranks(self._context, self._exchange.damaged)):
+            costs["damaged_messages"] = damaged
         if overlapped is not None:
             costs["overlapped_seconds"] = overlapped
         report_exchange(self._context, self.step, decision, refused=exchanged.quorum.refused, **costs)

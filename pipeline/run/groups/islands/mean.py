@@ -4,19 +4,28 @@ Every island owns a part of the flat tensor: it gets that part of all pseudo-gra
 the order of the islands, and sends it to all (all-gather). Per island that is 2 (m - 1) / m times the bytes of a
 pseudo-gradient, as a ring all-reduce has; compressed, a quarter of that.
 
+The norm of a mean is at most the mean of the norms, and what is larger than that, or not finite, is refused by all
+islands before it is applied.
+
 With int8, an island keeps what its rounding has left out and adds it to its next pseudo-gradient (error feedback,
 Karimireddy et al. 2019). The owner of a part does so with the rounding of the mean, too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
+
+_ROUNDING = 1.25
+"""How much larger than its bound a norm may be: int8 adds to each of a block's `BLOCK` values at most 1 / 254 of its
+largest, 6 % of the norm, twice; fp32 sums add nothing that shows."""
 
 
 class Collectives(Protocol):
@@ -56,6 +65,9 @@ def mean_over_islands(
         peers: the group.
         contributors: ranks of the islands whose pseudo-gradients count.
         error: fp32 [N], left out so far: int8; None: fp32, without compression.
+
+    Raises:
+        ExchangeError: the mean is not one of what the contributors have sent.
     """
     count, own = gradient.numel(), peers.rank in contributors
     if error is None and peers.size == 1:
@@ -64,10 +76,12 @@ def mean_over_islands(
     padded = gradient.new_zeros(share * peers.size)
     if own:
         padded[:count] = gradient if error is None else gradient + error
+    norms = torch.cat(peers.all_gather(norm_of(padded)))[list(contributors)]
     if error is None:
         received = peers.all_to_all(padded).view(peers.size, share)
-        parts = peers.all_gather(_mean(received, contributors))
-        return Mean(torch.cat(parts)[:count], None)
+        values = torch.cat(peers.all_gather(_mean(received, contributors)))[:count]
+        refuse_impossible(values, float(norms.mean()), peers)
+        return Mean(values, None)
     packed = quantize(padded)
     left = padded - dequantize(packed)
     received = dequantize(peers.all_to_all(packed)).view(peers.size, share)
@@ -77,7 +91,31 @@ def mean_over_islands(
     # a pseudo-gradient enters the mean divided by the number of contributors
     left[begin : begin + share] += (mean - dequantize(packed_mean)) * len(contributors)
     values = torch.cat([dequantize(each) for each in peers.all_gather(packed_mean)])[:count]
+    refuse_impossible(values, float(norms.mean()), peers)
     return Mean(values, left[:count] if own else error + left[:count])
+
+
+def norm_of(values: Tensor) -> Tensor:
+    """The Euclidean norm, summed in fp64: fp64 [1]."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64).reshape(1)
+
+
+def refuse_impossible(result: Tensor, bound: float, peers: Collectives) -> None:
+    """Refuses the result of an exchange that what went into it cannot give, on all members alike.
+
+    Args:
+        result: fp32 [N], the same on all members.
+        bound: largest norm that it can have; not finite where a member's own values are not, which is that member's to
+            tell.
+        peers: the group.
+
+    Raises:
+        ExchangeError: its norm is larger, or not finite.
+    """
+    norm = float(norm_of(result))
+    if math.isfinite(bound) and not norm <= _ROUNDING * bound:
+        why = f"the result has norm {norm:.3g}, and what the {peers.size} members sent gives at most {bound:.3g}"
+        raise ExchangeError(f"{why}: it was damaged on the way or in a host's memory, and is not applied")
 
 
 def _mean(received: Tensor, contributors: Sequence[int]) -> Tensor:

@@ -2,7 +2,8 @@
 
 torchft's `ProcessGroupGloo` on an interface of our choice: torch's own takes that of the host's name, and its TCP store
 listens on all. Where there is a secret, the members prove to each other that they have it before anything is sent.
-The bytes are not encrypted.
+The bytes are not encrypted. Every message is followed by its checksum, and the receiver asks for it again where the two
+differ: TCP's own 16 bits let through what a damaged relay has rewritten.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed import TCPStore
 
@@ -23,6 +25,13 @@ from headrace.base.errors import HeadraceError
 
 CHUNK_BYTES = 32 << 20
 """Bytes of one message of a state: the time-out is for each."""
+
+_ATTEMPTS = 3
+"""A message that arrives damaged so often fails the exchange."""
+
+_RIGHT, _DAMAGED = (torch.tensor([value] * 8, dtype=torch.uint8) for value in (0x5A, 0xA5))
+_VALUES, _SUM, _VERDICT = 0, 1, 2
+"""Tags of a message, of its checksum, and of what the receiver says of it."""
 
 
 class ExchangeError(HeadraceError):
@@ -62,13 +71,15 @@ class Peers:
     Attributes:
         rank: of this island among those of the quorum.
         size: number of islands.
-        bytes_sent: to other islands since this was last set to 0.
+        bytes_sent: bytes of values sent to other islands since this was last set to 0, repetitions included; 16 bytes
+            of each message, its checksum and the answer to it, are not counted.
+        damaged: messages that arrived here with a wrong checksum, and were asked for again.
     """
 
     def __init__(self, *, bind: str, timeout_s: float, secret: bytes) -> None:
         self._group = _make_group(bind, timeout_s)
         self._secret = secret
-        self.rank, self.size, self.bytes_sent = 0, 1, 0
+        self.rank, self.size, self.bytes_sent, self.damaged = 0, 1, 0, 0
 
     def form(self, store: str, *, quorum: int, attempt: str, rank: int, size: int) -> None:
         """Forms the group of a quorum; the one before is closed.
@@ -111,25 +122,49 @@ class Peers:
         """
         received[self.rank].copy_(sent[self.rank])
         others = [island for island in range(self.size) if island != self.rank]
-        with _failures():
-            works = [self._group.recv([received[island]], island, 0) for island in others]
-            works += [self._group.send([sent[island].contiguous()], island, 0) for island in others]
-            for work in works:
-                work.wait()
-        self.bytes_sent += sum(sent[island].nbytes for island in others)
+        self._deliver({island: sent[island] for island in others}, {island: received[island] for island in others})
 
     def send(self, values: Tensor, *, to: int) -> None:
         """Sends bytes (uint8 [n]) to one island."""
-        with _failures():
-            for part in values.split(CHUNK_BYTES):
-                self._group.send([part], to, 0).wait()
-        self.bytes_sent += values.nbytes
+        for part in values.split(CHUNK_BYTES):
+            self._deliver({to: part}, {})
 
     def receive(self, values: Tensor, *, source: int) -> None:
         """Receives bytes (uint8 [n]) from one island, in place."""
+        for part in values.split(CHUNK_BYTES):
+            self._deliver({}, {source: part})
+
+    def _deliver(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
+        """Sends and receives at the same time, by island, and repeats what has arrived with another checksum.
+
+        Raises:
+            ExchangeError: a peer does not answer, or a message arrives damaged for the `_ATTEMPTS`th time.
+        """
+        sent = {island: values.contiguous() for island, values in sent.items()}
+        for _ in range(_ATTEMPTS):
+            sums = {island: torch.empty(8, dtype=torch.uint8) for island in received}
+            own = {island: _checksum(values) for island, values in sent.items()}
+            self._transfer((_VALUES, sent, received), (_SUM, own, sums))
+            self.bytes_sent += sum(values.nbytes for values in sent.values())
+            wrong = {island for island, values in received.items() if not torch.equal(_checksum(values), sums[island])}
+            self.damaged += len(wrong)
+            verdicts = {island: torch.empty(8, dtype=torch.uint8) for island in sent}
+            mine = {island: _DAMAGED if island in wrong else _RIGHT for island in received}
+            self._transfer((_VERDICT, mine, verdicts))
+            sent = {island: sent[island] for island, said in verdicts.items() if not torch.equal(said, _RIGHT)}
+            received = {island: received[island] for island in wrong}
+            if not sent and not received:
+                return
+        among = ", ".join(str(island) for island in sorted({*sent, *received}))
+        raise ExchangeError(f"messages to or from member {among} arrived damaged {_ATTEMPTS} times: check its network")
+
+    def _transfer(self, *messages: tuple[int, dict[int, Tensor], dict[int, Tensor]]) -> None:
+        """Sends and receives (tag, values to send by island, room for those to receive by island)."""
         with _failures():
-            for part in values.split(CHUNK_BYTES):
-                self._group.recv([part], source, 0).wait()
+            works = [self._group.recv([to], island, tag) for tag, _, room in messages for island, to in room.items()]
+            works += [self._group.send([of], island, tag) for tag, sent, _ in messages for island, of in sent.items()]
+            for work in works:
+                work.wait()
 
     def close(self) -> None:
         """Closes the connections; a group may be formed again."""
@@ -152,6 +187,12 @@ class Peers:
 
     def _answer(self, challenges: bytes, attempt: str, rank: int) -> bytes:
         return hmac.new(self._secret, challenges + f"{attempt} {rank}".encode(), hashlib.sha256).digest()
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """XXH3 of a contiguous tensor's bytes: uint8 [8]."""
+    data = values.detach().reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(data)), dtype=torch.uint8)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

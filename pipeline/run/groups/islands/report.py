@@ -36,6 +36,9 @@ def report_exchange(
     for lost in (row.get("tail_lost", {}), row["lost"]):
         for name, (first, last) in lost.items():
             context.say(f"step {step}: lost: samples {first} to {last} of island {name}, which did not contribute")
+    if "damaged_messages" in costs:
+        damaged = f"{costs['damaged_messages']} messages of other islands arrived damaged, and were sent again"
+        context.say(f"step {step}: {damaged}: check this host's network")
     if context.name in row["healed"]:
         names, source = decision.names, decision.names[decision.source]
         context.say(f"step {step}: joined {', '.join(names)} with the state of island {source}")

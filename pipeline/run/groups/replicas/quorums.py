@@ -53,7 +53,12 @@ class Quorums:
 
     def agreed(self, failed: bool) -> bool:
         """Whether it is so on any rank of the replica."""
-        return bool(self.agreement.max_over_ranks(int(failed))[0])
+        return self.failed_and_damaged(failed, 0)[0]
+
+    def failed_and_damaged(self, failed: bool, damaged: int) -> tuple[bool, int]:
+        """Whether something failed on any rank of the replica, and the most damaged messages that one of them got."""
+        failed_any, most = self.agreement.max_over_ranks(int(failed), damaged)
+        return bool(failed_any), most
 
     def enter_phase(self, phase: str, step: int) -> None:
         """Tells the watchdog."""

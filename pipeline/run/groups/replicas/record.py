@@ -49,6 +49,13 @@ class ReplicaRecord:
             count = sum(map(count_of, decision.parts.values()))
             self.say(f"step {step}: {count} samples of a lost replica are run by {', '.join(decision.parts)}")
 
+    def damaged(self, member: ReplicaMember, count: int) -> None:
+        """Messages of other replicas arrived damaged, `count` of them at one rank, and were sent again."""
+        step = member.step + 1
+        self.event(step, event="exchange_damaged", messages=count)
+        again = f"{count} messages of other replicas arrived damaged, and were sent again"
+        self.say(f"step {step}: {again}: check this host's network")
+
     def failed(self, member: ReplicaMember, why: str) -> None:
         """An exchange has failed; it is tried again."""
         step = member.step + 1

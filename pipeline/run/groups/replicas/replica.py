@@ -92,7 +92,7 @@ class ReplicaOfRun:
         self._part: Ranges = ()
         self._whole, self._continues, self._given = True, False, False
         self._sums = GradientSums()
-        self._failures, self._others = 0, ""
+        self._failures, self._damaged, self._others = 0, 0, ""
 
     @property
     def step(self) -> int:
@@ -314,7 +314,11 @@ class ReplicaOfRun:
         Raises:
             LostError: for the `_ATTEMPTS`th time since the last exchange.
         """
-        if not self._around.quorums.agreed(failure is not None):
+        failed, damaged = self._around.quorums.failed_and_damaged(failure is not None, self._peers.damaged)
+        if damaged > self._damaged:
+            self._around.record.damaged(self._me, damaged - self._damaged)
+        self._damaged = damaged
+        if not failed:
             return False
         self._me = replace(self._me, group="")
         self._peers.close()  # peers that still wait for this replica in the group fail at once

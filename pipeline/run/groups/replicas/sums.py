@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.run.groups.islands.mean import Collectives
+from pipeline.run.groups.islands.mean import Collectives, norm_of, refuse_impossible
 
 BUCKET = 1 << 24
 """Elements that are exchanged at once: 64 MiB of a message's time-out, and of each of three buffers."""
@@ -37,16 +37,19 @@ class GradientSums:
             peers: the same ranks of the replicas.
 
         Raises:
-            ExchangeError: one of them does not answer.
+            ExchangeError: one of them does not answer, or the sum is not one of what they have sent.
         """
         self._gather(gradients)
+        norm = norm_of(self._own)
         for bucket in self._own.split(BUCKET):
             bucket.copy_(_sum(bucket, peers))
-        gathered = peers.all_gather(sums.detach().to("cpu", torch.float64))
-        loss_sums = gathered[0]
+        gathered = peers.all_gather(torch.cat([sums.detach().to("cpu", torch.float64), norm]))
+        totals = gathered[0]
         for each in gathered[1:]:
-            loss_sums += each
-        self._own_loss_sums = loss_sums
+            totals += each
+        # the norm of a sum is at most the sum of the norms
+        refuse_impossible(self._own, float(totals[-1]), peers)
+        self._own_loss_sums = totals[:-1]
 
     def keep(self) -> None:
         """Makes the sums of `exchange` the result, when it has succeeded on all ranks of this replica."""

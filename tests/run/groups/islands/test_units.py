@@ -27,6 +27,7 @@ from pipeline.run.groups.islands.build import curve_and_layout_digest
 from pipeline.run.groups.islands.ledger import KEPT_NS, Decision, Ledger, Member, compatible, decide
 from pipeline.run.groups.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.run.groups.islands.mean import Mean, mean_over_islands
+from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
 from tests.conftest import tiny_config
 
@@ -336,6 +337,28 @@ def test_the_mean_is_that_of_the_contributors_and_the_same_on_all_islands(size: 
     means = on_islands(size, lambda p: mean_over_islands(gradients[p.rank], p, contributors=contributors, error=None))
     torch.testing.assert_close(means[0].values, torch.stack(gradients[: len(contributors)]).mean(0))
     assert all(torch.equal(each.values, means[0].values) for each in means)
+
+
+@pytest.mark.parametrize("error", [None, torch.zeros(1000)])
+def test_a_mean_that_is_larger_than_its_parts_is_refused_before_it_is_applied(error: Tensor | None) -> None:
+    class Damaging(ThreadPeers):
+        def all_gather(self, values: Tensor) -> list[Tensor]:
+            found = [each.clone() for each in super().all_gather(values)]
+            if values.numel() > 1:  # the mean, in the memory of the island that has computed it
+                found[0].view(torch.uint8).view(-1)[BLOCK + 3 if error is not None else 3] ^= 0x40
+            return found
+
+    refused: list[str] = []
+
+    def work(peers: ThreadPeers) -> Mean:
+        damaging = Damaging(peers.group, peers.rank)
+        with pytest.raises(ExchangeError, match="and is not applied") as raised:
+            mean_over_islands(torch.full((1000,), 1e-3), damaging, contributors=(0, 1), error=error)
+        refused.append(str(raised.value))
+        return Mean(torch.empty(0), None)
+
+    on_islands(2, work)
+    assert len(refused) == 2
 
 
 def test_quantization_is_within_half_a_level_of_a_block() -> None:

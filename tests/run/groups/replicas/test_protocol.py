@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +60,35 @@ def test_a_replica_that_misses_an_exchange_makes_the_same_update_in_the_same_ste
     assert list(b.updates) == list(range(1, STEPS + 1))
     assert [row["step"] for row in b.events if row["event"] == "exchange_failed"] == [step]
     assert not [row for row in b.events if row["event"] == "redealt"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_damaged_message_is_asked_for_again_and_three_times_fail_the_exchange(times: int, address: str) -> None:
+    a, b = Thread("a", address), Thread("b", address)
+    left = [times]
+
+    def damage_what_arrives() -> None:
+        group = b.peers._group
+        receive = group.recv
+
+        def recv(tensors: list[Tensor], source: int, tag: int) -> Any:
+            work = receive(tensors, source, tag)
+            if tag == 0 and left[0]:  # the values, not their checksum
+                left[0] -= 1
+                work.wait()
+                tensors[0].view(torch.uint8)[-1] ^= 0x40  # an exponent: 1e36 in the place of 1
+                return SimpleNamespace(wait=lambda: True)
+            return work
+
+        group.recv = recv
+
+    b.before = at(3, damage_what_arrives)
+    a.start(), b.start()
+    a.join(), b.join()
+    assert_undisturbed(a, b)
+    damaged = [(row["step"], row["messages"]) for row in b.events if row["event"] == "exchange_damaged"]
+    assert damaged == [(3, times)]
+    assert [row["step"] for row in b.events if row["event"] == "exchange_failed"] == ([3] if times == 3 else [])
 
 
 def test_what_a_checkpoint_records_of_a_step_is_the_same_on_a_replica_that_was_given_the_next_one(address: str) -> None:
