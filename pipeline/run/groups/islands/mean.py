@@ -27,6 +27,8 @@ _ROUNDING = 1.25
 """How much larger than its bound a norm may be: int8 adds to each of a block's `BLOCK` values at most 1 / 254 of its
 largest, 6 % of the norm, twice; fp32 sums add nothing that shows."""
 
+_NORM_PART = 1 << 20
+
 
 class Collectives(Protocol):
     """What is needed of `peers.Peers`."""
@@ -96,8 +98,9 @@ def mean_over_islands(
 
 
 def norm_of(values: Tensor) -> Tensor:
-    """The Euclidean norm, summed in fp64: fp64 [1]."""
-    return torch.linalg.vector_norm(values, dtype=torch.float64).reshape(1)
+    """The Euclidean norm: fp64 [1]. Parts are summed in fp32, which is ten times as fast on a CPU, and then in fp64."""
+    parts = [torch.linalg.vector_norm(part) for part in values.split(_NORM_PART)]
+    return torch.linalg.vector_norm(torch.stack(parts).double()).reshape(1)
 
 
 def refuse_impossible(result: Tensor, bound: float, peers: Collectives) -> None:
