@@ -124,6 +124,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "phase": memory.phase,
             "phases": memory.phases,
             "host": memory.host,
+            "node": asdict(memory.node),
         },
         "step_s": plan.step_s.plain(),
         "parts_s": {name: each.plain() for name, each in plan.step.items()},
@@ -191,6 +192,19 @@ def _memory(report: Report) -> Iterator[str]:
         yield _line("", f"{name} {shown_bytes(sum(kinds.values()))}: {shown}")
     if memory.host:
         yield _line("", f"host memory of a rank under offload {shown_bytes(memory.host)}")
+    node = memory.node
+    if node.memory:
+        used = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in node.memory.items())
+        yield _line("host", f"memory of a node {_against(sum(node.memory.values()), node.memory_bytes)}: {used}")
+    if node.disk:
+        yield _line("", f"local disks of a node {_against(node.disk, node.disk_bytes)}")
+
+
+def _against(used: float, known: float | None) -> str:
+    """A size beside the capacity, and whether it fits."""
+    if known is None:
+        return f"{shown_bytes(used)} (the machine's file does not say what a node has: host in it)"
+    return f"{shown_bytes(used)} of {shown_bytes(known)}, {'fits' if used <= known else 'does not fit'}"
 
 
 def _helps(report: Report) -> Iterator[str]:

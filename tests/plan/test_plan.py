@@ -15,6 +15,7 @@ from pipeline.config.rules.resolve import resolve
 from pipeline.engines.parallel import fp8
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
+from pipeline.plan.predict.memory_plan import host_fits
 from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.show import Report, as_json, lines, report_of
 from pipeline.runtime.machines.known import load_machine
@@ -50,6 +51,63 @@ def test_every_shipped_config_is_planned_without_its_data(name: str) -> None:
     text = "\n".join(lines(found))
     assert "bound by" in text
     assert json.loads(json.dumps(as_json(found)))["money"]["typical"] == pytest.approx(2 * plan.gpu_hours.typical)
+
+
+OFFLOAD = (
+    "zero_optimization.offload_optimizer.device=cpu",
+    "zero_optimization.offload_param.device=cpu",
+    "memory.activation_checkpointing=full",
+    "train_micro_batch_size_per_gpu=1",
+)
+
+
+def test_a_run_whose_host_is_too_small_does_not_fit_and_gets_more_nodes() -> None:
+    """70B on one node: 20 bytes per parameter offloaded, the copy of a checkpoint, and a process for each rank."""
+    found = report("llama_70b_zero3.json", *OFFLOAD, machine="h100", processes=8)
+    node, parameters = (
+        found.plan.memory.node,
+        found.planned.costs.shares(found.planned.run).footprint.ranks[0].parameters,
+    )
+    assert node.memory["offload"] == pytest.approx(22 * parameters, rel=1e-3)
+    assert node.memory["asynchronous checkpoints"] == pytest.approx(12 * parameters, rel=1e-3)
+    assert node.memory["processes"] == 8 * 4e9
+    assert found.plan.memory.peak.typical < found.plan.memory.device
+    assert not found.plan.memory.fits
+    text = "\n".join(lines(found))
+    assert "of 2,000.0 GB, does not fit" in text
+    assert "bound by  memory: its ranks need more than a node's host has" in text
+    assert found.change is None
+    nodes, sets = found.nodes
+    assert nodes > 1
+    proposed = planned(
+        "llama_70b_zero3.json",
+        *OFFLOAD,
+        *(f"{key}={json.dumps(value)}" for key, value in sets.items()),
+        machine="h100",
+        nodes=nodes,
+    )
+    assert host_fits(proposed.run, proposed.costs, proposed.machine)
+    assert as_json(found)["memory"]["node"]["memory_bytes"] == 2e12
+
+
+def test_a_host_that_the_machine_does_not_know_is_said_and_not_checked() -> None:
+    found = report("llama_70b_zero3.json", *OFFLOAD, machine="h100-pcie", processes=8)
+    assert found.plan.memory.fits == (found.plan.memory.peak.typical <= found.plan.memory.device)
+    assert "the machine's file does not say what a node has" in "\n".join(lines(found))
+
+
+def test_offload_to_nvme_takes_the_disks_time_and_room() -> None:
+    cpu = report("llama_8b_8gpu.json", "engine=deepspeed", "zero_optimization.stage=3", *OFFLOAD[:2], processes=8)
+    on_disk = [word.replace("=cpu", "=nvme") for word in OFFLOAD[:2]]
+    paths = [word.replace("device=cpu", "nvme_path=/local") for word in OFFLOAD[:2]]
+    nvme = report("llama_8b_8gpu.json", "engine=deepspeed", "zero_optimization.stage=3", *on_disk, *paths, processes=8)
+    parameters = nvme.planned.costs.shares(nvme.planned.run).footprint.ranks[0].parameters
+    assert nvme.plan.memory.node.disk == pytest.approx((12 + 4 + 2) * parameters, rel=1e-3)
+    assert cpu.plan.memory.node.disk == 0
+    assert nvme.plan.memory.node.memory.keys() - cpu.plan.memory.node.memory.keys() == {"buffers of offload to NVMe"}
+    # states and gradients are read and written once a step, by eight ranks from the same disks
+    least = 2 * 16 * parameters / nvme.planned.machine.host.disk_bytes_per_s[2]
+    assert nvme.plan.step_s.low - cpu.plan.step_s.low > least
 
 
 def test_the_phases_of_memory_are_the_formulas_and_what_they_do_not_count() -> None:

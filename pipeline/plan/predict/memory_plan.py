@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.sizes.memory import KINDS, Bytes, host_memory, phases
+from pipeline.plan.predict.host_plan import HostPlan, host_plan
 from pipeline.plan.predict.interval import Interval
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.runtime.machines.machine import Machine
@@ -27,6 +28,7 @@ class MemoryPlan:
         peak: bytes of the phase that needs most.
         phase: its name.
         device: bytes of a device.
+        node: what a node's host holds.
         host: bytes of host memory of that rank under offload; 0 without. On a CPU they are in the phases too.
     """
 
@@ -35,12 +37,13 @@ class MemoryPlan:
     peak: Interval
     phase: str
     device: float
+    node: HostPlan
     host: float = 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether the typical peak fits."""
-        return self.peak.typical <= self.device
+        """Whether the typical peak fits a device, and what the ranks of a node keep beside it fits their host."""
+        return self.peak.typical <= self.device and self.node.fits
 
     @property
     def verdict(self) -> str:
@@ -69,8 +72,13 @@ def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Memory
     worst = max(range(len(by_rank)), key=lambda rank: max(each.total for each in by_rank[rank].values()))
     shown = {name: _kinds(each, machine) for name, each in by_rank[worst].items()}
     phase = max(shown, key=lambda name: sum(shown[name].values()))
-    host = host_memory(run, footprint, pp_rank=worst)
-    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], machine), phase, machine.memory.bytes, host)
+    host, node = host_memory(run, footprint, pp_rank=worst), host_plan(run, footprint, machine)
+    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], machine), phase, machine.memory.bytes, node, host)
+
+
+def host_fits(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> bool:
+    """Whether what the ranks of a node keep on their host fits there."""
+    return host_plan(run, costs.shares(run).footprint, machine).fits
 
 
 def typical_peak(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> float:

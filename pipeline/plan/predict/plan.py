@@ -65,7 +65,9 @@ class Plan:
     def binding(self) -> str:
         """The binding constraint in words."""
         if self.constraint == "memory":
-            return "memory: a rank needs more than a device has"
+            on_device = self.memory.peak.typical > self.memory.device
+            less = "a rank needs more than a device has" if on_device else "its ranks need more than a node's host has"
+            return f"memory: {less}"
         share = self.step[self.constraint].typical / self.step_s.typical
         return f"{CONSTRAINTS[self.constraint]} ({share:.0%} of the step)"
 

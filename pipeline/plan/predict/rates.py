@@ -39,6 +39,7 @@ class Rates:
         topology: links between devices.
         host: link to the host's memory.
         storage: bytes/s that a node writes.
+        disk: bytes/s that a node reads or writes on its local disks.
         overlap: share of communication that can run beside kernels; see `machine.OVERLAP`.
         layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside
             products; ours has none.
@@ -54,6 +55,7 @@ class Rates:
     topology: LinkTopology
     host: Link
     storage: float
+    disk: float
     overlap: float
     layer_overlap: float = 0.0
     gpu: bool = True
@@ -96,6 +98,7 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         ),
         host=_link(links.host, share),
         storage=machine.storage_bytes_per_s[end],
+        disk=machine.host.disk_bytes_per_s[end],
         overlap=efficiency.overlap[end] if hidden else 0.0,
         layer_overlap=efficiency.layer_overlap[end],
         gpu=machine.gpu,

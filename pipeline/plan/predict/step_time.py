@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.plan.predict.host_plan import checkpoint_bytes, nvme_states
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.rank_time import rank_time
 from pipeline.plan.predict.rates import Rates
@@ -113,7 +114,12 @@ def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepM
 
 
 def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
-    """Gradients to the host, the update there, weights back; weights of `offload_param` for every pass."""
+    """Gradients to the host, the update there, weights back; weights of `offload_param` for every pass.
+
+    On NVMe, master weights, optimizer states and gradients are read and written once in a step, and weights read for
+    every pass and written once, by all ranks of a node from the same disks. Counted as not overlapped: so are
+    DeepSpeed's own defaults of `pipeline_read` and `pipeline_write`.
+    """
     section, rank = run.config.zero_optimization, work.layout.rank
     if run.config.engine != "deepspeed":
         return 0.0
@@ -126,7 +132,10 @@ def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
         seconds += rates.host.seconds(moved) + updated
     if section.offload_param.device != "none":
         seconds += rates.host.seconds(2 * run.batch.accumulation * mine * size)
-    return seconds
+    ranks = min(run.topology.world_size, rates.topology.devices_per_node)
+    states = nvme_states(run, rank)
+    weights = mine * size if section.offload_param.device == "nvme" else 0.0
+    return seconds + ranks * (2 * states + (2 * run.batch.accumulation - 1) * weights) / rates.disk
 
 
 def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) -> float:
@@ -142,22 +151,13 @@ def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) 
     return (2 * count - 1) * parameters * size if count > 1 else 0.0
 
 
-def _own_state(run: ResolvedRun, work: Work) -> float:
-    """Bytes of a checkpoint that a rank writes, if ranks that hold the same share them out."""
-    kind, topology = run.config.optimizer.kind, run.topology
-    rest, experts = (
-        kind.state_bytes(parameters=part.parameters, matrices=part.matrices) for part in work.layout.rank.apart()
-    )
-    return rest / (topology.dp * topology.cp) + experts / topology.edp
-
-
 def _checkpoint(run: ResolvedRun, works: list[Work], rates: Rates, *, step_s: float) -> float:
     """Seconds per step: the copy to the host; of a checkpoint that training waits for, writing it too.
 
     With "auto", by the interval that a run would take after a save of this length.
     """
     section = run.config.run
-    mine = max(_own_state(run, work) for work in works)
+    mine = max(checkpoint_bytes(run, work.layout.rank) for work in works)
     written = mine * min(run.topology.world_size, rates.topology.devices_per_node) / rates.storage
     seconds = rates.host.seconds(mine) + (0.0 if section.async_checkpoints else written)
     if section.checkpoint_every == "auto":

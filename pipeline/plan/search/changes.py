@@ -14,7 +14,7 @@ from pipeline.config.sections.layout import SCHEDULES
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.rank_model import Widths
 from pipeline.plan.predict.closed_form_step import CLOSED
-from pipeline.plan.predict.memory_plan import typical_peak
+from pipeline.plan.predict.memory_plan import host_fits, typical_peak
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.plan import Plan, typical_time
 from pipeline.plan.predict.simulated_step import SIMULATED
@@ -94,7 +94,7 @@ def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappi
         ):
             return None
         peak = typical_peak(other, costs, machine)
-        if peak > machine.memory.bytes:
+        if peak > machine.memory.bytes or not host_fits(other, costs, machine):
             return None
         return Change(sets, peak, typical_time(other, costs, machine, model=CLOSED).total)
     except ConfigError:

@@ -14,7 +14,7 @@ from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import check_fp8
 from pipeline.plan.predict.closed_form_step import CLOSED
-from pipeline.plan.predict.memory_plan import typical_peak
+from pipeline.plan.predict.memory_plan import host_fits, typical_peak
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.plan import typical_time
 from pipeline.plan.predict.planned_run import check_fp8_machine
@@ -31,7 +31,8 @@ class Candidate:
         run: the run in it.
         sets: settings by which it differs from the config of the search.
         peak: typical peak of a rank, in bytes.
-        step_s: typical seconds of a step; infinite where the peak is above a device's memory.
+        step_s: typical seconds of a step; infinite where the peak is above a device's memory, or where a node's host
+            has less memory or disk than its ranks need.
     """
 
     run: ResolvedRun
@@ -41,7 +42,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a device's memory."""
+        """Whether the peak is within a device's memory, and the rest within the host's."""
         return self.step_s < math.inf
 
 
@@ -110,7 +111,8 @@ def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappin
         if other.spare or other.batch.padding_rows:
             return None
         peak = typical_peak(other, costs, machine)
-        seconds = typical_time(other, costs, machine, model=CLOSED).total if peak <= machine.memory.bytes else math.inf
+        fits = peak <= machine.memory.bytes and host_fits(other, costs, machine)
+        seconds = typical_time(other, costs, machine, model=CLOSED).total if fits else math.inf
         return Candidate(other, different(run, sets), peak, seconds)
     except ConfigError:
         return None

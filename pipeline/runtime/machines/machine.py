@@ -132,13 +132,24 @@ class OverheadSection(Section):
 
 
 class HostSection(Section):
-    """What the host takes for a decoder layer and a micro-batch beside the work in its kernels: dispatch and autograd.
+    """The host of a node: its memory and disks, and what it takes to dispatch a layer.
 
-    Counted where the host is the device. A GPU computes while its host goes ahead.
+    The seconds are those of a decoder layer and a micro-batch beside the work in its kernels (dispatch, autograd),
+    counted where the host is the device. A GPU computes while its host goes ahead.
     """
 
     forward_s: _NotNegative = Field(0.0, description="Seconds of a layer's forward pass")
     backward_s: _NotNegative = Field(0.0, description="Seconds of its backward pass")
+    memory_bytes: _Rate | None = Field(
+        None, description="Memory of a node's host, e.g. 2e12; null: not known, and plans do not check it"
+    )
+    disk_bytes: _Rate | None = Field(
+        None,
+        description="Capacity of a node's local NVMe disks, e.g. 30e12; null: not known, and plans do not check it",
+    )
+    disk_bytes_per_s: Range = Field(
+        (3e9, 8e9, 25e9), description="Bytes per second that a node reads or writes on its local NVMe disks; assumed"
+    )
 
 
 class MeasuredProduct(Section):

@@ -29,6 +29,7 @@ _SOURCED = {
     "efficiency": {"efficiency"},
     "best": {"best"},
     "overhead": {"overhead"},
+    "host": {"host"},
     "storage_bytes_per_s": {"storage"},
 }
 """Section of numbers -> the sources that it needs."""

@@ -1,0 +1,98 @@
+"""Memory and local disk that a run takes of a node's host: offload, checkpoints in memory, and the ranks' processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.deepspeed import OffloadOptimizerSection, OffloadParamSection
+from pipeline.engines.parallel.rank_model import Footprint, RankModel
+from pipeline.engines.sizes.memory import host_memory
+from pipeline.runtime.machines.machine import Machine
+
+PROCESS_BYTES = 4e9
+"""Host memory of a rank's process on a GPU: CUDA's context, NCCL's buffers, torch and transformers. Assumed."""
+
+_SUB_GROUP, _BUFFER, _IN_CPU = 10**9, 10**8, 10**9
+"""DeepSpeed's defaults of `sub_group_size`, `offload_param.buffer_size` and `offload_param.max_in_cpu`, in elements."""
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What the ranks of one node take of its host, if each takes what the largest takes.
+
+    Attributes:
+        memory: kind -> bytes of host memory.
+        disk: bytes on local NVMe disks.
+        memory_bytes: memory of the host; None where the machine does not say it.
+        disk_bytes: capacity of its local disks; None where the machine does not say it.
+    """
+
+    memory: dict[str, float]
+    disk: float
+    memory_bytes: float | None
+    disk_bytes: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether both fit, as far as the machine says what its hosts have."""
+        used = sum(self.memory.values())
+        return used <= (self.memory_bytes or used) and self.disk <= (self.disk_bytes or self.disk)
+
+
+def host_plan(run: ResolvedRun, footprint: Footprint, machine: Machine) -> HostPlan:
+    """Host memory and disk of the node whose ranks need most; nothing of a machine that is a CPU, whose memory is one.
+
+    The page cache, which the kernel gives up, and a loader's batches, some MB, are not counted.
+    """
+    if not machine.gpu:
+        return HostPlan({}, 0.0, None, None)
+    ranks = min(run.topology.world_size, machine.devices_per_node)
+    stages = range(run.topology.pp)
+    saved = max(checkpoint_bytes(run, footprint.ranks[stage]) for stage in stages)
+    kinds = {
+        "offload": max(host_memory(run, footprint, pp_rank=stage) for stage in stages),
+        "buffers of offload to NVMe": max(_buffers(run, footprint.ranks[stage]) for stage in stages),
+        "asynchronous checkpoints": saved if run.config.run.async_checkpoints else 0.0,
+        "in-memory checkpoints": 2 * saved if run.config.run.in_memory_checkpoints else 0.0,
+        "processes": PROCESS_BYTES,
+    }
+    disk = max(nvme_states(run, footprint.ranks[stage]) for stage in stages)
+    host = machine.host
+    used = {kind: ranks * size for kind, size in kinds.items() if size}
+    return HostPlan(used, ranks * disk, host.memory_bytes, host.disk_bytes)
+
+
+def checkpoint_bytes(run: ResolvedRun, rank: RankModel) -> float:
+    """Bytes of a checkpoint that a rank writes, if ranks that hold the same share them out."""
+    kind, topology = run.config.optimizer.kind, run.topology
+    rest, experts = (kind.state_bytes(parameters=part.parameters, matrices=part.matrices) for part in rank.apart())
+    return rest / (topology.dp * topology.cp) + experts / topology.edp
+
+
+def nvme_states(run: ResolvedRun, rank: RankModel) -> float:
+    """Bytes that a rank keeps on NVMe: master weights, optimizer states and fp32 gradients, and shards of weights."""
+    optimizer, weights = _to_nvme(run)
+    shard = rank.parameters / (run.topology.dp * run.topology.cp)
+    states = checkpoint_bytes(run, rank) + 4 * shard if optimizer else 0.0
+    return states + (2 * shard if weights else 0.0)
+
+
+def _to_nvme(run: ResolvedRun) -> tuple[OffloadOptimizerSection | None, OffloadParamSection | None]:
+    zero = run.config.zero_optimization
+    if run.config.engine != "deepspeed":
+        return None, None
+    optimizer = zero.offload_optimizer if zero.offload_optimizer.device == "nvme" else None
+    return optimizer, zero.offload_param if zero.offload_param.device == "nvme" else None
+
+
+def _buffers(run: ResolvedRun, rank: RankModel) -> float:
+    """Page-locked buffers of a rank through which DeepSpeed swaps (0.19.8, `runtime/swap_tensor`)."""
+    optimizer, weights = _to_nvme(run)
+    size, shard = 0.0, rank.parameters / (run.topology.dp * run.topology.cp)
+    if optimizer is not None:
+        size += 4 * (optimizer.buffer_count or 4) * min(shard, _SUB_GROUP)
+    if weights is not None:
+        in_cpu = _IN_CPU if weights.max_in_cpu is None else weights.max_in_cpu
+        size += 2 * ((weights.buffer_count or 5) * (weights.buffer_size or _BUFFER) + min(shard, in_cpu))
+    return size
