@@ -20,7 +20,7 @@ from headrace.base.remote_directory import CACHE, cache_root
 from headrace.base.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.rules.curve import is_allowed, written_keys
+from pipeline.config.rules.curve import is_allowed, miscounts, written_keys
 from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
@@ -67,8 +67,8 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
     """Refuses fields that differ, but for those in `allowed`, and names in `allowed` that are no such field.
 
     Raises:
-        CheckpointError: a field differs.
-        ConfigError: there is no such field, or it cannot be allowed.
+        CheckpointError: a field differs, or one that cannot be allowed.
+        ConfigError: there is no such field, or the checkpoint is of islands.
     """
     was, curve = upgrade_keys(checkpoint.manifest.details["curve"]), upgrade_keys(curve)
     fields = {*_paths(was), *_paths(curve)}
@@ -79,10 +79,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
             remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
     was_curve, differing = was, _without_params_of_another_type(changed_fields(was, curve))
-    for field, before, now in differing:
-        if field == "train_batch_size":
-            why = f"the checkpoint's is {before}, and the place in the data is counted in steps of it"
-            raise ConfigError(field, now, why=why, remedy=f"use {before}, or start another run.dir from this model")
+    _refuse_miscounting(checkpoint, was, curve, differing)
     if was.get("islands") and not curve.get("islands"):
         why = "the checkpoint is of islands, whose place in the data is counted in their rounds"
         remedy = 'keep the section, with "count": 1, or start another run.dir from this model'
@@ -97,6 +94,30 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
             f"  try: choose another run.dir, put the fields back{_words_back(changed)}, or, if it is meant,"
             f" run.allow_change: [{names}]"
         )
+
+
+def _refuse_miscounting(
+    checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any], differing: Sequence[tuple[str, Any, Any]]
+) -> None:
+    """Refuses fields by which the steps until the checkpoint are counted and looked up, whatever is allowed."""
+    samples = checkpoint.manifest.details["samples"]
+    wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples)]
+    if not wrong:
+        return
+    later = ""
+    if all(row[0].startswith(("data.weights", "data.curriculum")) for row in wrong):
+        later = (
+            f", keep the weights so far as the first stage of data.curriculum and begin another after step"
+            f" {samples // was['train_batch_size']} or later"
+        )
+    listed = "\n".join(f"    {line}" for line in describe_changes(wrong)[:8])
+    export = f"headrace export {shlex.quote(str(checkpoint.path.parent.parent))} MODEL"
+    raise CheckpointError(
+        f"{checkpoint.path} was trained with other fields of the data, by which the steps, samples and tokens until"
+        f" there are counted and looked up; run.allow_change cannot allow that:\n{listed}\n"
+        f"  try: put the fields back{_words_back(wrong)}{later}, or train its weights on in another run: {export},"
+        " then train with --set model.config=auto --set model.path=MODEL --set run.dir=..."
+    )
 
 
 def _words_back(changed: Sequence[tuple[str, Any, Any]]) -> str:

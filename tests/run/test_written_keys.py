@@ -22,10 +22,11 @@ from tests.conftest import tiny_config, write_config
 
 
 class Saved:
-    """Stands for a checkpoint: its curve and its path."""
+    """Stands for a checkpoint of step 20: its curve, its samples and its path."""
 
     def __init__(self, curve: dict[str, Any]) -> None:
-        self.path, self.step, self.manifest, self.details = Path("step-20"), 20, self, {"curve": curve}
+        self.path, self.step, self.manifest = Path("run/checkpoints/step-20"), 20, self
+        self.details = {"curve": curve, "samples": 20 * curve["train_batch_size"]}
 
 
 def curve(work: Path, *sets: str) -> dict[str, Any]:
@@ -41,8 +42,6 @@ CHANGES = {
     "scheduler.params.warmup_num_steps": (COSINE, (*COSINE, "scheduler.params.warmup_num_steps=4")),
     "scheduler.params.cos_min_ratio": (COSINE, (*COSINE, "scheduler.params.cos_min_ratio=0.5")),
     "bf16.enabled": ((), ("bf16.enabled=true",)),
-    "data.sources": ((), ('data.sources=[{"path": "x", "weight": 2.0}]',)),
-    "run.seed": ((), ("run.seed=8",)),
     "loss.z_loss": ((), ("loss.z_loss=0.1",)),
 }
 
@@ -58,6 +57,53 @@ def test_the_key_that_was_changed_is_enough_to_allow_it(tmp_path: Path, key: str
     refuse_other_curve(Saved(before), after, allowed=named)
     with pytest.raises(ConfigError, match="no such field"):
         refuse_other_curve(Saved(before), after, allowed=[f"{key}x"])
+
+
+TWO = 'data.sources=[{"path": "x", "weight": 3}, {"path": "y"}]'
+BUDGET = 'data.sources=[{"path": "x", "epochs": 2}, {"path": "y"}]'
+
+
+def stages(*stages: tuple[int, int]) -> tuple[str, str]:
+    """Two sources with a curriculum: the step after which each stage begins, and the weight of the first source."""
+    rows = ", ".join(f'{{"after_step": {step}, "weights": {{"x": {weight}, "y": 1}}}}' for step, weight in stages)
+    return 'data.sources=[{"path": "x"}, {"path": "y"}]', f"data.curriculum=[{rows}]"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ((), ("data.sequence_length=64",), "data.sequence_length: was 32, now 64"),
+        ((), ("data.mask_documents=true",), "data.mask_documents: was None, now True"),
+        ((), ("data.packing=best_fit",), "data.packing: was None, now 'best_fit'"),
+        ((), ('data.fim={"rate": 0.5}',), "data.fim: was None, now"),
+        ((), ("run.seed=8",), "run.seed: was 7, now 8"),
+        ((), ("train_batch_size=16",), "train_batch_size: was 8, now 16"),
+        ((), ('data.sources=[{"path": "x", "source": "web"}]',), "data.sources: was None, now ['web']"),
+        ((TWO,), (TWO.replace("3", "2"),), "data.sources (data.weights): was [3.0, 1.0], now [2.0, 1.0]"),
+        ((TWO,), stages((0, 3), (19, 1)), "data.curriculum: was None, now [[0, [3.0, 1.0]], [19, [1.0, 1.0]]]"),
+        (stages((0, 3), (10, 1)), stages((0, 3), (10, 2)), "data.curriculum: was [[0,"),
+        ((BUDGET,), (BUDGET, "run.steps=40"), "run.steps (data.budgets.samples): was 160, now 320"),
+    ],
+)
+def test_what_past_steps_are_counted_by_does_not_change(
+    tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...], line: str
+) -> None:
+    """Tokens, the EU summary and `samples` would tell of steps that were not trained."""
+    was, now = curve(tmp_path, *before), curve(tmp_path, *after)
+    with pytest.raises(CheckpointError, match=r"run\.allow_change cannot allow that") as refused:
+        refuse_other_curve(Saved(was), now, allowed=["data", "run", "train_batch_size"])
+    assert f"    {line}" in str(refused.value)
+    assert "headrace export run MODEL, then train with --set model.config=auto --set model.path=MODEL" in str(
+        refused.value
+    )
+
+
+@pytest.mark.parametrize("before", [(TWO,), stages((0, 3)), stages((0, 3), (25, 7))])
+def test_a_mixture_may_change_in_steps_to_come(tmp_path: Path, before: tuple[str, ...]) -> None:
+    was, now = curve(tmp_path, *before, "run.steps=40"), curve(tmp_path, *stages((0, 3), (20, 1)), "run.steps=40")
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        refuse_other_curve(Saved(was), now, allowed=[])
+    refuse_other_curve(Saved(was), now, allowed=["data"])
 
 
 def test_experts_go_on_in_the_precision_that_they_had(tokens: Path, tmp_path: Path) -> None:

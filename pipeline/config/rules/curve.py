@@ -5,6 +5,7 @@ And the config keys that a person writes and they follow from, which `run.allow_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config.rules.resolve import ResolvedRun
@@ -28,6 +29,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "scheduler.decay": ("scheduler.params.decay_num_steps", *_LENGTH),
     "scheduler.end_ratio": ("scheduler.params.min_ratio", "scheduler.params.cos_min_ratio"),
     "data.weights": ("data.sources",),
+    "data.budgets.samples": (*_LENGTH, "data.sources"),
     "data.budgets": ("data.sources", *_LENGTH),
     "grad_accum_dtype": ("data_types.grad_accum_dtype",),
     "bf16": ("bf16.enabled",),
@@ -38,6 +40,9 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
 }
 """Curve field -> the keys that it follows from, the most likely first. Fields that are not here are keys themselves."""
 _FINGERPRINT = ".fingerprint"
+_COUNTED_BY = ("data", "run.seed", "train_batch_size")
+"""What the order of samples follows from: steps that were trained are counted and looked up by it."""
+_MIXTURE = ("data.weights", "data.curriculum")
 
 
 def curve_fields(run: ResolvedRun) -> dict[str, Any]:
@@ -154,6 +159,29 @@ def written_keys(field: str) -> tuple[str, ...]:
         if f"{field}.".startswith(f"{derived}."):
             return keys
     return (field,)
+
+
+def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, samples: int) -> bool:
+    """Whether a changed field alters which samples the steps until a checkpoint had, their text or their number.
+
+    Args:
+        field: dotted path within the curve.
+        was: the checkpoint's curve.
+        now: the config's.
+        samples: samples of the run's order until the checkpoint.
+    """
+    if not any(f"{field}.".startswith(f"{name}.") for name in _COUNTED_BY):
+        return False
+    # weights that change later leave all before as it was; islands are ahead of their steps in the order of samples
+    same = not was.get("islands") and _stages(was, until=samples) == _stages(now, until=samples)
+    return not (same and field in _MIXTURE)
+
+
+def _stages(curve: Mapping[str, Any], *, until: int) -> list[Any]:
+    """Stages of the mixture that begin before a number of samples, as (step, weights of the sources)."""
+    data = curve["data"]
+    stages = data.get("curriculum") or [[0, data["weights"]]]
+    return [stage for stage in stages if stage[0] == 0 or stage[0] * curve["train_batch_size"] < until]
 
 
 def is_allowed(field: str, name: str) -> bool:

@@ -264,7 +264,8 @@ class RunSection(Section):
     allow_change: tuple[str, ...] = Field(
         (),
         description="Fields that may differ from the checkpoint's on resume although they alter the loss curve, e.g."
-        ' ["optimizer.params.lr"]',
+        ' ["optimizer.params.lr"]; not data, seed and batch, by which past steps are counted, but for stages of'
+        " data.curriculum that have not begun",
         strict=False,
     )
     resume: Literal["auto", "never"] = Field(

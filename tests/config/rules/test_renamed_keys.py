@@ -135,7 +135,7 @@ def test_a_run_that_was_stored_with_old_keys_is_read_exported_and_resumed(tokens
         assert done.returncode == 0, done.stderr
     assert "curriculum" in read_manifest(tmp_path / "model", kind="model").config["data"]
 
-    other = 'data.curriculum=[{"after_step": 0, "weights": {"all": 2}}]'
+    other = 'data.curriculum=[{"after_step": 0, "weights": {"all": 1}}, {"after_step": 4, "weights": {"all": 2}}]'
     refused = start("train.py", path, "run.steps=6", other)
     assert refused.returncode == 2
     assert 'run.allow_change: ["data.curriculum"]' in refused.stdout
