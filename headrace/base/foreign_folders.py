@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 
 _LOOKED_AT = 1000
 """Names of a folder that are looked at: folders of tokens may have very many."""
@@ -77,6 +77,13 @@ KINDS = (
         " model.path, for its weights alone",
         checkpoint=True,
     ),
+    Foreign("a checkpoint of accelerate (save_state)", ("optimizer.bin",), _RESUMED, checkpoint=True),
+    Foreign(
+        "a checkpoint of accelerate (save_state), FSDP",
+        ("optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"),
+        _RESUMED,
+        checkpoint=True,
+    ),
     Foreign("a folder of chunks of litdata", ("index.json", "chunk-*.bin"), _TEXT_OR_IDS),
     Foreign("a folder of chunks of litdata, by split", ("*/index.json", "*/chunk-*.bin"), _TEXT_OR_IDS),
     Foreign("a folder of MDS shards of MosaicML streaming", ("index.json", "shard.*.mds*"), _TEXT_OR_IDS),
@@ -89,6 +96,12 @@ KINDS = (
         "give it as data.sources.0.path with data.sources.0.tokenizer, which reads it in place; or " + _IMPORT,
     ),
     Foreign("tokens of datatrove or nanotron without an index", ("*.ds",), _IMPORT + " by the end-of-text id"),
+    Foreign(
+        "a checkpoint of nanoGPT",
+        ("ckpt.pt",),
+        "turn it into a Hugging Face folder by the lines of docs/how-to/import-checkpoints.md, nanoGPT, "
+        + _WEIGHTS.removeprefix("then "),
+    ),
     Foreign("tokens of llm.c", ("*_train_*.bin",), _IMPORT),
     Foreign("tokens of nanoGPT", ("train.bin",), _IMPORT),
     Foreign("tokens of OLMo (flat .npy)", ("*.npy",), _IMPORT),
@@ -104,8 +117,8 @@ KINDS = (
         f"convert it with nanotron's examples/llama/convert_nanotron_to_hf.py, {_WEIGHTS}",
     ),
     Foreign(
-        "a checkpoint of OLMo",
-        ("config.yaml", "model_and_optim/*"),
+        "a checkpoint of OLMo-core",
+        ("config.*", "model_and_optim/*"),
         f"convert it with OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py, {_WEIGHTS}",
     ),
     Foreign("a Hugging Face model folder", ("config.json", "*.safetensors"), "give it as model.path"),
@@ -132,9 +145,17 @@ def recognise(folder: Path) -> Foreign | None:
         return None
     for kind in KINDS:
         if all(any(fnmatchcase(name, mark) for name in names) for mark in kind.marks):
-            named = kind.remedy.replace("FOLDER", str(folder))
+            # of a checkpoint the whole folder is read, whichever file of it was named
+            place = folder.parent if kind.checkpoint and folder.is_file() else folder
+            named = kind.remedy.replace("FOLDER", str(place))
             return replace(kind, remedy=named)
     return None
+
+
+def leaves_folder(name: str) -> bool:
+    """Whether a name that a foreign file gives for another file beside it leads out of the folder."""
+    path = PurePath(name)
+    return path.is_absolute() or ".." in path.parts
 
 
 def is_trainer_checkpoint(folder: Path) -> bool:

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "number of processes that will train, where the config's batch depends on it (default: 1)"
     group.add_argument("--processes", type=int, metavar="N", help=text)
+    text = "optimizer steps that the checkpoint has made, where it does not tell them, or tells two numbers"
+    group.add_argument("--step", type=int, metavar="N", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int | None:

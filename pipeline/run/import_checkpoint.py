@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.base.directory import fingerprint_of
-from headrace.base.errors import ConfigError, DataError
+from headrace.base.errors import CheckpointError, ConfigError, DataError
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.checkpoint.importing.find import check_known, open_checkpoint
+from pipeline.checkpoint.importing.hyperparameters import compare_params, compare_rates
 from pipeline.checkpoint.importing.match import check_config, matched_state
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, stored
 from pipeline.checkpoint.importing.write import write_checkpoint
@@ -25,11 +26,9 @@ from pipeline.config.rules.resolve import resolve
 from pipeline.data.skips import NO_SKIPS, Skip, Skips
 from pipeline.engines.common import matrices_of
 from pipeline.engines.loss_scale import LossScaler
+from pipeline.models.decayed import is_decayed
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
-
-_SAME = 1e-6
-"""Largest relative difference of two learning rates that are the same: formulas differ in their order."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress(*Progress.get_default_columns(), DownloadColumn(), transient=True) as bar:
         task = bar.add_task("writing tensors", total=None)
         imported = import_checkpoint(
-            folder, prepare(resolved), lambda done, total: bar.update(task, completed=done, total=total)
+            folder,
+            prepare(resolved),
+            lambda done, total: bar.update(task, completed=done, total=total),
+            step=arguments.step,
         )
     for line in imported.lines:
         print(line)
@@ -73,20 +75,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def import_checkpoint(folder: Path, prepared: PreparedRun, progress: Any = lambda *_: None) -> Imported:
+def import_checkpoint(
+    folder: Path, prepared: PreparedRun, progress: Any = lambda *_: None, *, step: int | None = None
+) -> Imported:
     """Writes a checkpoint from which `headrace train` resumes.
 
     Args:
         folder: a checkpoint of another trainer.
         prepared: the run, which has no checkpoint yet.
         progress: called with (bytes written, all bytes).
+        step: optimizer steps that the checkpoint has made; None: as it tells.
 
     Raises:
         ConfigError: the run has fewer steps than the checkpoint.
-        CheckpointError: the checkpoint is of another model or optimizer.
+        CheckpointError: the checkpoint is of another model or optimizer, or does not tell its step.
     """
     settings, wanted = prepared.run.config, TargetModel.of(prepared.model, prepared.hf_config)
-    source = open_checkpoint(folder, wanted)
+    source = _told_step(open_checkpoint(folder, wanted), step)
     if not 0 < source.step < prepared.run.steps:
         why = f"{source.path} is of step {source.step:,}"
         raise ConfigError("run.steps", prepared.run.steps, why=why, remedy=f"use more than {source.step:,}")
@@ -130,11 +135,33 @@ def _lines(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> Ite
     counter = "" if source.optimizer_step is None else f", optimizer step {source.optimizer_step:g}"
     masters = "" if dtypes == ["float32"] else " (no fp32 master weights: what rounding has lost is lost)"
     yield f"taken: {len(source.weights)} weights in {', '.join(dtypes)}{masters}, {states}{counter}"
-    yield from _rates(source, prepared)
-    yield from _differing(source, prepared)
+    settings = prepared.run.config.optimizer
+    lr, decays = prepared.run.schedule.lr(source.step + 1), _decays(prepared)
+    yield from compare_rates(source, settings.params, lr=lr, parameters=[*decays])
+    yield from compare_params(source, settings.params, decays=decays, l2=settings.kind.l2_decay)
     yield f"data: {_position(source, prepared, skips)}; the order of its own sampler is not taken"
     for text in source.left_out:
         yield f"not taken: {text}"
+
+
+def _decays(prepared: PreparedRun) -> dict[str, float]:
+    """Weight decay of every parameter in the run."""
+    decay = prepared.run.config.optimizer.params.weight_decay
+    named = prepared.model.named_parameters()
+    return {name: decay if is_decayed(prepared.model, name, parameter) else 0.0 for name, parameter in named}
+
+
+def _told_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
+    """The checkpoint with its step: as the user gives it, else as it tells.
+
+    Raises:
+        CheckpointError: it tells none, or two.
+    """
+    if given is not None or source.answers is None:
+        return source if given is None else replace(source, step=given)
+    told = ", ".join(f"{name}: {step:,}" for name, step in source.answers.items())
+    why = f"does not tell one step ({told})" if told else "records no step"
+    raise CheckpointError(f"{source.path} {why}\n  try: --step N, the optimizer steps that it has made")
 
 
 def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> str:
@@ -144,29 +171,3 @@ def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> 
     if source.samples is None or samples == source.samples:
         return text
     return f"{text}, by whole batches of {prepared.run.batch.samples:,}; it was trained on {source.samples:,}"
-
-
-def _rates(source: SourceCheckpoint, prepared: PreparedRun) -> Iterator[str]:
-    step = source.step + 1
-    ours, theirs = prepared.run.schedule.lr(step), sorted({float(g["lr"]) for g in source.groups if "lr" in g})
-    if not theirs:
-        return
-    text = f"learning rate of step {step:,}: {ours:.6g} by the config, {', '.join(f'{t:.6g}' for t in theirs)} by its"
-    same = any(abs(rate - ours) <= _SAME * max(abs(ours), abs(rate)) for rate in theirs)
-    yield f"{text} schedule{'' if same else '; DIFFERENT: the scheduler section decides'}"
-
-
-def _differing(source: SourceCheckpoint, prepared: PreparedRun) -> Iterator[str]:
-    """Hyperparameters of the optimizer that the config has otherwise."""
-    params = prepared.run.config.optimizer.params
-    for name in ("betas", "eps", "weight_decay", "momentum", "nesterov"):
-        ours, found = getattr(params, name, None), [group[name] for group in source.groups if name in group]
-        theirs = list(dict.fromkeys(tuple(v) if isinstance(v, list | tuple) else v for v in found))
-        # of two groups one usually has no weight decay: norms and biases
-        theirs = [max(theirs)] if name == "weight_decay" and theirs else theirs
-        if ours is not None and theirs and theirs != [tuple(ours) if isinstance(ours, list | tuple) else ours]:
-            shown = ", ".join(map(str, theirs))
-            yield f"differs: optimizer.params.{name}: checkpoint {shown}, config {ours}; the config's is used"
-    decays = [group.get("weight_decay", 0.0) for group in source.groups]
-    if decays and min(decays) > 0:
-        yield "differs: weight decay: the checkpoint's optimizer decays norms and biases, too; a run does not"

@@ -92,6 +92,19 @@ class PreparedRun:
         return has_experts(self.hf_config)
 
     @property
+    def notes(self) -> list[str]:
+        """What of the model folders is not loaded, for people."""
+        teacher = None if self.teacher is None else self.teacher.values
+        folders = named_folders(self.run.config.model, self.run.config.distill)
+        values = {"model.path": self.values, "distill.teacher": teacher}
+        left_out = {f: v.left_out for f, v in values.items() if isinstance(v, FromSafetensors) and v.left_out}
+        return [
+            f"{folders[field]}: {len(names)} tensors that transformers ignores for this architecture are not loaded,"
+            f" and are in no export of the run: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for field, names in left_out.items()
+        ]
+
+    @property
     def run_dir(self) -> Path:
         """The run's directory."""
         return self.run.config.run.local_dir

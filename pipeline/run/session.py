@@ -101,7 +101,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     quiet_libraries(launch)
     prepared = prepare(run)
     check_node(prepared)
-    notes = set_up_allocator(gpu=torch.cuda.is_available())
+    notes = prepared.notes + set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
     check_device(prepared, device)
     notes += bind_to_gpu(device.index, run.config.launch)

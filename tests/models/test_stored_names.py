@@ -124,6 +124,7 @@ def test_the_layers_for_several_tokens_that_transformers_ignores_are_no_error(tm
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "model.layers.61.eh_proj.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     read(tmp_path)
+    assert FromSafetensors(tmp_path, model=on_meta(tmp_path)).left_out == ["model.layers.61.eh_proj.weight"]
 
 
 def test_weights_in_fp8_are_multiplied_by_the_scales_of_their_blocks(tmp_path: Path) -> None:

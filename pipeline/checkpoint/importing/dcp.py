@@ -7,6 +7,8 @@ A key is a path through nested dicts, which `.metadata` keeps beside the flat ke
     optimizer/param_groups/0/lr, optimizer/param_groups.NAME.lr   hyperparameters
     step, train_state/step                           the step
 
+each of them also under `app`, `state` or `state_dict`. All else is left out by name where the weights are under `model`
+or `module`; where they are at the top, what is not known is taken for a weight, which the model then has to have.
 `.metadata` is a pickle: only the classes of torch that it consists of are made.
 """
 
@@ -25,12 +27,14 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
+from headrace.base.foreign_folders import leaves_folder
 from pipeline.checkpoint.format.metadata import TORCH_METADATA, storage_errors
 from pipeline.checkpoint.format.shard_table import StoredTensor
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
 from pipeline.checkpoint.importing import torchtitan
 from pipeline.checkpoint.importing.source import (
+    STATES,
     SourceCheckpoint,
     TargetModel,
     hugging_face_name,
@@ -40,10 +44,14 @@ from pipeline.checkpoint.importing.unpickle import Opaque, enum_member
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.streamed import LazyTensor
 
-_STATE = re.compile(r"(?:^|\.)state\.(?P<name>.+)\.(?P<kind>exp_avg|exp_avg_sq|momentum_buffer|step)$")
-_GROUP = re.compile(r"(?:^|\.)param_groups\.(?P<group>.+)\.(?P<key>lr|betas|eps|weight_decay|momentum|nesterov)$")
-_AROUND_WEIGHTS = ("app", "state", "state_dict", "model", "module")
-_STEPS = ("step", "global_step", "iteration")
+_STATE = re.compile(r"(?:^|\.)state\.(?P<name>.+)\.(?P<kind>\w+)$")
+_GROUP = re.compile(r"(?:^|\.)param_groups\.(?P<group>.+)\.(?P<key>\w+)$")
+_AROUND_ALL = ("app", "state", "state_dict")
+_AROUND_WEIGHTS = ("model", "module")
+_STEPS = ("step", "global_step", "iteration", "train_state.step")
+_COUNTER = "the optimizer's step counter"
+_NO_WEIGHTS = re.compile(r"optim|lr_scheduler|scheduler|dataloader|train_state|rng|random_state|ema|model_ema")
+"""How the top of a path begins under which no weights are."""
 _CLASSES = {
     "torch": ("Size", "device"),
     "torch.serialization": ("_get_layout",),
@@ -68,13 +76,24 @@ _NOT_NEEDED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_check
 
 @dataclass
 class _Collected:
-    """What the folders hold, as it is collected."""
+    """What the folders hold, as it is collected.
+
+    Attributes:
+        weights: parameter name -> value, of those under `model` or `module`.
+        bare: top of the path -> the tensors that are elsewhere, by the whole path.
+        states: state -> parameter name -> value.
+        counters: step counters of the optimizer.
+        groups: number of a group, or name of its only parameter -> hyperparameters.
+        answers: path -> the step that it tells.
+        left_out: tops of other paths.
+    """
 
     weights: dict[str, LazyTensor] = field(default_factory=dict)
+    bare: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     states: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     counters: list[Any] = field(default_factory=list)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    steps: list[int] = field(default_factory=list)
+    answers: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, None] = field(default_factory=dict)
 
 
@@ -86,11 +105,15 @@ def read_dcp(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
         wanted: gives the number of heads that torchtitan's order of rows depends on.
 
     Raises:
-        CheckpointError: files are missing or damaged, or it has no optimizer state or step.
+        CheckpointError: files are missing or damaged, or it has no optimizer state.
     """
     if not (folder / TORCH_METADATA).is_file():
-        steps = [path.parent for path in folder.glob(f"step-*/{TORCH_METADATA}")]
-        folder = max(steps, key=lambda path: int(path.name.rpartition("-")[2]))
+        folders = {path.parent.name: path.parent for path in folder.glob(f"step-*/{TORCH_METADATA}")}
+        steps = {int(name[5:]): path for name, path in folders.items() if name[5:].isdecimal()}
+        if not steps:
+            why = f"{folder}: no folder is named step-N: {', '.join(sorted(folders))}"
+            raise CheckpointError(f"{why}\n  try: one of these in the place of {folder}")
+        folder = steps[max(steps)]
     source = read_folders([folder])
     return torchtitan.in_hugging_face_names(source, wanted) if torchtitan.is_of(source) else source
 
@@ -105,52 +128,76 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
     Raises:
         CheckpointError: as `read_dcp`.
     """
-    found = _Collected()
+    found, where = _Collected(), folders[0]
     for folder in folders:
         for path, value in _entries(folder):
-            _sort_in(found, path, value)
-    where = folders[0]
+            _sort_in(found, path, value, where)
     if not found.states:
+        named = ", ".join([*found.left_out, *found.bare][:4])
         raise CheckpointError(
-            f"{where} has no optimizer states by name ({', '.join(list(found.left_out)[:4]) or 'weights alone'})\n"
+            f"{where} has no optimizer states by name ({named or 'weights alone'})\n"
             "  try: save get_optimizer_state_dict of torch.distributed.checkpoint.state_dict beside the model; for the"
             " weights alone dcp_to_torch of torch.distributed.checkpoint.format_utils"
         )
     counter = one_step_counter(found.counters, where)
-    steps = [step] if step is not None else found.steps or ([] if counter is None else [int(counter)])
-    if not steps:
-        raise CheckpointError(f"{where} records no step\n  try: save it with a key step: the optimizer steps done")
+    answers = found.answers | ({} if counter is None else {_COUNTER: int(counter)})
+    told = {step} if step is not None else {*answers.values()}
+    weights = found.weights or {name: each for tensors in found.bare.values() for name, each in tensors.items()}
+    others = [f"{top} ({len(tensors)} tensors)" for top, tensors in found.bare.items() if found.weights]
     return SourceCheckpoint(
         path=where,
         kind="torch (DCP)",
-        step=max(steps),
-        weights=found.weights,
+        step=told.pop() if len(told) == 1 else 0,
+        weights=weights,
         states=found.states,
         optimizer_step=counter,
         groups=list(found.groups.values()),
-        left_out=list(found.left_out),
+        members=[_members(name, group) for name, group in found.groups.items()],
+        left_out=[*found.left_out, *others],
+        answers=answers if step is None and len({*answers.values()}) != 1 else None,
     )
 
 
-def _sort_in(found: _Collected, path: tuple[str, ...], value: Any) -> None:
-    """Puts an entry where it belongs: a `LazyTensor` or a plain value."""
-    dotted, tensor = ".".join(path), isinstance(value, LazyTensor) and bool(value.shape)
+def _members(name: str, group: Mapping[str, Any]) -> list[str]:
+    """Of a numbered group those that it lists; a flat state has the parameter's name in the place of the number."""
+    return [*map(hugging_face_name, group.get("params") or ())] if name.isdecimal() else [hugging_face_name(name)]
+
+
+def _sort_in(found: _Collected, path: tuple[str, ...], value: Any, where: Path) -> None:
+    """Puts an entry where it belongs: a `LazyTensor`, or a plain value, which is None where it cannot be read."""
+    tensor = isinstance(value, LazyTensor) and bool(value.shape)
     plain = value.read().item() if isinstance(value, LazyTensor) and not value.shape else value
-    if match := _STATE.search(dotted):
-        if match["kind"] == "step":
-            found.counters.append(plain)
-        else:
-            found.states.setdefault(match["kind"], {})[hugging_face_name(match["name"])] = value
-    elif match := _GROUP.search(dotted):
-        found.groups.setdefault(match["group"], {})[match["key"]] = plain
-    elif path[-1] in _STEPS and not tensor:
-        found.steps.append(int(plain))
-    elif tensor and not dotted.startswith(("optim", "lr_scheduler", "dataloader", "train_state")):
+    state, group = _STATE.search(".".join(path)), _GROUP.search(".".join(path))
+    while len(path) > 1 and path[0] in _AROUND_ALL:
+        path = path[1:]
+    dotted, own = ".".join(path), path[0].startswith("optim")
+    if state and state["kind"] == "step" and not tensor:
+        found.counters.append(plain)
+    elif state and tensor and (own or state["kind"] in STATES):
+        _put(found.states.setdefault(state["kind"], {}), hugging_face_name(state["name"]), value, where)
+    elif group:
+        found.groups.setdefault(group["group"], {})[group["key"]] = plain
+    elif dotted in _STEPS and isinstance(plain, int | float):
+        found.answers[dotted] = int(plain)
+    elif tensor and path[0] in _AROUND_WEIGHTS and len(path) > 1:
         while len(path) > 1 and path[0] in _AROUND_WEIGHTS:
             path = path[1:]
-        found.weights[hugging_face_name(".".join(path))] = value
-    elif "param_groups" not in dotted:
+        _put(found.weights, hugging_face_name(".".join(path)), value, where)
+    elif tensor and not _NO_WEIGHTS.match(path[0]):
+        _put(found.bare.setdefault(path[0], {}), hugging_face_name(dotted), value, where)
+    else:
         found.left_out[path[0]] = None
+
+
+def _put(tensors: dict[str, LazyTensor], name: str, value: LazyTensor, where: Path) -> None:
+    """Adds a tensor.
+
+    Raises:
+        CheckpointError: there is one of the name.
+    """
+    if name in tensors:
+        raise CheckpointError(f"{where} holds two tensors that are {name}\n  try: save it with one model, by one name")
+    tensors[name] = value
 
 
 @dataclass(frozen=True)
@@ -186,6 +233,8 @@ class DcpFolder:
         except (AttributeError, TypeError, ValueError, LookupError) as error:
             raise _damaged(folder / TORCH_METADATA, repr(error)) from None
         files = {*table.files, *(found[key].relative_path for key in plain)}
+        if outside := sorted(name for name in files if leaves_folder(str(name))):
+            raise _damaged(folder / TORCH_METADATA, f"it names {outside[0]}, which is not in the folder: refused")
         if missing := sorted(name for name in files if not (folder / name).is_file()):
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(

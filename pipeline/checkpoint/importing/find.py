@@ -15,7 +15,9 @@ from pipeline.checkpoint.importing.trainer_folder import read_trainer
 from pipeline.checkpoint.importing.universal import read_universal
 from pipeline.checkpoint.importing.zero import read_zero
 
-KNOWN = "a checkpoint folder of DeepSpeed, the Hugging Face Trainer, torchtitan, Megatron-core, or of torch (DCP)"
+KNOWN = (
+    "a checkpoint folder of DeepSpeed, the Hugging Face Trainer, accelerate, torchtitan, Megatron-core, or torch (DCP)"
+)
 Reader = Callable[[Path, TargetModel], SourceCheckpoint]
 
 
@@ -25,6 +27,10 @@ def check_known(folder: Path) -> Reader:
     Raises:
         CheckpointError: nothing known is there.
     """
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file{what_it_is(folder, f'its folder, {folder.parent}, if that is {KNOWN}')}"
+        )
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder\n  try: {KNOWN}")
     for marks, read in _READERS:
@@ -54,6 +60,8 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("*/*_optim_states.pt",), read_zero),
     (("*mp_rank_*_model_states.pt",), read_replicated),
     (("*/*mp_rank_*_model_states.pt",), read_replicated),
+    (("optimizer.bin",), read_trainer),
+    (("optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"), read_trainer),
     (("latest_checkpointed_iteration.txt",), read_megatron),
     (("metadata.json", ".metadata", "*.distcp"), read_megatron),
     ((".metadata", "*.distcp"), read_dcp),

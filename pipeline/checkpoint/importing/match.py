@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.config.sections.optimizers import OptimizerKind
+from pipeline.models.build.stored_names import TensorGroup, groups_of_files
 
 _SHOWN = 8
 _COMPUTED_WITH = (
@@ -48,28 +51,37 @@ def matched_state(
         kind_of: the optimizer's kind for a parameter.
 
     Raises:
-        CheckpointError: a tensor is missing, or has another shape; its optimizer keeps other states.
+        CheckpointError: a tensor is missing, or has another shape, or no place in the run; its optimizer keeps other
+            states.
     """
-    weights = _renamed(source.weights, wanted)
+    weights = _renamed(source.weights, wanted, source)
+    states = {moment: _renamed(tensors, wanted, source) for moment, tensors in source.states.items()}
     shapes = {**wanted.parameters, **wanted.buffers}
     # a buffer that it lacks gets its first value, as where a run has none
     needed = {name: shape for name, shape in shapes.items() if name in wanted.parameters or name in weights}
-    if lines := _differences(weights, needed):
+    if lines := _differences({**_without_weight(states, needed), **weights}, needed):
         raise CheckpointError(
             f"{source.path} holds another model than the config's:\n{_listed(lines)}\n"
             f"  try: the model that it is of, as model.config, or model.path with its config.json"
         )
     state = {weight_key(name): weights[name].to(torch.float32) for name in wanted.parameters}
     for name in wanted.parameters:
+        if {*kind_of(name).states} != {moment for moment, tensors in states.items() if name in tensors}:
+            raise _other_optimizer(source, states, name, kind_of(name))
         for moment in kind_of(name).states:
-            tensor = _renamed(source.states.get(moment, {}), wanted).get(name)
-            if tensor is None:
-                raise _other_optimizer(source, name, kind_of(name))
+            tensor = states[moment][name]
             if tensor.shape != wanted.parameters[name]:
                 why = f"{moment} of {name} has shape {tensor.shape}, and its weight {wanted.parameters[name]}"
                 raise CheckpointError(f"{source.path}: {why}\n  try: the checkpoint of another step")
             state[moment_key(moment, name)] = tensor.to(torch.float32)
     return state | {buffer_key(name): weights[name] for name in wanted.buffers if name in weights}
+
+
+def _without_weight(
+    states: Mapping[str, Mapping[str, LazyTensor]], needed: Mapping[str, tuple[int, ...]]
+) -> dict[str, LazyTensor]:
+    """States of parameters that the model does not have."""
+    return {name: tensor for tensors in states.values() for name, tensor in tensors.items() if name not in needed}
 
 
 def check_config(source: SourceCheckpoint, wanted: TargetModel) -> None:
@@ -92,10 +104,52 @@ def check_config(source: SourceCheckpoint, wanted: TargetModel) -> None:
         )
 
 
-def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel) -> dict[str, LazyTensor]:
-    """Under the names of the model: of a tied parameter the checkpoint may have either name, or both."""
-    owners = {name: tensor for name, tensor in tensors.items() if name not in wanted.aliases}
-    return {wanted.aliases[name]: tensor for name, tensor in tensors.items() if name in wanted.aliases} | owners
+def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel, source: SourceCheckpoint) -> dict[str, LazyTensor]:
+    """Under the names of the model: of a tied parameter the checkpoint may have either name, or both.
+
+    Raises:
+        CheckpointError: it has both, and they differ.
+    """
+    tensors = _fused(tensors, wanted)
+    found = {name: tensor for name, tensor in tensors.items() if name not in wanted.aliases}
+    for alias, name in wanted.aliases.items():
+        if alias in tensors and not _same(found.setdefault(name, tensors[alias]), tensors[alias]):
+            why = f"the config ties {alias} to {name}, and the checkpoint has trained both: they differ"
+            raise CheckpointError(f'{source.path}: {why}\n  try: "tie_word_embeddings": false in model.config')
+    return found
+
+
+def _same(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have the same values, in the dtype of the one that is rounded more."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    dtype = min((one.dtype, other.dtype), key=lambda each: each.itemsize)
+    return torch.equal(one.read().to(dtype), other.read().to(dtype))
+
+
+def _fused(tensors: Mapping[str, LazyTensor], wanted: TargetModel) -> Mapping[str, LazyTensor]:
+    """The same with stacked experts as in the model, where there is a tensor for every expert as in model folders."""
+    known = {*wanted.parameters, *wanted.buffers, *wanted.aliases}
+    if tensors.keys() <= known:
+        return tensors
+    found: dict[str, LazyTensor] = {}
+    for group in groups_of_files(wanted.model, tensors, known):
+        try:
+            shapes = group.convert({n: torch.empty(tensors[n].shape, device="meta") for n in group.names}, wanted.model)
+        except (RuntimeError, ValueError, IndexError):
+            shapes = {}
+        parts = {name: tensors[name] for name in group.names}
+        if not shapes or not shapes.keys() <= known:  # no part of the model: it is refused under its own name
+            found |= parts
+            continue
+        dtype = next(iter(parts.values())).dtype
+        for name, meta in shapes.items():
+            found[name] = LazyTensor(tuple(meta.shape), dtype, partial(_converted, group, parts, wanted, name))
+    return found
+
+
+def _converted(group: TensorGroup, parts: Mapping[str, LazyTensor], wanted: TargetModel, name: str) -> Tensor:
+    return group.convert({each: tensor.read() for each, tensor in parts.items()}, wanted.model)[name]
 
 
 def _differences(found: Mapping[str, LazyTensor], needed: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -112,10 +166,13 @@ def _listed(lines: Sequence[str]) -> str:
     return "\n".join([*(f"    {line}" for line in lines[:_SHOWN]), *more])
 
 
-def _other_optimizer(source: SourceCheckpoint, name: str, kind: OptimizerKind) -> CheckpointError:
-    has = ", ".join(moment for moment in source.states if name in source.states[moment]) or "none"
+def _other_optimizer(
+    source: SourceCheckpoint, states: Mapping[str, Mapping[str, LazyTensor]], name: str, kind: OptimizerKind
+) -> CheckpointError:
+    has = ", ".join(moment for moment in states if name in states[moment]) or "none"
     return CheckpointError(
         f"{source.path} has of {name} the optimizer states: {has}; the config's {kind.name} keeps"
-        f" {', '.join(kind.states)}\n"
-        f"  try: the optimizer.type that it was trained with; a run that has resumed may change it by run.allow_change"
+        f" {', '.join(kind.states) or 'none'}\n"
+        "  try: the optimizer.type that it was trained with; a run that has resumed may change it by run.allow_change."
+        " Of an optimizer that is not offered (amsgrad) take the weights alone, as model.path"
     )

@@ -1,75 +1,105 @@
 """Optimizer states by number, as `torch.optim` has them: which number is which parameter.
 
 `Optimizer.state_dict()` numbers the parameters in the order of its groups, and keeps no names. The order within a group
-is that of the model; which parameters form a group is found by trying the rules that trainers use.
+is that of the model; which parameters form a group is found by trying the rules that trainers use, and groups that no
+rule divides so are refused: parameters of one shape cannot be told apart. FSDP's full state dict has names instead.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.importing.source import STATES, stored
+from pipeline.checkpoint.importing.source import hugging_face_name, is_state, stored
 from pipeline.checkpoint.write.streamed import LazyTensor
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Of the Hugging Face Trainer (transformers 5, `get_decay_parameter_names`)."""
 Shapes = Mapping[str, tuple[int, ...]]
 _RULES: tuple[Callable[[str, Shapes], bool], ...] = (
-    lambda _name, _shapes: True,
     lambda name, _shapes: not _NO_DECAY.search(name),
     lambda name, shapes: len(shapes[name]) > 1,
 )
-"""Whether a parameter is in the first group: all are, those whose names are no norm's or bias's, the matrices."""
+"""Whether a parameter is in the first of two groups: those whose names are no norm's or bias's, the matrices."""
 
 
-def states_of(
-    state: Mapping[str, Any], parameters: Shapes, where: Path
-) -> tuple[dict[str, dict[str, LazyTensor]], list[Any]]:
-    """The optimizer states by name, and the step counters.
+@dataclass(frozen=True)
+class NamedStates:
+    """States of an optimizer by name.
+
+    Attributes:
+        states: state -> parameter name -> value.
+        counters: step counters.
+        members: names of the parameters of each group.
+    """
+
+    states: dict[str, dict[str, LazyTensor]]
+    counters: list[Any]
+    members: list[list[str]]
+
+
+def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> NamedStates:
+    """The optimizer states by name.
 
     Args:
-        state: of `Optimizer.state_dict()`.
+        state: of `Optimizer.state_dict()`, or FSDP's of the whole optimizer.
         parameters: name -> shape of those that were trained, in the order of the model.
         where: the file, for an error.
 
     Raises:
-        CheckpointError: no rule gives every number a parameter of its shape.
+        CheckpointError: no rule gives every number a parameter of its shape, or two rules give different ones.
     """
     own, groups = state["state"], state["param_groups"]
-    names = next((each for each in _candidates(groups, parameters) if _fits(each, own, parameters)), None)
-    if names is None:
-        sizes = " + ".join(str(len(group["params"])) for group in groups)
-        raise CheckpointError(
-            f"{where} numbers its parameters ({sizes} in {len(groups)} groups), and neither the order of the model's"
-            f" {len(parameters)} nor that of the usual groups (all; without norms and biases first) fits\n"
-            "  try: save it by dcp.save with names, those of get_optimizer_state_dict (torch.distributed.checkpoint)"
-        )
+    names = _told(groups) or _found(own, groups, parameters, where)
     found: dict[str, dict[str, LazyTensor]] = {}
     for number, name in names.items():
-        for kind in STATES:
-            if (tensor := own.get(number, {}).get(kind)) is not None:
-                found.setdefault(kind, {})[name] = stored(tensor)
-    return found, [each.get("step") for each in own.values()]
+        for kind, value in own.get(number, {}).items():
+            if is_state(value):
+                found.setdefault(kind, {})[name] = stored(value)
+    members = [[names[number] for number in group["params"]] for group in groups]
+    return NamedStates(found, [each.get("step") for each in own.values()], members)
 
 
-def _candidates(groups: Sequence[Mapping[str, Any]], parameters: Shapes) -> Iterator[dict[int, str]]:
-    """Number -> name, by each rule."""
+def _told(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """Number -> name, where the optimizer has the names; FSDP's full state has them in the place of numbers."""
     numbers = [number for group in groups for number in group["params"]]
-    named = [name for group in groups for name in group.get("param_names") or ()]
-    if len(named) == len(numbers):
-        yield dict(zip(numbers, named, strict=True))
-    for rule in _RULES:
-        first = [name for name in parameters if rule(name, parameters)]
-        rest = [name for name in parameters if name not in set(first)]
-        for order in (first + rest, rest + first):
-            if len(order) == len(numbers):
-                yield dict(zip(numbers, order, strict=True))
+    named = [name for group in groups for name in group.get("param_names") or group["params"]]
+    told = len(named) == len(numbers) and all(isinstance(name, str) for name in named)
+    return {n: hugging_face_name(name) for n, name in zip(numbers, named, strict=True)} if told else {}
 
 
-def _fits(names: Mapping[int, str], own: Mapping[int, Any], parameters: Shapes) -> bool:
-    shapes = {number: {tuple(v.shape) for k, v in each.items() if k in STATES} for number, each in own.items()}
-    return all(shapes.get(n, set()) <= {parameters.get(name)} for n, name in names.items())
+def _found(
+    own: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], parameters: Shapes, where: Path
+) -> dict[Any, str]:
+    """Number -> name, by the rule whose groups have the sizes of the optimizer's, and its parameters their shapes."""
+    numbers, sizes = [n for group in groups for n in group["params"]], [len(group["params"]) for group in groups]
+    usual = ([list(parameters)], *(parts for rule in _RULES for parts in _divided(rule, parameters)))
+    orders = [order for order in usual if [len(part) for part in order] == [size for size in sizes if size]]
+    every = [dict(zip(numbers, (name for part in order for name in part), strict=True)) for order in orders]
+    fitting = [names for names in every if _fits(names, own, parameters)]
+    if not fitting or any(each != fitting[0] for each in fitting[1:]):
+        raise CheckpointError(
+            f"{where} numbers its parameters ({' + '.join(map(str, sizes))} in {len(groups)} groups), and "
+            f"{'more than one' if fitting else 'none'} of the usual groups of the model's {len(parameters)} parameters"
+            " (all in one; norms and biases by themselves) fits: which state is of which parameter would be a guess\n"
+            "  try: save it by dcp.save with names, those of get_optimizer_state_dict (torch.distributed.checkpoint)"
+        )
+    return fitting[0]
+
+
+def _divided(rule: Callable[[str, Shapes], bool], parameters: Shapes) -> Iterator[list[list[str]]]:
+    """The two groups of a rule, in both orders."""
+    first = [name for name in parameters if rule(name, parameters)]
+    rest = [name for name in parameters if not rule(name, parameters)]
+    if first and rest:
+        yield from ([first, rest], [rest, first])
+
+
+def _fits(names: Mapping[Any, str], own: Mapping[Any, Any], parameters: Shapes) -> bool:
+    """Whether every state has its parameter's shape."""
+    shapes = {number: {tuple(v.shape) for v in each.values() if is_state(v)} for number, each in own.items()}
+    return all(shapes.get(n, set()) <= {parameters[name]} for n, name in names.items())

@@ -37,15 +37,16 @@ def read_replicated(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
         if head.get("optimizer") is None and head.get("param_shapes"):
             why = "it is of ZeRO, and its optimizer states (*_optim_states.pt) are missing"
         raise CheckpointError(f"{tag}: {why}\n  try: copy the files of all ranks, or save it with ZeRO stage 1")
-    states, counters = states_of(optimizer, wanted.parameters, tag)
+    found = states_of(optimizer, wanted.parameters, tag)
     return SourceCheckpoint(
         path=tag,
         kind="DeepSpeed without ZeRO",
         step=int(head["global_steps"]),
         weights={hugging_face_name(name): stored(tensor) for name, tensor in head["module"].items()},
-        states=states,
-        optimizer_step=one_step_counter(counters, tag),
+        states=found.states,
+        optimizer_step=one_step_counter(found.counters, tag),
         groups=optimizer["param_groups"],
+        members=found.members,
         samples=head.get("global_samples"),
         left_out=left_out_of(head),
     )

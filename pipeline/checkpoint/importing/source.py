@@ -17,7 +17,8 @@ from pipeline.models.build.buffers import buffer_shapes
 from pipeline.models.build.meta import parameter_shapes
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed alike."""
+"""Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed alike; readers take
+states of other names, too, so that none is dropped in silence."""
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 
 
@@ -30,12 +31,14 @@ class TargetModel:
         buffers: name -> shape of every persistent buffer.
         aliases: other name of a tied parameter -> its name.
         hf_config: its Hugging Face config as plain JSON.
+        model: the Hugging Face model on meta.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
     hf_config: Mapping[str, Any]
+    model: nn.Module
 
     @classmethod
     def of(cls, model: nn.Module, hf_config: Mapping[str, Any]) -> TargetModel:
@@ -44,7 +47,8 @@ class TargetModel:
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         aliases = {name: by_id[id(parameter)] for name, parameter in every if name not in own}
-        return cls(own, {name: tuple(shape) for name, shape in buffer_shapes(model).items()}, aliases, hf_config)
+        buffers = {name: tuple(shape) for name, shape in buffer_shapes(model).items()}
+        return cls(own, buffers, aliases, hf_config, model)
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,12 @@ class SourceCheckpoint:
         states: optimizer state -> Hugging Face parameter name -> value.
         optimizer_step: the step counter of the optimizer (bias correction); None where it keeps none.
         groups: hyperparameters of the parameter groups: lr, betas, weight_decay, ...; lr is that of the next step.
+        members: names of the parameters in each of these groups; empty where the checkpoint does not tell.
         samples: samples that were trained on; None where it is not recorded.
         hf_config: its config.json; None without one.
         loss_scale: of fp16: the scale, steps since the last overflow, overflows left before it is lowered.
         left_out: what of it is not taken, for people.
+        answers: where the checkpoint tells the step -> what it says there, if that is more than one number or none.
     """
 
     path: Path
@@ -72,15 +78,22 @@ class SourceCheckpoint:
     states: Mapping[str, Mapping[str, LazyTensor]]
     optimizer_step: float | None = None
     groups: Sequence[Mapping[str, Any]] = ()
+    members: Sequence[Sequence[str]] = ()
     samples: int | None = None
     hf_config: Mapping[str, Any] | None = None
     loss_scale: tuple[float, float, float] | None = None
     left_out: Sequence[str] = field(default_factory=tuple)
+    answers: Mapping[str, int] | None = None
 
 
 def stored(tensor: Tensor) -> LazyTensor:
     """A tensor as it is; of a file that is mapped into memory, it is read when it is used."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def is_state(value: Any) -> bool:
+    """Whether an entry of an optimizer's state has a value per element; a step counter has not."""
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where: Path) -> LazyTensor:

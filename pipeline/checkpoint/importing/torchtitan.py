@@ -70,6 +70,7 @@ def in_hugging_face_names(source: SourceCheckpoint, wanted: TargetModel) -> Sour
         kind="torchtitan (Llama)",
         weights=_renamed(source.weights, heads, kv_heads),
         states={kind: _renamed(tensors, heads, kv_heads) for kind, tensors in source.states.items()},
+        members=(),  # those of fused projections have no single name
     )
 
 

@@ -1,12 +1,14 @@
-"""Checkpoints of the Hugging Face Trainer: `checkpoint-N` of one process and DDP, of DeepSpeed and of FSDP.
+"""Checkpoints of the Hugging Face Trainer, `checkpoint-N`, and of accelerate's `save_state`.
 
-    trainer_state.json                               the step
-    config.json                                      of the model
-    model.safetensors, optimizer.pt, scaler.pt       of one process and DDP
+    trainer_state.json                               of the Trainer: the step
+    config.json                                      of the Trainer: of the model
+    model.safetensors, optimizer.pt, scaler.pt       of one process and DDP; optimizer.bin of accelerate
     pytorch_model_fsdp_0/, optimizer_0/              of FSDP: distributed checkpoints of torch
-    latest, global_stepN/                            of DeepSpeed
+    pytorch_model_fsdp.bin, optimizer.bin            of FSDP with FULL_STATE_DICT: states by name
+    latest, global_stepN/                            of DeepSpeed; pytorch_model/ of accelerate
 
-`scheduler.pt`, `rng_state*.pth` and `training_args.bin` are not read. Seen with transformers 5.23, accelerate 1.15.
+accelerate records no step: it is the optimizer's. Schedulers, random states and `training_args.bin` are not read. Seen
+with transformers 5.23, accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -33,43 +35,45 @@ from pipeline.checkpoint.importing.source import (
 from pipeline.checkpoint.importing.unpickle import open_saved
 from pipeline.checkpoint.importing.zero import LATEST, read_zero
 from pipeline.checkpoint.write.streamed import LazyTensor
-from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.folder.weight_files import stored_tensors
 
 STATE = "trainer_state.json"
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
+_SAVED = ("optimizer.pt", "optimizer.bin")
 _LEFT_OUT = {
-    "scheduler.pt": "scheduler.pt: the config's schedule goes on at the step",
+    "scheduler.[pb]*": "scheduler.pt, .bin: the config's schedule goes on at the step",
     "rng_state*.pth": "rng_state*.pth: nothing in a run is drawn but first weights and the order of samples",
+    "random_states_*.pkl": "random_states_*.pkl: nothing in a run is drawn but first weights and the order of samples",
+    "*_1.[bs]*": "the files of a second model or optimizer",
     "training_args.bin": "training_args.bin: batch, schedule and precision are the config's",
 }
 
 
 def read_trainer(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
-    """Opens a checkpoint of the Trainer.
+    """Opens a checkpoint of the Trainer, or of accelerate.
 
     Args:
-        folder: `checkpoint-N`.
+        folder: `checkpoint-N`, or that of `save_state`.
         wanted: gives the order of the parameters.
 
     Raises:
         CheckpointError: files are missing or damaged, or it was saved without its optimizer state.
     """
-    step = _step(folder)
+    step = _step(folder) if (folder / STATE).is_file() else None
+    whose = "accelerate's save_state" if step is None else "the Hugging Face Trainer"
     if (folder / LATEST).is_file():
         source = read_zero(folder, wanted)
-        source = replace(source, kind=f"the Hugging Face Trainer, {source.kind}")
+        source = replace(source, kind=f"{whose}, {source.kind}")
     elif any((folder / name).is_dir() for name in _FSDP):
-        source = replace(
-            read_folders([folder / name for name in _FSDP], step=step), kind="the Hugging Face Trainer, FSDP"
-        )
+        source = replace(read_folders([folder / name for name in _FSDP], step=step), kind=f"{whose}, FSDP")
     else:
-        source = _replicated(folder, wanted, step)
+        source = replace(_replicated(folder, wanted, step), kind=whose)
     config = folder / "config.json"
     left_out = [text for pattern, text in _LEFT_OUT.items() if any(folder.glob(pattern))]
     return replace(
         source,
         path=folder,
-        step=step,
+        step=source.step if step is None else step,
         hf_config=json.loads(config.read_text()) if config.is_file() else None,
         loss_scale=source.loss_scale or _loss_scale(folder),
         left_out=[*source.left_out, *left_out],
@@ -83,40 +87,41 @@ def _step(folder: Path) -> int:
         raise CheckpointError(f"{folder / STATE} is damaged: {error!r}\n  try: another checkpoint") from None
 
 
-def _replicated(folder: Path, wanted: TargetModel, step: int) -> SourceCheckpoint:
-    path = folder / "optimizer.pt"
-    if not path.is_file():
+def _replicated(folder: Path, wanted: TargetModel, step: int | None) -> SourceCheckpoint:
+    path = next((folder / name for name in _SAVED if (folder / name).is_file()), None)
+    if path is None:
         raise CheckpointError(
-            f"{folder} has no optimizer state (optimizer.pt, optimizer_0 or global_step*): it was saved by"
+            f"{folder} has no optimizer state ({', '.join(_SAVED)}, optimizer_0 or global_step*): it was saved by"
             " save_only_model, or copied in part\n"
             "  try: give it as model.path, for its weights alone"
         )
     optimizer = open_saved(path)
-    states, counters = states_of(optimizer, wanted.parameters, path)
+    found = states_of(optimizer, wanted.parameters, path)
+    counter = one_step_counter(found.counters, path)
     return SourceCheckpoint(
         path=folder,
-        kind="the Hugging Face Trainer",
-        step=step,
+        kind="",
+        step=int(counter or 0) if step is None else step,
         weights=_weights(folder),
-        states=states,
-        optimizer_step=one_step_counter(counters, path),
+        states=found.states,
+        optimizer_step=counter,
         groups=optimizer["param_groups"],
+        members=found.members,
+        answers={} if step is None and counter is None else None,
     )
 
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
-    """Of safetensors files, or of what older versions saved by torch.save."""
+    """Of safetensors files, or of what older versions and FSDP saved by torch.save."""
     saved = sorted(folder.glob("pytorch_model*.bin"))
     if saved and not any(folder.glob("*.safetensors")):
         opened: Iterable[Mapping[str, Any]] = map(open_saved, saved)
         return {hugging_face_name(name): stored(tensor) for each in opened for name, tensor in each.items()}
     found: dict[str, LazyTensor] = {}
-    for path in ModelFolder.open(folder).files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no mapping
-                part = file.get_slice(name)
-                dtype = file.get_tensor(name).dtype if not part.get_shape() else part[:0].dtype
-                found[hugging_face_name(name)] = LazyTensor(tuple(part.get_shape()), dtype, _reads(path, name))
+    for name, info in stored_tensors(folder).items():
+        with safe_open(info.file, framework="pt") as file:
+            dtype = file.get_tensor(name).dtype if not info.shape else file.get_slice(name)[:0].dtype
+        found[hugging_face_name(name)] = LazyTensor(info.shape, dtype, _reads(info.file, name))
     return found
 
 

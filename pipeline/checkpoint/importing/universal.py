@@ -20,14 +20,21 @@ from torch import Tensor
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.importing.source import (
-    STATES,
     SourceCheckpoint,
     TargetModel,
     hugging_face_name,
     one_step_counter,
 )
 from pipeline.checkpoint.importing.unpickle import open_saved
-from pipeline.checkpoint.importing.zero import buffers_of, left_out_of, loss_scale_of, newest_tag, read_head
+from pipeline.checkpoint.importing.zero import (
+    left_out_of,
+    loss_scale_of,
+    members_of,
+    newest_tag,
+    others_of,
+    read_head,
+    with_adam_mode,
+)
 from pipeline.checkpoint.write.streamed import LazyTensor
 
 ZERO, WEIGHT, LATEST_UNIVERSAL, OPTIMIZER = "zero", "fp32", "latest_universal", "optimizer_state.pt"
@@ -51,20 +58,23 @@ def read_universal(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
     if missing := sorted(shapes.keys() - set(names)):
         listed = ", ".join(missing[:4])
         raise CheckpointError(f"{tag / ZERO} lacks {listed}\n  try: convert the checkpoint again")
+    kinds = {path.stem for path in (tag / ZERO).glob("*/*.pt")} - {"step"}
     tensors = {
         kind: {hugging_face_name(name): _tensor(tag / ZERO / name / f"{kind}.pt", shapes.get(name)) for name in own}
-        for kind in (WEIGHT, *STATES)
+        for kind in sorted({WEIGHT, *kinds})
         if (own := [name for name in names if kind == WEIGHT or (tag / ZERO / name / f"{kind}.pt").is_file()])
     }
     weights = tensors.pop(WEIGHT, {})
+    groups = list(optimizer.get("param_groups") or base.get("param_groups") or ())
     return SourceCheckpoint(
         path=tag,
         kind="DeepSpeed universal checkpoint",
         step=int(head["global_steps"]),
-        weights={**weights, **buffers_of(head)},
+        weights={**others_of(head, weights), **weights},
         states=tensors,
         optimizer_step=one_step_counter(_counters(tag, names, base), tag),
-        groups=list(optimizer.get("param_groups") or base.get("param_groups") or ()),
+        groups=with_adam_mode(groups, head),
+        members=members_of(groups, head) if head.get("param_shapes") else (),
         samples=head.get("global_samples"),
         loss_scale=loss_scale_of(optimizer.get("loss_scaler")),
         left_out=left_out_of(head),

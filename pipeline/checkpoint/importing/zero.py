@@ -13,7 +13,7 @@ padding at the end, and a partition has the rank's parts of a sub-group end to e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
+from headrace.base.foreign_folders import leaves_folder
 from pipeline.checkpoint.importing.source import (
-    STATES,
     SourceCheckpoint,
     TargetModel,
     from_pieces,
     hugging_face_name,
+    is_state,
     one_step_counter,
     stored,
 )
@@ -67,7 +68,11 @@ def newest_tag(folder: Path, *, latest: str = LATEST) -> Path:
         CheckpointError: there is no such step, or several and no `latest`.
     """
     if (folder / latest).is_file():
-        tag = folder / (folder / latest).read_text().strip()
+        name = (folder / latest).read_text(errors="replace").strip()
+        if leaves_folder(name):
+            why = f"{folder / latest} names {name}, which is not in the folder: refused"
+            raise CheckpointError(f"{why}\n  try: the folder of the step, in the place of {folder}")
+        tag = folder / name
         if not tag.is_dir():
             raise CheckpointError(f"{folder / latest} names {tag.name}, which is missing\n  try: copy it here, too")
         return tag
@@ -113,10 +118,11 @@ def read_zero(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
         path=tag,
         kind=f"DeepSpeed ZeRO-{stage} of {world} rank{'s' if world > 1 else ''}",
         step=int(head["global_steps"]),
-        weights={**weights, **buffers_of(head)},
+        weights={**others_of(head, shapes), **weights},
         states=tensors,
         optimizer_step=one_step_counter(found.counters, tag),
-        groups=found.groups,
+        groups=with_adam_mode(found.groups, head),
+        members=members_of(found.groups, head),
         samples=head.get("global_samples"),
         loss_scale=loss_scale_of(first.get("loss_scaler")),
         left_out=left_out_of(head),
@@ -244,13 +250,34 @@ def _parts(group: Mapping[str, Any], *, rank: int, world: int) -> Iterator[tuple
 
 def _tensors(weight: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     yield _WEIGHT, weight
-    yield from ((name, state[name]) for name in STATES if name in state)
+    yield from ((name, value) for name, value in state.items() if is_state(value))
 
 
-def buffers_of(head: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """The persistent buffers in the engine's state."""
-    names = set(head.get("buffer_names") or ())
-    return {hugging_face_name(n): stored(t) for n, t in (head.get("module") or {}).items() if n in names}
+def others_of(head: Mapping[str, Any], taken: Collection[str]) -> dict[str, LazyTensor]:
+    """What the model in the engine's state has beside the parameters that were trained: buffers, a tied head.
+
+    At stage 3 it has parameters without elements in it.
+    """
+    module = {hugging_face_name(name): tensor for name, tensor in (head.get("module") or {}).items()}
+    return {n: stored(t) for n, t in module.items() if n not in taken and isinstance(t, Tensor) and t.numel()}
+
+
+def members_of(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> list[list[str]]:
+    """Names of the parameters of each group; a flat partition of the optimizer is one item of `param_shapes`."""
+    names = [[hugging_face_name(name) for name in shapes] for shapes in head["param_shapes"]]
+    numbers = [number for group in groups for number in group.get("params", ())]
+    if sorted(numbers) != list(range(len(names))):
+        return names if len(names) == len(groups) else []
+    return [[name for number in group["params"] for name in names[number]] for group in groups]
+
+
+def with_adam_mode(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups; of DeepSpeed's own Adam with what its config alone says: whether its weight decay is decoupled."""
+    section = (head.get("ds_config") or {}).get("optimizer") or {}
+    mode = (section.get("params") or {}).get("adam_w_mode")
+    if str(section.get("type", "")).lower() != "adam" or mode is None:
+        return list(groups)
+    return [{**group, "decoupled_weight_decay": mode} for group in groups]
 
 
 def loss_scale_of(scaler: Any) -> tuple[float, float, float] | None:

@@ -26,6 +26,8 @@ _SCALE = "_scale_inv"
 """Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
 
 
+_COMPUTED = re.compile(r"inv_freq$|\.attn\.(masked_)?bias$")
+"""Rotary tables and masks that old files have, and models compute."""
 _WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What torch.compile, DDP and DeepSpeed, peft and FSDP put in front of the names of what they wrap."""
 
@@ -46,6 +48,9 @@ class FromSafetensors:
         rename: from a name in the model to the name in a model of which it keeps only some layers.
         partial: allow other tensors in the files (a model that keeps only some layers).
 
+    Attributes:
+        left_out: tensors of the files that the architecture has no place for, such as layers that predict more tokens.
+
     Raises:
         DataError: missing or unexpected tensors, wrong shapes, a tied weight that has values of its own, or what
             `stored_tensors` refuses.
@@ -64,6 +69,7 @@ class FromSafetensors:
         if text_is_nested(self._folder, str(getattr(model.config, "model_type", ""))):
             self._stored = text_tensors(self._stored)
         self._block = _block_size(self._folder)
+        self.left_out: list[str] = []
         self._last: tuple[TensorGroup, dict[str, Tensor]] | None = None
         parameters, buffers = parameter_shapes(model), buffer_shapes(model)
         known = {rename(name) for name in (*parameters, *buffers)}
@@ -137,6 +143,7 @@ class FromSafetensors:
         used = {name for group in self._group_of.values() for name in group.names if group.key in known}
         extra = sorted({name for group in groups for name in group.names} - used)
         self._check_tied({group.key: group.names[0] for group in groups if group.converter is None})
+        self.left_out = [name for name in extra if _is_ignored(self._model, name) and not _COMPUTED.search(name)]
         extra = [] if partial else [name for name in extra if not _ignorable(name, self._model, parameters)]
         if missing or extra:
             raise DataError(
@@ -232,8 +239,13 @@ def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bo
     tied = _tied(model)
     if name not in parameters and (name in tied or name in tied.values()):
         return True
-    ignored = [r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    return any(re.search(pattern, name) for pattern in ignored)
+    return name.endswith("rotary_emb.inv_freq") or _is_ignored(model, name)
+
+
+def _is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether transformers ignores a tensor in files of this architecture."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

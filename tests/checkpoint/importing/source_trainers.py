@@ -173,6 +173,29 @@ def with_trainer(case: dict[str, Any]) -> Losses:
     return losses
 
 
+def with_accelerate(case: dict[str, Any]) -> Losses:
+    """A loop with accelerate under DDP, saved by `save_state`."""
+    from accelerate import Accelerator  # noqa: PLC0415
+    from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: PLC0415
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = model_of(case)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups_of(model, split=True), lr=LR))
+    losses = []
+    for step in range(1, case["steps"] + 1):
+        loss = loss_of(model, samples(case, step))
+        losses.append(mean(loss))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == case["saved"]:
+            accelerator.save_state(case["folder"])
+    return losses
+
+
 def with_fsdp(case: dict[str, Any]) -> Losses:
     """FSDP of torch in a plain loop, saved in one of several ways: `case["save"]`."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: PLC0415
@@ -207,12 +230,15 @@ def save_as_trainer(case: dict[str, Any], model: Any, optimizer: Any, step: int)
     """What the Trainer calls where accelerate runs FSDP, which it does on accelerators only."""
     from types import SimpleNamespace  # noqa: PLC0415
 
+    from accelerate.state import PartialState  # noqa: PLC0415
     from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model, save_fsdp_optimizer  # noqa: PLC0415
     from transformers import TrainerState  # noqa: PLC0415
 
+    PartialState(cpu=True)  # its functions log by it
     folder = Path(case["folder"]) / f"checkpoint-{step}"
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=case.get("version", 2), state_dict_type="SHARDED_STATE_DICT")
-    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    kind = "FULL_STATE_DICT" if case.get("full") else "SHARDED_STATE_DICT"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=case.get("version", 2), state_dict_type=kind)
+    plugin.set_state_dict_type(kind)
     here = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
     save_fsdp_model(plugin, here, model, str(folder))
     save_fsdp_optimizer(plugin, here, optimizer, model, str(folder))
@@ -227,7 +253,14 @@ def save_nested(case: dict[str, Any], model: Any, optimizer: Any, step: int) -> 
     from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415
 
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states, "step": step}, checkpoint_id=case["folder"])
+    more = {
+        "rng_state": torch.get_rng_state(),
+        "ema": {name: torch.zeros_like(tensor) for name, tensor in weights.items()},
+        "dataloader": {"step": 16},
+        "meta": {"iteration": 900},
+    }
+    state = {"model": weights, "optimizer": states, "step": step, **(more if case.get("more") else {})}
+    dcp.save(state, checkpoint_id=case["folder"])
 
 
 def load_nested(case: dict[str, Any], model: Any, optimizer: Any) -> None:
@@ -302,7 +335,7 @@ def titan_names(tensors: dict[str, Any], key: str, *, fused: bool) -> dict[str, 
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-KINDS = {"deepspeed": with_deepspeed, "trainer": with_trainer, "fsdp": with_fsdp}
+KINDS = {"deepspeed": with_deepspeed, "trainer": with_trainer, "fsdp": with_fsdp, "accelerate": with_accelerate}
 SAVES = {"trainer": save_as_trainer, "nested": save_nested, "torchtitan": save_as_torchtitan}
 
 

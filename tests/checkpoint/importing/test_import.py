@@ -31,6 +31,7 @@ from pipeline.plan.proof.tolerance import LOSS_FP32, UNIT_ROUNDOFF
 from pipeline.run.batches import RankBatches
 from pipeline.run.prepare import PreparedRun, prepare
 from tests import warm
+from tests.checkpoint.importing.megatron_cases import MIXTRAL
 from tests.checkpoint.importing.source_trainers import BATCH, DECAY, LR, MODEL, SEED, SEQUENCE, VOCABULARY
 from tests.conftest import selected
 from tests.support import output_of
@@ -46,6 +47,14 @@ def zero(stage: int, **config: Any) -> dict[str, Any]:
 
 LINEAR = {"type": "WSD", "params": {"warmup_num_steps": 1, "decay_num_steps": STEPS, "total_num_steps": STEPS + 1}}
 """The Trainer's linear decay without a warmup."""
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "head_dim": 8,
+}
 TRAINERS_ZERO = {
     "zero_optimization": {"stage": 2},
     "train_batch_size": "auto",
@@ -63,7 +72,13 @@ CASES = {
     "Trainer, DeepSpeed": {"kind": "trainer", "deepspeed": TRAINERS_ZERO},
     "Trainer, FSDP1": {"kind": "fsdp", "save": "trainer", "version": 1, "split": False},
     "Trainer, FSDP2": {"kind": "fsdp", "save": "trainer"},
+    "Trainer, FSDP1, full": {"kind": "fsdp", "save": "trainer", "version": 1, "split": False, "full": True},
+    "Trainer, FSDP2, full": {"kind": "fsdp", "save": "trainer", "full": True},
+    "Trainer, Mixtral": {"kind": "trainer", "model": MIXTRAL},
+    "Trainer, Qwen3-MoE": {"kind": "trainer", "model": QWEN3_MOE},
+    "accelerate": {"kind": "accelerate"},
     "DCP": {"kind": "fsdp", "save": "nested"},
+    "DCP, more": {"kind": "fsdp", "save": "nested", "more": True},
     "torchtitan": {"kind": "fsdp", "save": "torchtitan"},
     "no ZeRO": zero(0),
     "ZeRO-2": zero(2),
@@ -361,11 +376,11 @@ def test_numbered_states_are_named_by_the_rule_that_fits_and_refused_where_none_
     order = ["embed.weight", "layers.0.weight", "lm_head", "layers.0.norm.weight"]
     state = {n: {"step": 3, "exp_avg": torch.full(parameters[name], float(n))} for n, name in enumerate(order)}
     groups = [{"params": [0, 1, 2]}, {"params": [3]}]
-    found, counters = states_of({"state": state, "param_groups": groups}, parameters, Path("optimizer.pt"))
-    assert {name: float(tensor.read().mean()) for name, tensor in found["exp_avg"].items()} == {
+    found = states_of({"state": state, "param_groups": groups}, parameters, Path("optimizer.pt"))
+    assert {name: float(tensor.read().mean()) for name, tensor in found.states["exp_avg"].items()} == {
         name: float(n) for n, name in enumerate(order)
     }
-    assert counters == [3, 3, 3, 3]
+    assert found.counters == [3, 3, 3, 3]
     state[1], state[3] = state[3], state[1]
     state[0], state[1] = state[1], state[0]
     with pytest.raises(CheckpointError, match=r"numbers its parameters \(3 \+ 1 in 2 groups\)"):

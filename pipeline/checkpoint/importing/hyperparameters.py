@@ -1,0 +1,130 @@
+"""Compares the hyperparameters of a checkpoint's optimizer with those of a run, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.checkpoint.importing.source import SourceCheckpoint
+from pipeline.config.sections.optimizers import OptimizerParams
+
+_SAME = 1e-6
+"""Largest relative difference of two learning rates that are the same: formulas differ in their order."""
+_COMPARED = ("betas", "eps", "momentum", "nesterov")
+_AS_HERE = {"amsgrad": False, "maximize": False, "dampening": 0, "bias_correction": True, "lr_mult": 1}
+"""What an optimizer may be told beside them, and the value with which it does what a run does."""
+_NO_EFFECT = {
+    *("params", "param_names", "name", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable"),
+    *("lr", "weight_decay", "decoupled_weight_decay", "wd_mult", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr"),
+    *("start_wd", "end_wd", "is_expert_parallel", "is_decoupled_lr", "is_vision_model_param", "default_config"),
+    *("pre_mult_wd", "pre_mult_lr", "param_shapes", "use_muon", "optimizer"),
+}
+"""Keys that are compared above, or that change no update; those of Megatron are in its rates and decays already."""
+
+
+def compare_rates(
+    source: SourceCheckpoint, params: OptimizerParams, *, lr: float, parameters: Sequence[str]
+) -> Iterator[str]:
+    """The learning rates of the next step, of the run and of the checkpoint.
+
+    Args:
+        source: the checkpoint.
+        params: of the run's optimizer.
+        lr: the run's rate of the next step, by its schedule.
+        parameters: names of all parameters.
+    """
+    groups = [(_number(group["lr"]), names) for group, names in _groups(source, parameters) if "lr" in group]
+    ours = [*params.rates_at(lr).values()]
+    rates = sorted({rate for rate, _ in groups if rate is not None})
+    if not groups:
+        return
+    if None in (rate for rate, _ in groups) or not rates:
+        yield "learning rate: that of the checkpoint is not readable; compare it with the scheduler section"
+        return
+    of = {rate: [name for each, names in groups if each == rate for name in names] for rate in rates}
+    named = len(rates) > 1 and all(of.values())
+    shown = ", ".join(f"{rate:.6g}{f' ({_some(of[rate])})' if named else ''}" for rate in rates)
+    same = all(any(abs(rate - own) <= _SAME * max(abs(own), abs(rate)) for own in ours) for rate in rates)
+    verdict = "" if same else "; DIFFERENT: the scheduler section decides"
+    yield f"learning rate of step {source.step + 1:,}: {lr:.6g} by the config, {shown} by its schedule{verdict}"
+
+
+def compare_params(
+    source: SourceCheckpoint, params: OptimizerParams, *, decays: Mapping[str, float], l2: bool
+) -> Iterator[str]:
+    """What else the optimizer of the checkpoint does otherwise than the run's.
+
+    Args:
+        source: the checkpoint.
+        params: of the run's optimizer.
+        decays: parameter name -> weight decay of the run.
+        l2: the run's weight decay is added to the gradient.
+    """
+    for name in _COMPARED:
+        ours, theirs = getattr(params, name, None), _values(source, name)
+        if ours is not None and theirs and theirs != [_plain(ours)]:
+            shown = ", ".join("not readable" if each is None else str(each) for each in theirs)
+            yield f"differs: optimizer.params.{name}: checkpoint {shown}, config {ours}; the config's is used"
+    yield from _compare_decays(source, decays, l2=l2)
+    for name in sorted({key for group in source.groups for key in group} - _NO_EFFECT - {*_COMPARED}):
+        theirs = _values(source, name)
+        if name not in _AS_HERE or theirs != [_AS_HERE[name]]:
+            yield f"differs: the checkpoint's optimizer has {name} {', '.join(map(str, theirs))}, and a run does not"
+
+
+def _compare_decays(source: SourceCheckpoint, decays: Mapping[str, float], *, l2: bool) -> Iterator[str]:
+    """Weight decays, by parameter where the checkpoint tells which group a parameter is in."""
+    groups = [(_number(group.get("weight_decay", 0.0)), group, names) for group, names in _groups(source, [*decays])]
+    if None in (decay for decay, *_ in groups):
+        yield "weight decay: that of the checkpoint is not readable; compare it with optimizer.params.weight_decay"
+        return
+    theirs = {name: decay for decay, _, names in groups for name in names}
+    every = [decay for decay, *_ in groups if decay is not None]
+    if not theirs and every:  # of two groups one usually has no weight decay: norms and biases
+        theirs = {name: max(every) if own else min(every) for name, own in decays.items()}
+    pairs = {(decay, decays[name]) for name, decay in theirs.items() if name in decays and decay != decays[name]}
+    for decay, own in sorted(pairs, key=str):
+        names = [name for name in decays if (theirs.get(name), decays[name]) == (decay, own)]
+        yield f"differs: weight decay of {_some(names)}: checkpoint {decay}, config {own:g}; the config's is used"
+    if not l2 and any(decay and group.get("decoupled_weight_decay") is False for decay, group, _ in groups):
+        yield (
+            "differs: weight decay: the checkpoint's Adam adds it to the gradient (L2), and its moments contain it; a"
+            " run's is decoupled (AdamW)"
+        )
+
+
+def _groups(source: SourceCheckpoint, parameters: Sequence[str]) -> list[tuple[Mapping[str, Any], Sequence[str]]]:
+    """Each group that has parameters, and their names; none where the checkpoint does not tell."""
+    if len(source.groups) == 1:
+        return [(source.groups[0], parameters)]
+    if not any(source.members):
+        return [(group, ()) for group in source.groups]
+    return [(group, names) for group, names in zip(source.groups, source.members, strict=True) if names]
+
+
+def _values(source: SourceCheckpoint, name: str) -> list[Any]:
+    """The values that the groups have, each once."""
+    return list(dict.fromkeys(_plain(group[name]) for group in source.groups if name in group))
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and hashed."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else str(value) if _odd(value) else value
+
+
+def _odd(value: Any) -> bool:
+    return not isinstance(value, int | float | str | None)
+
+
+def _number(value: Any) -> float | None:
+    value = _plain(value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
