@@ -24,7 +24,7 @@ _DTYPES = ("uint16", "uint32", "int32", "int64")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("tokens", metavar="PREFIX", type=Path, help="folder, file or PREFIX that another tool wrote")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    parser.add_argument("out", metavar="OUT|RUN_DIR", help="directory to write")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="of tokens: Hugging Face folder of the tokenizer they are of"
     )
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
     manifest = import_tokens(
         args.tokens,
-        args.out,
+        Path(args.out),
         tokenizer=args.tokenizer,
         heldout=args.heldout,
         choices=Choices(borders=args.borders, eos_id=args.eos_id, eos=args.eos, dtype=args.dtype),

@@ -43,6 +43,7 @@ PATHS = frozenset(
         "RUN|CHECKPOINT",
         "RUN_DIR",
         "RUN|FOLDER",
+        "OUT|RUN_DIR",
         "SOURCE",
         "TOKENS",
         "NAME|FILE",
@@ -54,8 +55,8 @@ _OUTPUTS = ("OUT", "OUT.csv", "OUT.html", "OUT.pt", "OUT.svg")
 
 _FOLDERS = ("FOLDER", "MODEL")
 """Those of models and tokenizers, which may be URLs: they are copied to this host, and read there."""
-_READ_IN_PLACE = ("TOKENS",)
-"""Those of tokens, which may be URLs: verbs read what they need of them."""
+_OF_THE_VERB = ("TOKENS", "OUT|RUN_DIR")
+"""Those of tokens, which may be URLs of which verbs read what they need, and of what is uploaded by its kind."""
 _RUNS = ("RUN", "RUN|CHECKPOINT", "RUN_DIR")
 """Those of runs and their checkpoints, which may be URLs: they are read from a directory on this host."""
 _OF_ANY_KIND = ("RUN|FOLDER",)
@@ -120,7 +121,7 @@ class Parser(argparse.ArgumentParser):
                 arg_string = arg_string.removesuffix(given) + str(local_folder(given))
             elif path in _OF_ANY_KIND and is_store_url(given):
                 arg_string = str(local_directory(given.rstrip("/")))
-            elif path in _READ_IN_PLACE and is_store_url(given):
+            elif path in _OF_THE_VERB and is_store_url(given):
                 pass
             elif path in _OUTPUTS and is_store_url(given):
                 self.outputs.append(given.rstrip("/"))
@@ -199,10 +200,11 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
     if unknown:
         active.error(f"unrecognized arguments: {' '.join(unknown)}")
     outputs = [url for each in _with_nested(parser) if isinstance(each, Parser) for url in each.outputs]
-    return guarded(lambda: _publish_outputs(outputs, lambda: arguments._run(arguments)))
+    return guarded(lambda: publish_outputs(outputs, lambda: arguments._run(arguments)))
 
 
-def _publish_outputs(outputs: Sequence[str], run: Callable[[], int | None]) -> int | None:
+def publish_outputs(outputs: Sequence[str], run: Callable[[], int | None]) -> int | None:
+    """Calls a function, and uploads what it has made in `local_output` of some URLs."""
     if not outputs:
         return run()
     with all_published(outputs):

@@ -11,15 +11,24 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from headrace.base.errors import DataError, TrainingError
-from headrace.base.storage import delete, objects_below, patiently, put_if_absent, put_object, read_object
+from headrace.base.storage import (
+    StorageError,
+    delete,
+    objects_below,
+    patiently,
+    put_if_absent,
+    put_object,
+    read_object,
+)
 
 FOLDER = ".lease"
 _RENEWALS = 6
@@ -126,6 +135,46 @@ def take_lease(place: str, after: Lease | None, *, token: str, silent_s: float) 
         if old < number:
             delete(_url(place, old))
     return lease
+
+
+@contextmanager
+def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None]) -> Iterator[Lease]:
+    """Takes the lease of a place that nobody writes to, renews it while the block runs, and gives it back.
+
+    Args:
+        place: a URL.
+        token: of this process.
+        silent_s: seconds without a renewal after which it is out of date.
+        say: takes a line for people.
+
+    Raises:
+        LeaseTakenError: another process writes there.
+        LeaseLostError: another process has taken it over meanwhile.
+        StorageError: the store cannot be read or written to.
+    """
+    before = patiently(partial(newest_lease, place))
+    if before is not None:
+        wait_until_free(place, before, say=say)
+    lease, ended = patiently(partial(take_lease, place, before, token=token, silent_s=silent_s)), threading.Event()
+
+    def renew_always() -> None:
+        renewed = lease
+        while not ended.wait(lease.interval_s):
+            with suppress(StorageError):  # an upload tells whether it succeeds
+                renewed = renew(place, renewed, status={})
+
+    thread = threading.Thread(target=renew_always, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield lease
+    except BaseException:
+        with suppress(StorageError, LeaseLostError):  # the error in the block says more
+            renew(place, lease, status={}, released=True)
+        raise
+    finally:
+        ended.set()
+        thread.join()
+    patiently(partial(renew, place, lease, status={}, released=True))
 
 
 def renew(place: str, lease: Lease, *, status: Mapping[str, Any], released: bool = False) -> Lease:

@@ -1,9 +1,10 @@
 """Directories in an object store, whole or absent as on a disk: the manifest is the last object that is written.
 
-`publish` uploads the files of a finished directory and then its manifest, which must not exist: of several writers one
-succeeds, and readers believe manifests only. `fetch` copies such a directory to a disk and compares every checksum.
-Whatever is killed at whatever moment leaves no manifest, or a whole directory; files without a manifest are replaced by
-the next `publish`, and cost what a store takes for them until then.
+`publish` uploads the files of a finished directory, and those that its manifest does not list (a card, a packed index).
+It compares what the store lists with what was sent, and then writes the manifest, which must not exist: of several
+writers one succeeds, and readers believe manifests only. `fetch` copies such a directory to a disk and compares every
+checksum. Whatever is killed at whatever moment leaves no manifest, or a whole directory; files without a manifest are
+replaced by the next `publish`, and cost what a store takes for them until then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +43,7 @@ from headrace.base.storage import (
     put_if_absent,
     read_object,
     same_object,
+    stat_object,
     upload,
 )
 
@@ -183,7 +185,8 @@ def publish(
     progress: Progress = lambda _bytes: None,
     sent: Progress = lambda _bytes: None,
     trying: Callable[[Callable[[], Any]], Any] = lambda act: act(),
-) -> None:
+    beside: Callable[[str], bool] = lambda _name: True,
+) -> dict[str, int]:
     """Writes a finished directory to an object store; see the module's docstring.
 
     Args:
@@ -193,24 +196,72 @@ def publish(
         progress: see `Progress`.
         sent: takes the bytes of each part of a file that was sent.
         trying: calls a function that writes one object, and may do so again when that fails.
+        beside: whether a file that the manifest does not list is copied; hidden ones never are.
+
+    Returns:
+        The bytes of every file that was sent, without the manifest.
 
     Raises:
-        DataError: it is not finished, or another process has written a directory there first.
+        DataError: it is not finished, another process has written a directory there first, or the store lists
+            something else than what was sent.
         StorageError: the store cannot be written to; there is no manifest there, and a repetition is safe.
     """
     place = url.rstrip("/")
     text, manifest = local_manifest(directory)
     files = {name: entry for name, entry in manifest.files.items() if name not in uploaded}
     check_sizes(directory, replace(manifest, files=files))
+    unlisted = {name: size for name, size in sizes_below(directory).items() if name not in manifest.files}
+    sizes = {name: int(entry["bytes"]) for name, entry in files.items()}
+    sizes |= {name: size for name, size in unlisted.items() if beside(name)}
 
     def send(name: str) -> None:
         trying(partial(upload, directory / name, f"{place}/{name}", progress=sent))
-        progress(int(files[name]["bytes"]))
+        progress(sizes[name])
 
-    for_each(send, files)
+    inner = {name: size for name, size in sizes.items() if _is_manifest(name)}  # of finished directories in this one
+    for name in inner:
+        check_sizes((directory / name).parent, local_manifest((directory / name).parent)[1])
+    for part in ({name: size for name, size in sizes.items() if name not in inner}, inner):
+        for_each(send, part)
+        if part:
+            trying(partial(check_arrived, place, part))
     taken = trying(partial(_exists, f"{place}/{MANIFEST}"))
     if taken or not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
+    return sizes
+
+
+def sizes_below(directory: Path) -> dict[str, int]:
+    """The bytes of all files of a directory, by relative path, without hidden ones and its own manifest."""
+    files = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {str(name): path.stat().st_size for name, path in files.items() if _is_copied(str(name))}
+
+
+def _is_copied(name: str) -> bool:
+    return name != MANIFEST and not any(part.startswith(".") for part in PurePosixPath(name).parts)
+
+
+def _is_manifest(name: str) -> bool:
+    return PurePosixPath(name).name == MANIFEST
+
+
+def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
+    """Compares what a store lists below a URL with what was sent there; before anything is deleted here.
+
+    Args:
+        url: of a directory, or of one object.
+        sizes: relative path -> bytes; that of one object is empty.
+
+    Raises:
+        DataError: a file is missing there, or has another size.
+        StorageError: the store cannot be listed.
+    """
+    there = {"": stat_object(url)} if "" in sizes else objects_below(url)
+    for name, size in sizes.items():
+        if (found := there.get(name)) is None or found.bytes != size:
+            what = "is not there" if found is None else f"has {found.bytes:,} bytes there"
+            remedy = "again, when no other process writes or deletes there"
+            raise DataError(f"{f'{url}/{name}'.rstrip('/')} was sent with {size:,} bytes, and {what}\n  try: {remedy}")
 
 
 def _exists(url: str) -> bool:
@@ -228,6 +279,7 @@ def fetch(
     progress: Progress = lambda _bytes: None,
     wanted: Callable[[str], bool] = lambda _name: True,
     found: tuple[bytes, Manifest] | None = None,
+    beside: bool = False,
 ) -> Manifest:
     """Copies a finished directory of an object store to a disk, whole or not at all.
 
@@ -237,20 +289,45 @@ def fetch(
         progress: see `Progress`.
         wanted: whether a file of the manifest is copied; the manifest lists all.
         found: its manifest, if it is already read; see `read_remote_manifest`.
+        beside: copies the files that the manifest does not list, too.
+
+    Returns:
+        Its manifest, with all files that may be copied.
 
     Raises:
         DataError: `final` exists, there is no room, there is no finished directory, or a checksum differs.
         StorageError: the store cannot be read.
     """
-    if final.exists():
-        raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
+    refuse_existing(final)
     text, manifest = found or read_remote_manifest(url)
+    if beside:
+        manifest = replace(manifest, files={**files_beside(url), **manifest.files})
     files = [name for name in manifest.files if wanted(name)]
     check_room(manifest, files, final)
     with staged(final) as staging:
         fetch_files(url, manifest, files, staging, progress=progress)
         give_name(staging, final, text)
     return manifest
+
+
+def refuse_existing(final: Path) -> None:
+    """Raises DataError where the copy of a directory would get the name of something that exists."""
+    if final.exists():
+        raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
+
+
+def files_beside(url: str) -> dict[str, dict[str, Any]]:
+    """What is known of all files below a URL: sizes, and checksums of those in finished directories further below.
+
+    Raises:
+        DataError: a manifest there is damaged.
+        StorageError: the store cannot be read.
+    """
+    found: dict[str, dict[str, Any]] = {n: {"bytes": s.bytes} for n, s in objects_below(url).items() if _is_copied(n)}
+    for name in [name for name in found if _is_manifest(name)]:
+        folder = PurePosixPath(name).parent
+        found |= {f"{folder}/{n}": entry for n, entry in remote_manifest(f"{url.rstrip('/')}/{folder}").files.items()}
+    return found
 
 
 def fetch_files(
@@ -275,8 +352,10 @@ def fetch_files(
     def receive(name: str) -> None:
         entry, path, source = manifest.files[name], staging / name, f"{url.rstrip('/')}/{name}"
         download(source, path)
-        if sha256_of_file(path) != entry["sha256"]:
-            why = f"has another checksum than {MANIFEST} says: it was damaged or overwritten, there or on the way"
+        listed = "sha256" in entry
+        if (sha256_of_file(path) != entry["sha256"]) if listed else (path.stat().st_size != entry["bytes"]):
+            than = f"checksum than {MANIFEST} says" if listed else "size than the store lists"
+            why = f"has another {than}: it was damaged or overwritten, there or on the way"
             raise DataError(f"{source} {why}\n  try: again; if it stays so, write {url} again")
         sync(path)
         progress(int(entry["bytes"]))

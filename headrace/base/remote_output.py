@@ -20,7 +20,15 @@ from headrace.base.directory import MANIFEST, Manifest, free_bytes, parse_manife
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import cache_root, check_can_write, find_manifest, publish, remove_probes, taken
+from headrace.base.remote_directory import (
+    cache_root,
+    check_arrived,
+    check_can_write,
+    find_manifest,
+    publish,
+    remove_probes,
+    taken,
+)
 from headrace.base.storage import upload
 
 _OUTPUTS = "outputs"
@@ -179,10 +187,13 @@ def _send(final: Path, url: str) -> None:
             publish(final, url)
             remove_probes(url)
         elif final.is_dir():
-            for file in sorted(path for path in final.rglob("*") if path.is_file()):
-                upload(file, f"{url}/{file.relative_to(final)}")
+            sizes = {str(p.relative_to(final)): p.stat().st_size for p in sorted(final.rglob("*")) if p.is_file()}
+            for name in sizes:
+                upload(final / name, f"{url}/{name}")
+            check_arrived(url, sizes)
         elif final.exists():
             upload(final, url)
+            check_arrived(url, {"": final.stat().st_size})
         else:
             return _remove_if_empty(final.parent)
     except DataError as error:

@@ -171,7 +171,7 @@ def _pull(url: str, run_dir: Path) -> None:
         return
     objects = objects_below(url)
     _drop_others(run_dir, _checkpoints(url, _below(objects, CHECKPOINTS)))
-    versions = {name: (stat.bytes, stat.version) for name, stat in objects.items() if _is_small(name)}
+    versions = {name: (stat.bytes, stat.version) for name, stat in objects.items() if is_small_name(name)}
     for name in (name for name, version in versions.items() if record.versions.get(name) != version):
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         with whole_file(run_dir / name) as path:
@@ -226,10 +226,11 @@ def set_aside(final: Path) -> None:
 
 def is_small(path: Path, run_dir: Path) -> bool:
     """Whether a file of a run's directory is copied as a whole object: all but checkpoints and hidden files."""
-    return path.is_file() and not path.is_symlink() and _is_small(path.relative_to(run_dir).as_posix())
+    return path.is_file() and not path.is_symlink() and is_small_name(path.relative_to(run_dir).as_posix())
 
 
-def _is_small(name: str) -> bool:
+def is_small_name(name: str) -> bool:
+    """As `is_small`, by the path in the run's directory."""
     parts = PurePosixPath(name).parts
     return parts[0] not in (CHECKPOINTS, UPLOADS) and not any(part.startswith(".") for part in parts)
 

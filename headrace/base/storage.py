@@ -128,6 +128,17 @@ def objects_below(url: str) -> dict[str, Stat]:
         return {name.removeprefix(root): stat_of(each) for name, each in found.items() if name.startswith(root)}
 
 
+def stat_object(url: str) -> Stat:
+    """The size and version of an object.
+
+    Raises:
+        StorageError: it does not exist, or the store cannot be reached.
+    """
+    with storage_errors(url):
+        files, inner = filesystem(url)
+        return stat_of(files.info(inner))
+
+
 def same_object(url: str, *, size: int, sha256: str) -> bool:
     """Whether there is an object with this content; one of that size is read for it.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
+from headrace.base.directory import MANIFEST
 from headrace.base.errors import DataError
 from headrace.base.paths import local_path
 from headrace.base.remote_directory import (
@@ -14,11 +16,13 @@ from headrace.base.remote_directory import (
     publish,
     remote_manifest,
     remove_probes,
+    sizes_below,
 )
+from headrace.base.run_copy import fetch_run, publish_run
 from headrace.base.storage import is_remote
 
 _TEXT = """\
-Copies a finished directory (tokens, a model, logits) to an object store, or from one.
+Copies a finished directory (tokens, a model, logits, a run with its checkpoints) to an object store, or from one.
 
 It is there whole or not at all: its manifest is written last, and only where none exists, and a copy on a disk gets its
 name when every checksum is right. URLs are those of fsspec: s3://BUCKET/PREFIX, gs://, az://; credentials and endpoints
@@ -45,18 +49,28 @@ def run(arguments: argparse.Namespace) -> int:
     manifest = remote_manifest(source) if is_remote(source) else local_manifest(local)[1]
     if is_remote(target):
         check_can_publish(target)
+    run = manifest.kind == "run"
+    known = manifest.bytes if is_remote(source) else sum(sizes_below(local).values())
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, transient=True) as bar:
-        task = bar.add_task("copying", total=manifest.bytes)
+        task = bar.add_task("copying", total=known or None)
 
         def progress(count: int) -> None:
             bar.advance(task, count)
 
         if is_remote(source):
-            fetch(source, local, progress=progress)
+            sizes = (fetch_run if run else _fetch)(source, local, progress=progress)
         else:
-            publish(local, target, progress=progress)
+            sizes = (publish_run if run else publish)(local, target, progress=progress)
             remove_probes(target)
-    what = f"{manifest.kind}, {len(manifest.files)} files, {manifest.bytes / 1e9:,.3f} GB"
-    print(f"{target}: {what}, fingerprint {manifest.fingerprint[:16]}")
+    what = f"{manifest.kind}, {len(sizes)} files, {sum(sizes.values()) / 1e9:,.3f} GB"
+    beside = len(sizes.keys() - manifest.files.keys())
+    what += f", {beside} of them not in its {MANIFEST}" if beside and not run else ""
+    print(f"{target}: {what}" + ("" if run else f", fingerprint {manifest.fingerprint[:16]}"))
     return 0
+
+
+def _fetch(url: str, final: Path, *, progress: Callable[[int], None]) -> dict[str, int]:
+    """As `fetch_run`, for a directory of another kind."""
+    files = fetch(url, final, progress=progress, beside=True).files
+    return {name: int(entry["bytes"]) for name, entry in files.items()}

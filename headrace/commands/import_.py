@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 
 from data_prep.importing import command as tokens
+from headrace.base.command_line import publish_outputs
 from headrace.base.errors import ConfigError
 from headrace.base.foreign_folders import recognise
+from headrace.base.paths import is_store_url
+from headrace.base.remote_output import local_output
 
 _TEXT = """\
 Turns what other tools wrote into directories of headrace.
@@ -49,5 +52,6 @@ def run(arguments: argparse.Namespace) -> int | None:
         what = f"{arguments.tokens} is {found.name}" if checkpoint and found else "of which tokenizer the tokens are"
         remedy = f"{'--config FILE, of the run that is to go on from it' if checkpoint else '--tokenizer FOLDER'}"
         raise ConfigError("--config" if checkpoint else "--tokenizer", why=f"not given: {what}", remedy=remedy)
-    tokens.run(arguments)
-    return None
+    urls = [arguments.out.rstrip("/")] if is_store_url(arguments.out) else []
+    arguments.out = str(local_output(arguments.out.rstrip("/")))
+    return publish_outputs(urls, lambda: tokens.run(arguments))

@@ -13,6 +13,10 @@ import torch
 
 from headrace.base.directory import fingerprint_of
 from headrace.base.errors import CheckpointError, ConfigError, DataError
+from headrace.base.paths import is_url
+from headrace.base.remote_directory import check_can_publish, remove_probes
+from headrace.base.remote_run import remote_checkpoints, working_directory
+from headrace.base.run_copy import publish_run
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.checkpoint.importing.find import check_known, open_checkpoint
@@ -52,9 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rich.progress import DownloadColumn, Progress  # noqa: PLC0415
 
-    out = Path(arguments.out)
-    if existing := finished_checkpoints(out):
-        raise DataError(f"{existing[0][1]} exists already\n  try: another run directory")
+    out = arguments.out.rstrip("/") if is_url(arguments.out) else arguments.out
+    run_dir = _free_run_dir(out)
     overrides = [*arguments.overrides, f"run.dir={out}"]
     folder = Path(arguments.tokens)
     check_known(folder)
@@ -69,10 +72,35 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for line in imported.lines:
         print(line)
+    if is_url(out):
+        _upload(run_dir, out)
     command = ["headrace", "train", "--config", str(arguments.config)]
     command += [word for override in overrides for word in ("--set", override)]
-    print(f"output: {imported.checkpoint.path}; it goes on with: {shlex.join(command)}")
+    print(f"output: {out if is_url(out) else imported.checkpoint.path}; it goes on with: {shlex.join(command)}")
     return 0
+
+
+def _free_run_dir(out: str) -> Path:
+    """The directory on this host of a run that has no checkpoint yet, neither there nor in an object store."""
+    run_dir = working_directory(out)
+    if is_url(out):
+        check_can_publish(out)
+        if stored := remote_checkpoints(out):
+            raise DataError(f"{stored[0].url} exists already\n  try: another run directory")
+    if existing := finished_checkpoints(run_dir):
+        upload = f"headrace copy {run_dir} {out}, which uploads what was imported, or " if is_url(out) else ""
+        raise DataError(f"{existing[0][1]} exists already\n  try: {upload}another run directory")
+    return run_dir
+
+
+def _upload(run_dir: Path, url: str) -> None:
+    try:
+        sizes = publish_run(run_dir, url)
+    except DataError as error:
+        kept = f"what was made is kept: {run_dir}; headrace copy {run_dir} {url} uploads it"
+        raise type(error)(f"{error}\n  {kept}") from None
+    remove_probes(url)
+    print(f"uploaded to {url}: {len(sizes)} files, {sum(sizes.values()) / 1e9:,.3f} GB")
 
 
 def import_checkpoint(

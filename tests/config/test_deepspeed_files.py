@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+from deepspeed.runtime.config import get_pipeline_config
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from headrace.base.errors import CombinedConfigError, ConfigError
 from pipeline.config.deepspeed.auto import resolve_auto
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES
-from pipeline.config.deepspeed.keys import REFUSED_EXPERT_PARALLEL, REFUSED_ZERO
+from pipeline.config.deepspeed.keys import (
+    REFUSED_EXPERT_PARALLEL,
+    REFUSED_PIPELINE,
+    REFUSED_TENSOR_PARALLEL,
+    REFUSED_ZERO,
+)
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.deepspeed import ExpertParallelSection, ZeroSection
@@ -223,9 +230,48 @@ def test_what_changes_expert_parallelism_is_refused_by_name(
 
 def test_deepspeeds_own_zero_defaults_are_accepted(tmp_path: Path) -> None:
     defaults = DeepSpeedZeroConfig().model_dump(mode="json", by_alias=True)
-    defaults.pop("leaf_module")  # names of module classes, which differ by version
     assert not translate({"zero_optimization": defaults}).refused
     loaded(tmp_path, zero_optimization={**defaults, "stage": 1})
+
+
+PARALLEL = {
+    "pipeline": get_pipeline_config({}),
+    "tensor_parallel": {
+        **TPTrainingConfig().model_dump(mode="json", by_alias=True, exclude={"dtype", "tensor_parallel"}),
+        "tp": {"tp_size": 1, "tp_grain_size": 1},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "refused"), [("pipeline", REFUSED_PIPELINE), ("tensor_parallel", REFUSED_TENSOR_PARALLEL)]
+)
+def test_deepspeeds_own_defaults_of_its_parallel_sections_are_accepted_and_other_values_refused_by_name(
+    section: str, refused: dict[str, str], tmp_path: Path
+) -> None:
+    loaded(tmp_path, **{section: PARALLEL[section]})
+    assert {f"{section}.{key}" for key in PARALLEL[section]} - IGNORED.keys() <= {"pipeline.stages"}
+    for key, remedy in refused.items():
+        [found] = translate({section: {key: {"tp_size": 2}}}).refused
+        assert (found.field, found.remedy) == (f"{section}.{key}", remedy)
+
+
+@pytest.mark.parametrize(("stage", "kept"), [(0, False), (2, False), (3, True)])
+def test_offload_of_parameters_has_no_effect_below_stage_3_and_that_is_said(
+    stage: int, kept: bool, tmp_path: Path
+) -> None:
+    zero = {"stage": stage, "offload_param": {"device": "cpu"}}
+    read = loaded(tmp_path, zero_optimization=zero)
+    assert read.ignored == (() if kept else ("zero_optimization.offload_param (no effect below stage 3)",))
+    assert read.config.zero_optimization.offload_param.device == ("cpu" if kept else "none")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("bias_correction", False), ("amsgrad", True), ("maximize", True), ("dampening", 0.1)]
+)
+def test_a_remedy_that_makes_another_curve_says_so(path: str, value: object) -> None:
+    [refused] = translate({"optimizer": {"type": "Adam", "params": {path: value}}}).refused
+    assert "another loss curve" in refused.remedy
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,17 @@ def test_the_deepspeed_file_of_a_tools_config_is_named(tmp_path: Path) -> None:
             read_config(tmp_path / name)
 
 
+def test_a_file_of_gpt_neox_with_our_sections_added_is_still_one_of_gpt_neox(tmp_path: Path) -> None:
+    words = "hidden-size num-attention-heads norm pos-emb no-weight-tying data-impl split warmup lr-decay-style"
+    raw = tiny_config(tmp_path / "tokens", tmp_path / "run")
+    theirs = {"pipe-parallel-size": 1, "model-parallel-size": 8, "num-layers": 32, **dict.fromkeys(words.split(), 1)}
+    with pytest.raises(ConfigError, match="it is a config of GPT-NeoX"):
+        read_config(write_config(tmp_path / "c.json", {**raw, **theirs}))
+    with pytest.raises(ConfigError) as refused:  # a few keys are said one by one
+        read_config(write_config(tmp_path / "c.json", {**raw, "pipe-parallel-size": 1, "model-parallel-size": 8}))
+    assert len(problems_in(refused.value)) == 2
+
+
 def test_a_config_of_ours_is_none_of_another_tool(tmp_path: Path) -> None:
     read_config(write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run")))
 

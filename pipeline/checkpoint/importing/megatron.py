@@ -35,6 +35,7 @@ from headrace.base.foreign_folders import leaves_folder
 from pipeline.checkpoint.format.megatron_names import BACKEND, COMMON, FAMILIES, LATEST, MegatronNames, Split
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
 from pipeline.checkpoint.importing.dcp import DcpFolder
+from pipeline.checkpoint.importing.megatron_arguments import check_arguments, fields_of
 from pipeline.checkpoint.importing.source import (
     STATES,
     SourceCheckpoint,
@@ -70,11 +71,13 @@ def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     opened = DcpFolder.open(folder)
     family = _family_of(folder, wanted.hf_config)
     common = _common(folder, opened)
-    _refuse_others(folder, opened, common)
+    _refuse_buckets(folder, opened)
+    arguments = common.get("args")
     weights: dict[str, LazyTensor] = {}
     masters: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, LazyTensor]] = {}
     left_out = [text for key, text in _LEFT_OUT.items() if key in common]
+    left_out += [] if arguments is None else check_arguments(folder, arguments, wanted.hf_config)
     for key in opened.tensors:
         match = _STATE.fullmatch(key)
         kind, name = (match["kind"], match["name"]) if match else ("", key)
@@ -91,7 +94,7 @@ def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
             f"{folder} has no optimizer states (--no-save-optim)\n"
             "  try: convert it to a Hugging Face folder with Megatron Bridge, and take the weights, as model.path"
         )
-    arguments, groups = common.get("args"), list(_found(common.get("optimizer"), "param_groups"))
+    groups = list(_found(common.get("optimizer"), "param_groups"))
     counters = [*_found(common.get("optimizer"), "common_step"), *(group.get("step") for group in groups)]
     return SourceCheckpoint(
         path=folder,
@@ -102,7 +105,7 @@ def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
         optimizer_step=one_step_counter(counters, folder),
         groups=[group for group in groups if "lr" in group],
         samples=getattr(arguments, "consumed_train_samples", None),
-        hf_config=_fields(arguments, wanted.hf_config) if arguments is not None else None,
+        hf_config=fields_of(arguments, wanted.hf_config) if arguments is not None else None,
         loss_scale=_loss_scale(common),
         left_out=left_out,
     )
@@ -155,23 +158,12 @@ def _common(folder: Path, opened: DcpFolder) -> Mapping[str, Any]:
     return found
 
 
-def _refuse_others(folder: Path, opened: DcpFolder, common: Mapping[str, Any]) -> None:
+def _refuse_buckets(folder: Path, opened: DcpFolder) -> None:
     if any(map(_BUCKETS.match, (*opened.tensors, *opened.places))):
         raise CheckpointError(
             f"{folder} has the buckets of Megatron's distributed optimizer (dp_reshardable), in which no parameter has"
             " a name\n  try: load it in Megatron-LM with --dist-ckpt-optim-fully-reshardable, and save it"
         )
-    arguments = common.get("args")
-    for name, why in (
-        ("apply_layernorm_1p", "its norms are stored less one"),
-        ("rotary_interleaved", "it rotates neighbouring elements of a head"),
-        ("moe_router_pre_softmax", "its router takes the softmax over all experts"),
-    ):
-        if getattr(arguments, name, False) and (not name.startswith("moe") or getattr(arguments, "num_experts", None)):
-            raise CheckpointError(
-                f"{folder} was trained with --{name.replace('_', '-')}: {why}, and the config's model does not\n"
-                "  try: convert it to a Hugging Face folder with Megatron Bridge, and take the weights, as model.path"
-            )
 
 
 def _renamed(opened: DcpFolder, key: str, name: str, family: MegatronNames) -> Iterator[tuple[str, LazyTensor]]:
@@ -242,34 +234,3 @@ def _loss_scale(common: Mapping[str, Any]) -> tuple[float, float, float] | None:
         if "growth_tracker" in scaler:
             return float(scaler["scale"]), float(scaler["growth_tracker"]), float(scaler["hysteresis_tracker"])
     return None
-
-
-def _activation(arguments: Any, ours: str | None) -> str | None:
-    """Of the GELUs, which no shape of a tensor shows: ours where it computes the same."""
-    if not hasattr(arguments, "openai_gelu"):
-        return None
-    approximate = arguments.openai_gelu or getattr(arguments, "bias_gelu_fusion", False)
-    same = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast") if approximate else ("gelu",)
-    return ours if ours is not None and ours in same else same[0]
-
-
-def _fields(arguments: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments as fields of the config's Hugging Face config, those that both have."""
-    heads = getattr(arguments, "num_attention_heads", None)
-    grouped = getattr(arguments, "group_query_attention", False)
-    untied = getattr(arguments, "untie_embeddings_and_output_weights", None)
-    theirs: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "n_head": heads,
-        "num_key_value_heads": getattr(arguments, "num_query_groups", None) if grouped else heads,
-        "head_dim": getattr(arguments, "kv_channels", None),
-        "rms_norm_eps": getattr(arguments, "norm_epsilon", None),
-        "layer_norm_epsilon": getattr(arguments, "norm_epsilon", None),
-        "num_experts_per_tok": getattr(arguments, "moe_router_topk", None),
-        "activation_function": _activation(arguments, config.get("activation_function")),
-        "tie_word_embeddings": None if untied is None else not untied,
-    }
-    if (base := getattr(arguments, "rotary_base", None)) and isinstance(config.get("rope_parameters"), Mapping):
-        kind = "llama3" if getattr(arguments, "use_rope_scaling", False) else "default"
-        theirs["rope_parameters"] = {**config["rope_parameters"], "rope_theta": float(base), "rope_type": kind}
-    return {key: value for key, value in theirs.items() if value is not None and config.get(key) is not None}

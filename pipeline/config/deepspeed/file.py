@@ -22,7 +22,9 @@ from pipeline.config.deepspeed.keys import (
     REFUSED_EXPERT_PARALLEL,
     REFUSED_FP16,
     REFUSED_OPTIMIZER_PARAMS,
+    REFUSED_PIPELINE,
     REFUSED_SCHEDULER_PARAMS,
+    REFUSED_TENSOR_PARALLEL,
     REFUSED_ZERO,
 )
 from pipeline.config.foreign_files import known_elsewhere
@@ -54,6 +56,7 @@ _SECTIONS = (
     "scheduler",
     "tensor_parallel",
     "expert_parallel",
+    "pipeline",
     "aio",
     "compile",
 )
@@ -66,6 +69,8 @@ _REFUSED_BELOW = {
     "scheduler.params.": REFUSED_SCHEDULER_PARAMS,
     "compile.": REFUSED_COMPILE,
     "expert_parallel.": REFUSED_EXPERT_PARALLEL,
+    "pipeline.": REFUSED_PIPELINE,
+    "tensor_parallel.": REFUSED_TENSOR_PARALLEL,
 }
 
 
@@ -84,7 +89,18 @@ def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_D
     kept = _sift("", named, ignored, refused)
     resolved, auto = resolve_auto(kept, micro_batch=micro_batch)
     auto += _decay_of_torch(resolved)
-    return Translated(_without_offload_to_none(resolved), tuple(ignored), tuple(auto), tuple(refused))
+    resolved = _without_offload_to_none(resolved)
+    if _offloads_no_parameters(resolved):
+        ignored.append("zero_optimization.offload_param (no effect below stage 3)")
+        del resolved["zero_optimization"]["offload_param"]
+    return Translated(resolved, tuple(ignored), tuple(auto), tuple(refused))
+
+
+def _offloads_no_parameters(raw: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed takes `offload_param` and does nothing with it: parameters are sharded at stage 3 alone."""
+    zero = raw.get("zero_optimization")
+    below_3 = isinstance(zero, dict) and zero.get("stage", 0) in (0, 1, 2)
+    return below_3 and isinstance(zero.get("offload_param"), dict)
 
 
 def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> dict[str, Any]:

@@ -53,6 +53,25 @@ def _no_universal(value: Any) -> bool:
     return isinstance(value, dict) and not value.get("load_universal")
 
 
+_DEEPSPEEDS_LEAVES = {
+    f"transformers.models.{family}.modeling_{family}.{block}SparseMoeBlock"
+    for family, block in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+}
+
+
+def _default_leaves(value: Any) -> bool:
+    """Modules that ZeRO-3 gathers as a whole, without any but DeepSpeed's own."""
+    if not isinstance(value, dict) or any(value.get(key) for key in value.keys() - {"classes"}):
+        return value is None
+    classes = value.get("classes") or []
+    return isinstance(classes, list) and set(map(str, classes)) <= _DEEPSPEEDS_LEAVES
+
+
+def _one_rank(value: Any) -> bool:
+    """A section `tensor_parallel.tp` that asks for no tensor parallelism."""
+    return value is None or (isinstance(value, dict) and value.get("tp_size", 1) == 1)
+
+
 _FP32 = _one_of(None, "fp32")
 _ACTIVATIONS = "activation_checkpointing"
 
@@ -138,7 +157,23 @@ IGNORED: dict[str, Accepts] = {
     "optimizer.params.max_grad_norm": _one_of(0, None),
     "optimizer.params.set_grad_none": _flag,
     "scheduler.params.last_batch_iteration": _one_of(-1),
+    "pipeline.activation_checkpoint_interval": _one_of(0),
+    "pipeline.grad_partitioned": _flag,
+    "pipeline.partition": _one_of("best"),
+    "pipeline.pipe_partitioned": _flag,
+    "pipeline.seed_layers": _flag,  # first values are drawn by name
     "tensor_parallel.autotp_size": _one_of(0),
+    "tensor_parallel.injection_policy_tuple": _one_of(None),
+    "tensor_parallel.keep_module_on_host": _flag,
+    "tensor_parallel.kernel_inject": _one_of(False),
+    "tensor_parallel.partition_config": _one_of(None),
+    "tensor_parallel.preset_model": _any,  # transformers says itself how a layer is split
+    "tensor_parallel.replace_with_kernel_inject": _one_of(False),
+    "tensor_parallel.tensor_parallel": _one_rank,
+    "tensor_parallel.tp": _one_rank,
+    "tensor_parallel.tp_overlap_comm": _flag,
+    "tensor_parallel.vocab_parallel_ce_backend": _one_of("torch", "liger"),
+    "tensor_parallel.vocab_parallel_lm_head": _one_of(None),
     # where a layer's experts are, transformers says itself; how they are computed changes the speed alone
     **{
         f"expert_parallel.{name}": _any
@@ -185,6 +220,7 @@ IGNORED: dict[str, Accepts] = {
     "zero_optimization.cpu_offload_use_pin_memory": _one_of(False, None),
     "zero_optimization.elastic_checkpoint": _flag,
     "zero_optimization.enable_sanity_checks": _flag,
+    "zero_optimization.leaf_module": _default_leaves,
     "zero_optimization.legacy_stage1": _one_of(False),
     "zero_optimization.load_from_fp32_weights": _flag,
     "zero_optimization.log_trace_cache_warnings": _flag,

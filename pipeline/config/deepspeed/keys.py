@@ -14,6 +14,7 @@ from headrace.base.section import Section
 from pipeline.config.sections.run import Config
 
 _LATER = "remove it: this version of headrace does not support it"
+_OTHER_CURVE = "remove it, which makes another loss curve: this version of headrace does not support it"
 _OURS = "remove it: headrace does this itself"
 _GONE = "remove it: DeepSpeed 0.19 no longer has it"
 
@@ -27,7 +28,7 @@ REFUSED: dict[str, str] = {
     "compression_training": "use pipeline/quantize.py and pipeline/distill.py; DeepSpeed 0.19 no longer has it",
     "csv_monitor": "read metrics.jsonl, which is always written",
     "curriculum_learning": _GONE,
-    "data_efficiency": _LATER,
+    "data_efficiency": _OTHER_CURVE,
     "dataloader_drop_last": _OURS,
     "disable_allgather": _LATER,
     "dump_state": _LATER,
@@ -86,7 +87,7 @@ REFUSED_ZERO: dict[str, str] = {
     "stage3_module_granularity_threshold": _LATER,
     "stage3_use_all_reduce_for_fetch_params": _LATER,
     "use_multi_rank_bucket_allreduce": _LATER,
-    "zenflow": _LATER,
+    "zenflow": _OTHER_CURVE,
     "zero_quantized_nontrainable_weights": _LATER,
     "elastic_checkpoint": _OURS,
     "load_from_fp32_weights": _OURS,
@@ -127,20 +128,20 @@ REFUSED_EXPERT_PARALLEL: dict[str, str] = {
 """As `REFUSED`, within `expert_parallel`."""
 
 REFUSED_BF16: dict[str, str] = {
-    "bf16_master_weights_and_grads": _LATER,
-    "bf16_optimizer_states": _LATER,
+    "bf16_master_weights_and_grads": _OTHER_CURVE,
+    "bf16_optimizer_states": _OTHER_CURVE,
     "check_grad_overflow": _OURS,
     "immediate_grad_update": _LATER,
 }
 
 
-REFUSED_FP16: dict[str, str] = {"fp16_master_weights_and_grads": _LATER, "auto_cast": _LATER}
+REFUSED_FP16: dict[str, str] = {"fp16_master_weights_and_grads": _OTHER_CURVE, "auto_cast": _LATER}
 
 REFUSED_OPTIMIZER_PARAMS: dict[str, str] = {
-    "amsgrad": _LATER,
-    "bias_correction": _LATER,
-    "dampening": "remove it: momentum is not dampened here, which is torch's default",
-    "maximize": _LATER,
+    "amsgrad": _OTHER_CURVE,
+    "bias_correction": _OTHER_CURVE + "; the first steps become smaller (a third, with betas 0.9 and 0.999)",
+    "dampening": "remove it, which makes another loss curve: momentum is not dampened here, which is torch's default",
+    "maximize": _OTHER_CURVE,
     "max_grad_norm": "use gradient_clipping",
     "per_head_muon": "remove it: q, k and v are one matrix each",
 }
@@ -149,6 +150,24 @@ REFUSED_SCHEDULER_PARAMS: dict[str, str] = {
     "warmup_ratio": "use warmup_num_steps: that share of the run's steps (warmup_min_ratio is the first rate)",
 }
 """The Trainer's key, which is near to another one here."""
+
+REFUSED_PIPELINE: dict[str, str] = {
+    "activation_checkpoint_interval": "use memory.activation_checkpointing",
+    "partition": "remove it: headrace divides the layers itself (parallel.stage_speeds)",
+}
+"""As `REFUSED`, within `pipeline`."""
+
+REFUSED_TENSOR_PARALLEL: dict[str, str] = {
+    "dtype": "remove it: bf16 or fp16 decides",
+    "injection_policy_tuple": "remove it: transformers says how a layer is split",
+    "kernel_inject": "remove it: there is no kernel injection in training",
+    "partition_config": "remove it: transformers says how a layer is split",
+    "replace_with_kernel_inject": "remove it: there is no kernel injection in training",
+    "tensor_parallel": "use tensor_parallel.autotp_size",
+    "tp": "use tensor_parallel.autotp_size",
+    "vocab_parallel_lm_head": "remove it: the head is split with the vocabulary",
+}
+"""As `REFUSED`, within `tensor_parallel`."""
 
 _BUCKETS = "remove it: FSDP2 and DDP choose their own buckets"
 _GATHERS = "remove it: FSDP2 gathers layer by layer, one ahead"

@@ -92,10 +92,17 @@ def _with_experts(config: Config, topology: Topology) -> Topology:
     ep, ranks = _expert_size(config), topology.stage_ranks
     if ranks % ep:
         why = f"it does not divide the {ranks} ranks of a pipeline stage (dp {topology.dp} x cp {topology.cp} x tp"
-        fits = largest_divisor(ranks, most=ep)
+        fits = largest_divisor(gcd(ranks, _experts(config) or ranks), most=ep)
         near = f"use {fits}, or start {topology.pp * -(-ranks // ep) * ep} processes"
         raise ConfigError("parallel.ep", ep, why=f"{why} {topology.tp})", remedy=near)
     return replace(topology, ep=ep)
+
+
+def _experts(config: Config) -> int | None:
+    """The experts of a layer, where `model.config` says how many."""
+    given = config.model.config or {}
+    counts = (given.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
 def check_layout(config: Config, topology: Topology) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -58,7 +59,9 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     trained = run.config.model.path is not None
     check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method, trained=trained)
     if topology.ep > 1:
-        check_expert_parallel(model, ep=topology.ep)
+        shard = run.config.parallel.hybrid_shard_size
+        within = topology.stage_ranks if shard is None else gcd(topology.stage_ranks, shard * topology.tp)
+        check_expert_parallel(model, ep=topology.ep, ranks=within)
         check_exchange(expert_exchange(run.config), model, packages=packages)
     if topology.tp > 1:
         check_tp_plan(model, tp=topology.tp)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from math import gcd
 from typing import Any
 
 import torch
@@ -56,12 +57,13 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def check_expert_parallel(model: nn.Module, *, ep: int) -> None:
+def check_expert_parallel(model: nn.Module, *, ep: int, ranks: int | None = None) -> None:
     """Refuses expert parallelism that a model does not support.
 
     Args:
         model: a full Hugging Face causal language model, on any device.
         ep: size of the ep axis.
+        ranks: of a pipeline stage, which a size that works divides, too; by default `ep`.
 
     Raises:
         ConfigError: a dense model, experts that transformers does not stack, or a number that ep does not divide.
@@ -85,9 +87,10 @@ def check_expert_parallel(model: nn.Module, *, ep: int) -> None:
             why = f"{name}.{others[0]} belongs to all experts of a layer, and would be on every rank"
             raise ConfigError("parallel.ep", ep, why=why, remedy="remove parallel.ep: ZeRO 3 shards them")
         if experts % ep:
-            near = largest_divisor(experts, most=ep)
+            near = largest_divisor(gcd(experts, ranks or ep), most=ep)
             why = f"it does not divide the {experts} experts of {name}"
-            raise ConfigError("parallel.ep", ep, why=why, remedy=f"use {near}")
+            remedy = f"use {near}" if near > 1 else "remove parallel.ep: no size divides the ranks, too"
+            raise ConfigError("parallel.ep", ep, why=why, remedy=remedy)
 
 
 class ExpertExchange(ABC):

@@ -205,6 +205,16 @@ def test_what_cannot_be_split_is_refused(changes: dict[str, Any], ep: int, why: 
         check_expert_parallel(meta_of(config), ep=ep)
 
 
+@pytest.mark.parametrize(
+    ("experts", "ranks", "remedy"), [(6, 4, "use 2"), (6, 12, "use 3"), (3, 4, "remove parallel.ep")]
+)
+def test_the_size_that_is_named_divides_the_experts_and_the_ranks(experts: int, ranks: int, remedy: str) -> None:
+    model = meta_of(QWEN | {"num_experts": experts, "num_experts_per_tok": 2})
+    with pytest.raises(ConfigError) as refused:
+        check_expert_parallel(model, ep=4, ranks=ranks)
+    assert refused.value.remedy.startswith(remedy)
+
+
 def test_the_config_that_other_models_share_stays_as_it_is() -> None:
     model = meta_of(QWEN)
     apply_expert_parallel(model, None, names={})

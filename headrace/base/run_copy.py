@@ -1,0 +1,117 @@
+"""Runs that are copied to an object store and from one, with all checkpoints; `remote_run` says how they lie there.
+
+The process that copies to a store holds the run's lease there, as one that trains does: of two that write, one is
+refused. The manifest is the last object that is written.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from headrace.base.directory import staged
+from headrace.base.lease import held, newest_lease, wait_until_free
+from headrace.base.lock import lock_file
+from headrace.base.remote_directory import (
+    Progress,
+    fetch,
+    fetch_files,
+    files_beside,
+    give_name,
+    local_manifest,
+    publish,
+    read_remote_manifest,
+    refuse_existing,
+    require_room,
+)
+from headrace.base.remote_run import (
+    CHECKPOINTS,
+    RUN_LOCK,
+    claim,
+    is_small_name,
+    remote_checkpoints,
+    working_directory,
+)
+from headrace.base.storage import patiently
+
+LATEST = "latest"
+_SILENT_S = 30.0
+
+
+def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
+    """Copies a run to an object store, from where it can be resumed. A repetition sends only what is not there.
+
+    Args:
+        run_dir: its directory, in which no process trains.
+        url: of the run, see `check_can_publish`.
+        progress: see `Progress`.
+
+    Returns:
+        The bytes of every file that is there, without the run's manifest.
+
+    Raises:
+        DataError: a process trains or writes there, a checkpoint is damaged, or see `publish`.
+        StorageError: the store cannot be written to.
+    """
+    token, place = secrets.token_hex(16), url.rstrip("/")
+    with lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}"):
+        if working_directory(place) == run_dir:  # what this host knows of the store is this copy
+            claim(place, token)
+        with held(place, token=token, silent_s=_SILENT_S, say=_say) as lease:
+            there = {read_remote_manifest(each.url)[0]: each.url for each in remote_checkpoints(place)}
+            sizes: dict[str, int] = {}
+            for checkpoint in sorted((run_dir / CHECKPOINTS).glob("step-*")):
+                if not checkpoint.name.removeprefix("step-").isdigit():
+                    continue
+                text, manifest = local_manifest(checkpoint)
+                sent = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
+                if text not in there:
+                    url = f"{place}/{CHECKPOINTS}/{checkpoint.name}.{lease.number}"
+                    sent = publish(checkpoint, url, progress=progress)
+                sizes |= {f"{CHECKPOINTS}/{checkpoint.name}/{name}": size for name, size in sent.items()}
+            return sizes | publish(run_dir, place, progress=progress, beside=is_small_name)
+
+
+def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
+    """Copies a run of an object store to a disk, with its newest checkpoint of every step, whole or not at all.
+
+    Args:
+        url: of the run, to which no process writes.
+        final: what the copy is called; it must not exist.
+        progress: see `Progress`.
+
+    Returns:
+        The bytes of every file that was copied, without the run's manifest.
+
+    Raises:
+        DataError: a process trains there, `final` exists, there is no room, or a checksum differs.
+        StorageError: the store cannot be read.
+    """
+    refuse_existing(final)
+    if (lease := patiently(partial(newest_lease, url))) is not None:
+        wait_until_free(url, lease, say=_say)
+    text, run = read_remote_manifest(url)
+    files = {name: entry for name, entry in files_beside(url).items() if is_small_name(name)}
+    newest = {each.step: each for each in reversed(remote_checkpoints(url))}
+    found = {f"step-{step:08d}": (each.url, read_remote_manifest(each.url)) for step, each in newest.items()}
+    sizes = {name: int(entry["bytes"]) for name, entry in files.items()}
+    for name, (_, (_, manifest)) in found.items():
+        sizes |= {f"{CHECKPOINTS}/{name}/{file}": int(entry["bytes"]) for file, entry in manifest.files.items()}
+    require_room(sum(sizes.values()), final)
+    with staged(final) as staging:
+        for name, (place, manifest_there) in found.items():
+            fetch(place, staging / CHECKPOINTS / name, progress=progress, found=manifest_there)
+        fetch_files(url, replace(run, files=files), list(files), staging, progress=progress)
+        if found:
+            with suppress(OSError):  # a file system without symbolic links
+                (staging / CHECKPOINTS / LATEST).symlink_to(max(found))
+        give_name(staging, final, text)
+    return sizes
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
