@@ -348,6 +348,9 @@ def _print_summary(output: str, manifest: Manifest) -> None:
     for reason, count in sorted(manifest.details.get("dropped", {}).items(), key=lambda item: -item[1]):
         size = f", {sizes[reason] / 1e6:,.2f} MB" if reason in sizes else ""
         print(f" dropped: {count:,} {reason}{size}")
+    fields = (f"{count:,} {name}" for name, count in manifest.details.get("unprinted", {}).items())
+    if lost := ", ".join(fields):
+        print(f"    lost: {lost} (messages with a field that the chat template does not print)")
     print(f"  output: {output}, fingerprint {manifest.fingerprint[:16]}")
 
 

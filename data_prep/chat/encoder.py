@@ -7,7 +7,7 @@ engines do not. The ids are those of `apply_chat_template`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,25 +34,30 @@ class EncodedConversation:
         mask: uint8 [n], loss mask: 1 for tokens that count in the loss.
         end_learnt: whether the EOS that is put after it counts in the loss: where it takes the place of one that does,
             and where no other token ends the assistant's last turn.
+        blanks: number of blank tokens at its end, such as the line end behind `<|im_end|>`.
+        unprinted: see `Rendered`.
     """
 
     text: str
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.uint8]
     end_learnt: bool = False
+    blanks: int = 0
+    unprinted: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, before: Sequence[int], after: Sequence[int]) -> EncodedConversation:
         """Without the BOS and the EOS that the template has written, where the same are put around every document.
 
-        Otherwise a document would begin with two and end with two, which no other text has.
+        Otherwise a document would begin with two and end with two, which no other text has. Blanks behind that EOS go
+        with it.
 
         Args:
             before, after: the ids that are put around a document; at most one each.
         """
-        first, last = int(self.ids[:1].tolist() == list(before)), len(self.ids)
-        ends = self.ids[-1:].tolist() == list(after)
-        kept = slice(first, last - 1 if ends else last)
-        learnt = bool(self.mask[-1]) if ends else self.end_learnt
+        first, last = int(self.ids[:1].tolist() == list(before)), len(self.ids) - self.blanks - 1
+        ends = bool(after) and self.ids[last : last + 1].tolist() == list(after)
+        kept = slice(first, last if ends else len(self.ids))
+        learnt = bool(self.mask[last]) if ends else self.end_learnt
         return replace(self, ids=self.ids[kept], mask=self.mask[kept], end_learnt=learnt)
 
 
@@ -62,14 +67,16 @@ class ChatEncoder:
     Args:
         folder: of the tokenizer, which has a chat template.
         parse_special_tokens: whether a message may contain a literal special token, which then becomes that token.
+        date: see `ChatTemplate`.
     """
 
-    def __init__(self, folder: Path, *, parse_special_tokens: bool) -> None:
-        self._template = compile_template(read_template(folder), template_tokens(read_config(folder)))
+    def __init__(self, folder: Path, *, parse_special_tokens: bool, date: str | None = None) -> None:
         tokenizer = load(folder, parse_special_tokens=True)
         self._encode = _encoder(folder, tokenizer)
         special = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special = np.array(sorted(special), np.int64)
+        about = {"special": [token.content for token in special.values()], "date": date}
+        self._template = compile_template(read_template(folder), template_tokens(read_config(folder)), **about)
         self._forbidden = () if parse_special_tokens else tuple(token.content for token in special.values())
 
     def encode(self, line: str, *, everything: bool) -> EncodedConversation:
@@ -93,8 +100,11 @@ class ChatEncoder:
         mask = np.ones(len(ids), np.uint8) if everything else _assistant_mask(offsets, spans)
         if not mask.any():
             raise ConversationError("the assistant says nothing: no token would count in the loss")
-        end_learnt = learn_ends(mask, offsets, spans, text=rendered.text, special=np.isin(ids, self._special))
-        return EncodedConversation(rendered.text, ids, mask, end_learnt)
+        special = np.isin(ids, self._special)
+        blank = [not rendered.text[a:b].strip() and not special[i] for i, (a, b) in enumerate(offsets)]
+        end_learnt = learn_ends(mask, offsets, spans, blank=blank, special=special)
+        blanks = [*blank[::-1], False].index(False)
+        return EncodedConversation(rendered.text, ids, mask, end_learnt, blanks, rendered.unprinted)
 
     def learns_to_stop(self, *, append_eos: bool) -> bool:
         """Whether a token that ends the assistant's turn counts in the loss, shown by a conversation of two turns."""
@@ -107,9 +117,9 @@ class ChatEncoder:
 
 
 @cache
-def open_chat_encoder(folder: Path, *, parse_special_tokens: bool) -> ChatEncoder:
+def open_chat_encoder(folder: Path, *, parse_special_tokens: bool, date: str | None) -> ChatEncoder:
     """Opens a `ChatEncoder`; cached for the process's next tasks."""
-    return ChatEncoder(folder, parse_special_tokens=parse_special_tokens)
+    return ChatEncoder(folder, parse_special_tokens=parse_special_tokens, date=date)
 
 
 def check_no_special_tokens(value: Any, forbidden: Sequence[str], *, where: str) -> None:
@@ -130,14 +140,14 @@ def check_no_special_tokens(value: Any, forbidden: Sequence[str], *, where: str)
             raise ConversationError(f"{where} contains {found!a}, which is reserved as a marker of assistant output")
 
 
-def compile_template(source: str, tokens: Mapping[str, str | None]) -> ChatTemplate:
-    """Compiles a chat template; `tokens` as in `ChatTemplate`.
+def compile_template(source: str, tokens: Mapping[str, str | None], **about: Any) -> ChatTemplate:
+    """Compiles a chat template; the arguments are those of `ChatTemplate`.
 
     Raises:
         DataError: the template does not compile.
     """
     try:
-        return ChatTemplate(source, tokens)
+        return ChatTemplate(source, tokens, **about)
     except ConversationError as error:
         raise DataError(
             f"{error}\n  try: correct the template, or set tokenizer.chat_template to another file"
@@ -225,7 +235,7 @@ def learn_ends(
     offsets: Offsets,
     spans: Sequence[tuple[int, int]],
     *,
-    text: str,
+    blank: Sequence[bool],
     special: npt.NDArray[np.bool_],
 ) -> bool:
     """Sets the loss mask of the special token that ends a turn, where it follows the assistant's span.
@@ -236,15 +246,15 @@ def learn_ends(
 
     Args:
         mask: uint8 [n], changed in place.
-        offsets: (start, end) of each token in `text`.
-        spans: what the assistant says, in characters of `text`.
+        offsets: (start, end) of each token in the text, in characters.
+        spans: what the assistant says, in characters.
+        blank: [n], whether a token is white space.
         special: [n], whether a token is special.
 
     Returns:
         whether nothing but blanks follows the last span, and no special token ends it: then EOS has to be learnt.
     """
     starts = np.array([start for start, _ in offsets], np.int64)
-    blank = [not text[start:end].strip() and not special[i] for i, (start, end) in enumerate(offsets)]
     for first, end in spans:
         behind = int((starts < end).sum())
         while behind and blank[behind - 1]:

@@ -8,6 +8,7 @@ escaped twice. So a conversation is rendered as written; only a form that is pri
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,14 @@ from typing import Any
 from data_prep.sources.conversation import ConversationError, joined_parts
 
 Messages = Sequence[Mapping[str, Any]]
+
+NEEDED = frozenset({"content", "tool_calls", "function_call"})
+"""Fields without which a conversation is not trained on."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of an answer's reasoning, of which transformers takes the first that is given for all (5.23,
+`_alias_reasoning_fields`)."""
+_OTHER = "\U0010fff3"
+_NEVER_PRINTED = frozenset({"role", "weight", "train", "loss_mask"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,52 @@ def fit(messages: Messages, render: Callable[[Messages], str]) -> Messages:
         if before is None or any(before.count(text) > after.count(text) for text in form.misprints(messages)):
             messages = changed
     return messages
+
+
+def with_reasoning(messages: Messages) -> Messages:
+    """The messages, with their reasoning under the names that templates read, as transformers does it."""
+    found: list[Any] = []
+    for message in messages:
+        given = {key: value for key, value in message.items() if key not in _REASONING or value is not None}
+        said = next((given[key] for key in _REASONING if key in given), None)
+        found.append(given if said is None else {"thinking": said, **given, "reasoning_content": said})
+    return found
+
+
+def lost_reasoning(messages: Messages, text: str) -> int:
+    """The number of messages with reasoning in their content, before `</think>`, that is not in the text."""
+    parts = (m["content"].rpartition("</think>")[0] for m in messages if isinstance(m.get("content"), str))
+    return sum(part.replace("<think>", "").strip() not in text for part in parts)
+
+
+def doubtful_fields(messages: Messages, text: str) -> Iterator[tuple[str, list[int]]]:
+    """Yields fields that may have left no trace in a rendering: their name, and the numbers of messages with them.
+
+    Contents and reasoning come one by one, unless their words are in the text; any other field that is not empty comes
+    for all messages at once. The three names of reasoning are one field, `reasoning`. The content of a message with
+    tool calls, and of any that is not the user's or the assistant's, has the role in its name.
+    """
+    others: dict[str, list[int]] = defaultdict(list)
+    for i, message in enumerate(messages):
+        role, said = message.get("role"), ("content", message.get("content"))
+        bare = role in ("user", "assistant") and not message.keys() & NEEDED - {"content"}
+        for name, value in (said, ("reasoning", message.get("reasoning_content"))):
+            if value and not (isinstance(value, str) and value.strip() in text):
+                yield name if bare or name != "content" else f"content of {role}", [i]
+        for name in message.keys() - _NEVER_PRINTED - {"content", *_REASONING}:
+            if message[name]:
+                others[name].append(i)
+    yield from sorted(others.items())
+
+
+def without(messages: Messages, name: str, which: Sequence[int]) -> list[Any]:
+    """The messages, some of them without a field that `doubtful_fields` names; a content gives way to another."""
+    gone = _REASONING if name == "reasoning" else (name,)
+    other = {"content": _OTHER} if name.startswith("content") else {}
+    return [
+        {key: value for key, value in m.items() if key not in gone} | other if i in which else m
+        for i, m in enumerate(messages)
+    ]
 
 
 def _text(render: Callable[[Messages], str], messages: Messages) -> str | None:

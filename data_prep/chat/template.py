@@ -2,16 +2,18 @@
 
 Chat templates are Jinja templates, run as Hugging Face's `apply_chat_template` does: sandboxed, with `trim_blocks` and
 `lstrip_blocks`, loop controls, `raise_exception`, a `tojson` that keeps non-ASCII characters, and `{% generation %}`
-blocks around the assistant's output. `strftime_now` is refused. A template without such blocks is rendered turn by
-turn.
+blocks around the assistant's output. `strftime_now` gives the date that the config names, and is refused without one. A
+template without such blocks is rendered turn by turn.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
@@ -39,10 +41,12 @@ class Rendered:
     Attributes:
         text: the output of the template.
         spans: (start, end) in characters, end exclusive, of each part that the assistant generates.
+        unprinted: fields that leave no trace in the text, and the number of messages that have them.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    unprinted: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Generation(Extension):
@@ -69,15 +73,20 @@ class ChatTemplate:
     Args:
         source: the template.
         tokens: variables of the template: `bos_token`, `eos_token` and the like; one that is None is undefined.
+        special: texts of the tokenizer's special tokens.
+        date: what `strftime_now` formats, e.g. "2026-01-31"; None refuses it.
 
     Raises:
         ConversationError: the template does not compile.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str | None]) -> None:
+    def __init__(
+        self, source: str, tokens: Mapping[str, str | None], *, special: Sequence[str] = (), date: str | None = None
+    ) -> None:
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
-        self._source = source
-        environment = _environment()
+        self._special = special
+        self._closing = re.compile("|".join([r"\s", *map(re.escape, sorted(special, key=len, reverse=True))]))
+        environment = _environment(date)
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # a `break` outside a loop raises Python's SyntaxError
@@ -90,32 +99,29 @@ class ChatTemplate:
         """The messages as the template can print them, see `forms`.
 
         Raises:
-            ConversationError: a part of a message is not text, or the template does not print a message's tool calls.
+            ConversationError: a part of a message is not text.
         """
-        fitting = forms.fit(messages, lambda changed: self._render(changed, tools))
-        if "tool_calls" not in self._source and any(message.get("tool_calls") for message in fitting):
-            without = [{key: m[key] for key in m if key != "tool_calls"} for m in fitting]
-            if self._render(fitting, tools) == self._render(without, tools):
-                raise ConversationError("a message has tool_calls, which the chat template does not print")
-        return fitting
+        return forms.fit(forms.with_reasoning(messages), lambda changed: self._render(changed, tools))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Rendered:
+    def render(self, messages: forms.Messages, *, tools: Sequence[Any] | None = None) -> Rendered:
         """Renders a conversation.
 
         Args:
-            messages: {"role", "content", ...} of each turn.
+            messages: {"role", "content", ...} of each turn, from `fit`.
             tools: tool descriptions that the template may list.
 
         Raises:
-            ConversationError: the template raises an error, or the assistant's spans cannot be determined.
+            ConversationError: the template raises an error or does not print a message's tool calls, or the assistant's
+                spans cannot be determined.
         """
-        if self._has_generation_blocks:
-            return _extract_spans(self._render(messages, tools))
-        return self._turn_by_turn(messages, tools)
+        blocks = self._has_generation_blocks
+        found = _extract_spans(self._render(messages, tools)) if blocks else self._turn_by_turn(messages, tools)
+        unprinted = self._unprinted(messages, tools, found.text)
+        if needed := unprinted.keys() & forms.NEEDED:
+            raise ConversationError(f"a message has {min(needed)}, which the chat template does not print")
+        return replace(found, unprinted=unprinted)
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, prompt: bool = False
-    ) -> str:
+    def _render(self, messages: forms.Messages, tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
         try:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._tokens
@@ -123,24 +129,63 @@ class ChatTemplate:
         except Exception as error:  # a template's expressions can raise any type
             raise ConversationError(_message(error)) from None
 
-    def _turn_by_turn(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Rendered:
+    def _unprinted(self, messages: forms.Messages, tools: Sequence[Any] | None, text: str) -> Counter[str]:
+        """The fields without which the text is the same, and the number of messages that have them."""
+
+        def is_text(messages: forms.Messages, tools: Sequence[Any] | None) -> bool:
+            try:
+                return _MARKER.sub("", self._render(messages, tools)) == text
+            except ConversationError:  # it asks for the field
+                return False
+
+        found = Counter(reasoning=forms.lost_reasoning(messages, text), tools=bool(tools) and is_text(messages, None))
+        for name, which in forms.doubtful_fields(messages, text):
+            if is_text(forms.without(messages, name, which), tools):
+                found[name] += len(which)
+        return +found
+
+    def _turn_by_turn(self, messages: forms.Messages, tools: Sequence[Any] | None) -> Rendered:
         """An assistant turn's span: what it adds to the text before it, generation prompt included there."""
         whole = self._render(messages, tools)
         if _MARKER.search(whole):
             raise ConversationError(
                 "the text contains a marker of assistant output, and the template has no generation blocks"
             )
-        spans = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            after = self._render(messages[: i + 1], tools)
-            before = self._render(messages[:i], tools, prompt=True) if i else self._before_first(after, tools)
-            if not whole.startswith(after) or not after.startswith(before):
-                why = "the chat template renders earlier turns differently when later ones follow"
-                raise ConversationError(f"{why}: it needs {{% generation %}} blocks")
-            spans.append((len(before), len(after)))
-        return Rendered(whole, tuple(spans))
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        return Rendered(whole, tuple(self._span(whole, messages, i, tools) for i in turns))
+
+    def _span(self, whole: str, messages: forms.Messages, i: int, tools: Sequence[Any] | None) -> tuple[int, int]:
+        """The span of message `i` in the text of all.
+
+        Two things that templates write at the end of a text do not hold for a turn within it: a generation prompt that
+        has more than the turn begins with (`<think>`), and other special tokens at its end (a closing EOS). There the
+        span ends where the two texts part.
+
+        Raises:
+            ConversationError: the turn, or one before it, is written otherwise in the text of all.
+        """
+        after = self._render(messages[: i + 1], tools)
+        before = self._render(messages[:i], tools, prompt=True) if i else self._before_first(after, tools)
+        if whole.startswith(after) and after.startswith(before):
+            return len(before), len(after)
+        start, end = len(before), self._shared(after, whole)
+        earliest = self._shared(before, self._render(messages[:i], tools)) if i else 0
+        if not after.startswith(before):  # what was said may begin as the prompt goes on
+            signed = self._render([*messages[:i], {**messages[i], "content": _SIGNS[0]}], tools)
+            start = self._shared(after, before, signed)
+        if start < earliest or self._closing.sub("", after[end:]):
+            why = "the chat template changes earlier turns when a later one is added, so that no mask can be derived"
+            raise ConversationError(f"{why}: it needs {{% generation %}} blocks")
+        return start, end
+
+    def _shared(self, text: str, *others: str) -> int:
+        """The number of characters that a text shares with others at its beginning, without a part of a special token.
+
+        Special tokens often have the same first characters (`<|`).
+        """
+        shared = len(commonprefix([text, *others]))  # noqa: RUF071 - of characters, not of a path
+        windows = ((token, max(0, shared - len(token) + 1), shared + len(token) - 1) for token in self._special)
+        return min((at for token, *window in windows if (at := text.find(token, *window)) >= 0), default=shared)
 
     def _before_first(self, after: str, tools: Sequence[Any] | None) -> str:
         """What a template writes before an assistant's message that begins a conversation, such as a system prompt.
@@ -149,7 +194,7 @@ class ChatTemplate:
         contents that have no character in common.
         """
         others = (self._render([{"role": "assistant", "content": sign}], tools) for sign in _SIGNS)
-        return commonprefix([after, *others])  # noqa: RUF071 - of characters, not of a path
+        return after[: self._shared(after, *others)]
 
 
 def _extract_spans(text: str) -> Rendered:
@@ -173,12 +218,12 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _no_clock
+    environment.globals["strftime_now"] = _no_clock if date is None else datetime.fromisoformat(date).strftime
     return environment
 
 
@@ -191,4 +236,5 @@ def _raise_exception(message: str) -> None:
 
 
 def _no_clock(_format: str) -> str:
-    raise TemplateError("the template asks for today's date (strftime_now): the output would not be reproducible")
+    why = "the chat template prints today's date (strftime_now), and the output would be another tomorrow"
+    raise TemplateError(f'{why}: set the date in the config, e.g. "tokenizer": {{"date": "2026-01-31"}}')

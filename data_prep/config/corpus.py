@@ -6,10 +6,11 @@ directory.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from data_prep.config.cleaning import CleaningSteps
 from data_prep.config.dedup import DedupSection
@@ -174,17 +175,27 @@ class TokenizerSection(Section):
     chat_template: LocalPath | None = Field(
         None, description="path of a Jinja chat template file; null: the one of the given tokenizer, if it has one"
     )
+    date: str | None = Field(
+        None,
+        description="date that the chat template prints as today's (strftime_now; Llama 3.2, gpt-oss), e.g. "
+        '"2026-01-31"; null refuses such a template',
+    )
     special_tokens: list[str] = Field(
         [],
         description='further special tokens of a trained tokenizer, e.g. ["<|im_start|>", "<|im_end|>"] for a chat '
         "template",
     )
 
+    @field_validator("date")
+    @classmethod
+    def _check_date(cls, date: str | None) -> str | None:
+        return None if date is None else datetime.date.fromisoformat(date).isoformat()
+
     @model_validator(mode="after")
     def _check_origin(self) -> TokenizerSection:
         if (self.train is None) == (self.path is None):
             raise ValueError('give either {"train": kind} or {"path": folder or .model file}, and not both')
-        if self.path is not None and (extras := self.model_fields_set - {"path", "engine", "chat_template"}):
+        if self.path is not None and (extras := self.model_fields_set - {"path", "engine", "chat_template", "date"}):
             extra = ", ".join(sorted(extras))
             raise ValueError(f"an existing tokenizer is used as it is: {extra} would have no effect, remove it")
         tokens = self.all_special_tokens()
@@ -304,6 +315,8 @@ class CorpusConfig(Section):
             del identity["max_record_bytes"]
         if self.tokenizer.bos_token is None:
             del identity["tokenizer"]["bos_token"]
+        if self.tokenizer.date is None:
+            del identity["tokenizer"]["date"]
         return identity
 
     @property

@@ -7,8 +7,9 @@
     int64[P] the first token of each piece within the shard's .bin, int32[P] its length in tokens
 
 A bin is a sample of T inputs and T targets: at most T + 1 tokens, with padding at the end for the rest. A document that
-fits is one piece. A longer one is cut into pieces of T + 1 tokens that overlap by one token: the last target of a piece
-is the first input of the next. So every token of a document except its first is a target exactly once.
+fits is one piece. A longer one is dropped, or truncated to a piece, or cut into pieces of T + 1 tokens that overlap by
+one token: the last target of a piece is the first input of the next. So every token of a document that is not shortened
+is a target exactly once, except its first.
 """
 
 from __future__ import annotations
@@ -92,17 +93,18 @@ def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, length
     return digest.hexdigest()
 
 
-def cut_documents(bounds: I64, *, length: int) -> tuple[I64, I64]:
+def cut_documents(bounds: I64, *, length: int, tokens: I64 | None = None) -> tuple[I64, I64]:
     """Cuts documents into pieces of at most T + 1 tokens. Documents of less than two tokens give no piece (no target).
 
     Args:
         bounds: int64 [documents + 1], as `TokenFile.document_starts` gives it.
         length: T, tokens per sample.
+        tokens: int64 [documents], how many of each document stay, from its first; default: all.
 
     Returns:
         starts, lengths: int64 [pieces] each, in document order.
     """
-    tokens = np.diff(bounds)
+    tokens = np.diff(bounds) if tokens is None else tokens
     pieces = np.maximum(0, -(-(tokens - 1) // length))
     document = np.repeat(np.arange(tokens.size), pieces)
     number = np.arange(document.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -102,6 +102,8 @@ def finish(
     }
     if long_words := name_long_words(markers):
         details["long_words"] = long_words
+    if unprinted := count_by_reason(markers, "unprinted"):
+        details["unprinted"] = unprinted
     about: dict[str, Any] = {"config": job.config.identity(), "parents": _parents(job, files, tokenizer)}
     about |= {"kind": "tokens", "details": details}
     if job.url is None:

@@ -1,24 +1,26 @@
 """`python -m data_prep pack DIR --length T`: packs whole documents into training samples with little padding.
 
-In each shard, blocks of `look_ahead` consecutive documents are cut into pieces and packed independently: a sample has
-documents of one block, and memory is bounded. The result is a subdirectory of the tokens directory, which is otherwise
-unchanged: tokens keep their fingerprint, and may be packed for several lengths.
+In each shard, blocks of `look_ahead` consecutive documents are packed independently, long ones as `long_documents.py`
+says: a sample has documents of one block, and memory is bounded. The result is a subdirectory of the tokens directory,
+which is otherwise unchanged: tokens keep their fingerprint, and may be packed for several lengths.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from data_prep.executors.base import default_workers
 from data_prep.executors.local import LocalExecutor
-from data_prep.formats.maskfile import open_mask
+from data_prep.formats.maskfile import MASK, open_mask
 from data_prep.formats.packfile import (
     I64,
     PACK_SUFFIX,
@@ -29,6 +31,7 @@ from data_prep.formats.packfile import (
 )
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
+from data_prep.packing.long_documents import Long, count_targets, describe, shorten
 from data_prep.task import Counts, Report
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import ConfigError, DataError
@@ -46,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, required=True, metavar="T", help="tokens per sample, as in training")
     text = f"documents that are packed together (default: {LOOK_AHEAD:,})"
     parser.add_argument("--look-ahead", type=int, default=LOOK_AHEAD, metavar="N", help=text)
+    text = "documents of more than T + 1 tokens (default, auto: cut texts, truncate conversations to whole answers)"
+    parser.add_argument("--long", choices=get_args(Long), default="auto", help=text)
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: number of CPU cores)")
 
 
@@ -57,25 +62,34 @@ def run(arguments: argparse.Namespace) -> None:
             raise ConfigError(flag, getattr(arguments, name), why="must be positive", remedy="1 or more")
     directory, length = arguments.directory, arguments.length
     workers = arguments.workers or default_workers()
-    manifest = pack(directory, length=length, look_ahead=arguments.look_ahead, workers=workers)
+    how = {"look_ahead": arguments.look_ahead, "long": arguments.long}
+    manifest = pack(directory, length=length, workers=workers, **how)
     entry = manifest.details["splits"][PACKED]
     positions = entry["bins"] * length
     trained, padding = (100 * entry[key] / positions for key in ("targets", "padding"))
     print(f"{directory / packing_name(length)}: {entry['bins']:,} samples of {length:,} tokens", end="; ")
     print(f"{trained:.2f} % of them are training targets, {padding:.2f} % are padding")
+    if line := describe(entry, length=length):
+        print(line)
 
 
-def pack(directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, workers: int = 1) -> Manifest:
-    """Packs the training split of a tokens directory for samples of `length` tokens.
+def pack(
+    directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, long: Long = "auto", workers: int = 1
+) -> Manifest:
+    """Packs the training split of a tokens directory for samples of `length` tokens; `long`: see `shorten`.
 
     Returns:
         the manifest of the new directory, or the existing one if it was already packed in the same way.
 
     Raises:
-        DataError: not a tokens directory; a packing that was made differently exists; or another process is packing.
+        DataError: not a tokens directory; a packing that was made differently exists; no document is left; or another
+            process is packing.
     """
     tokens = read_manifest(directory, kind="tokens")
-    final, config = directory / packing_name(length), {"length": length, "look_ahead": look_ahead}
+    final, config = directory / packing_name(length), dict[str, Any](length=length, look_ahead=look_ahead)
+    if long == "auto" and not any(name.endswith(MASK) for name in tokens.files):
+        long = "cut"
+    config |= {} if long == "cut" else {"long": long}
     parents = {"tokens": {"path": "..", "fingerprint": tokens.fingerprint}}
     if final.exists():
         return _existing(final, config, parents)
@@ -85,11 +99,16 @@ def pack(directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, workers:
         staging = fresh_staging(final)
         (staging / PACKED).mkdir()
         names = [shard["name"] for shard in tokens.details["splits"][PACKED]["shards"]]
-        tasks = [PackTask(directory / PACKED / name, staging / PACKED / name, length, look_ahead) for name in names]
+        how: dict[str, Any] = {"length": length, "look_ahead": look_ahead, "long": long}
+        tasks = [PackTask(directory / PACKED / name, staging / PACKED / name, **how) for name in names]
         done = _run(tasks, workers=workers)
         sha256 = {f"{PACKED}/{task.target.name}{PACK_SUFFIX}": done[task].pop("sha256") for task in tasks}
         entries = [{"name": name} | done[task] for name, task in zip(names, tasks, strict=True)]
-        sums = {key: sum(entry[key] for entry in entries) for key in ("bins", "pieces", "targets", "padding")}
+        sums = {key: sum(entry[key] for entry in entries) for key in entries[0] if key != "name"}
+        if not sums["bins"]:
+            shutil.rmtree(staging)
+            why = f"no document of {directory} is left: all {sums['long']:,} with two tokens or more are too long"
+            raise DataError(f'{why}\n  try: a larger --length, or "--long cut"')
         details = {**config, "splits": {PACKED: {**sums, "shards": entries}}}
         described: dict[str, Any] = {"config": config, "parents": parents, "details": details}
         return commit(staging, final, kind=PACKING_KIND, **described, known_sha256=sha256)
@@ -104,12 +123,14 @@ class PackTask:
         target: path prefix of the pack file.
         length: T, tokens per sample.
         look_ahead: documents that are packed together.
+        long: see `shorten`.
     """
 
     source: Path
     target: Path
     length: int
     look_ahead: int
+    long: Long
 
     @property
     def name(self) -> str:
@@ -122,40 +143,42 @@ class PackTask:
         return False
 
     def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`; returns the numbers of bins, pieces, training targets and padding positions, and the SHA-256
-        of the file."""
-        file = TokenFile.open(self.source)
-        mask = open_mask(self.source, tokens=file.tokens.size)
-        blocks = list(self._blocks(file, report))
-        bins, pieces = sum(counts.size for counts, _, _ in blocks), sum(starts.size for _, starts, _ in blocks)
+        """See `Task.run`; returns the numbers of bins, pieces, training targets and padding positions, of long
+        documents and of targets that are lost with them, and the SHA-256 of the file."""
+        file, counts = TokenFile.open(self.source), Counter(dict.fromkeys(_COUNTS, 0))
+        blocks = list(self._blocks(file, open_mask(self.source, tokens=file.tokens.size), counts, report))
+        bins, pieces = sum(sizes.size for sizes, _, _ in blocks), sum(starts.size for _, starts, _ in blocks)
         first_piece = np.zeros(bins + 1, dtype=np.int64)
-        np.cumsum(_concatenate([counts for counts, _, _ in blocks]), out=first_piece[1:])
+        np.cumsum(_concatenate([sizes for sizes, _, _ in blocks]), out=first_piece[1:])
         starts, lengths = _concatenate([b[1] for b in blocks]), _concatenate([b[2] for b in blocks])
         path = Path(f"{self.target}{PACK_SUFFIX}")
         sha256 = write_pack(path, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
-        targets = int(lengths.sum()) - pieces if mask is None else self._masked_targets(file, mask)
         padding = bins * (self.length + 1) - int(lengths.sum())
-        return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding, "sha256": sha256}
+        return {"bins": bins, "pieces": pieces, "padding": padding, **counts, "sha256": sha256}
 
-    def _masked_targets(self, file: TokenFile, mask: Any) -> int:
-        """Targets under a loss mask, uint8 [tokens]: every token of a document but its first is predicted once."""
-        found = 0
-        for first in range(0, file.documents, self.look_ahead):
-            bounds = file.document_starts(np.arange(first, min(first + self.look_ahead, file.documents) + 1))
-            begun = bounds[:-1][np.diff(bounds) > 0]
-            found += int(np.count_nonzero(mask[bounds[0] : bounds[-1]])) - int(np.count_nonzero(mask[begun]))
-        return found
-
-    def _blocks(self, file: TokenFile, report: Report) -> Iterator[tuple[I64, I64, I64]]:
+    def _blocks(
+        self, file: TokenFile, mask: Any, counts: Counter[str], report: Report
+    ) -> Iterator[tuple[I64, I64, I64]]:
         """Yields for each block: the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
         for first in range(0, file.documents, self.look_ahead):
             end = min(first + self.look_ahead, file.documents)
             bounds = file.document_starts(np.arange(first, end + 1))
-            starts, lengths = cut_documents(bounds, length=self.length)
+            tokens, kept = np.diff(bounds), shorten(bounds, mask, length=self.length, long=self.long)
+            starts, lengths = cut_documents(bounds, tokens=kept, length=self.length)
+            targets, long = count_targets(mask, starts, lengths), tokens > self.length + 1
+            counts["targets"] += targets
+            counts["lost"] += count_targets(mask, bounds[:-1], tokens) - targets
+            counts["long"] += int(long.sum())
+            counts["cut"] += int((kept > self.length + 1).sum())
+            counts["truncated"] += int((long & (kept > 1) & (kept <= self.length + 1)).sum())
+            counts["dropped"] += int((long & (kept <= 1)).sum())
             number = best_fit(lengths, size=self.length + 1)
             order = np.argsort(number, kind="stable")
             yield np.bincount(number), starts[order], lengths[order]
             report(Counts(tokens=int(bounds[-1] - bounds[0]), documents=end - first))
+
+
+_COUNTS = ("targets", "lost", "long", "cut", "truncated", "dropped")
 
 
 @contextmanager

@@ -67,6 +67,8 @@ class BadRecordCount:
             talks = any(bad.source in chats for bad in first)
             field, what = ("messages_field", "messages") if talks else ("text_field", "text")
             remedy = f"set {field} of the source to the key that holds the {what}, or {remedy}"
+        if all("the chat template" in bad.detail for bad in first):
+            remedy = f"set tokenizer.chat_template or tokenizer.date as these lines say, or {remedy}"
         raise DataError(f"{found} unreadable {noun} so far, max_bad_{noun} is {limit}:\n{shown}\n  try: {remedy}")
 
 

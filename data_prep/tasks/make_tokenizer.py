@@ -65,7 +65,8 @@ class TokenizerTask(DirectoryTask):
             from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
 
             # raises if the template is invalid
-            chat = encoder.open_chat_encoder(folder, parse_special_tokens=policy.parse_special_tokens)
+            special = policy.parse_special_tokens
+            chat = encoder.open_chat_encoder(folder, parse_special_tokens=special, date=section.date)
             if not chat.learns_to_stop(append_eos=policy.append_eos):
                 lines.append(_NO_END)
         load.check_usable(folder, policy)

@@ -79,6 +79,7 @@ class _Mapper:
         self._documents, self._batches = 0, 0
         self._sample: list[str] = []
         self._long_words: list[tuple[int, int, int]] = []
+        self._unprinted: Counter[str] = Counter()
         labels = [source.label for source in task.config.sources]
         self._has_id = np.array([stream.source_of(i).id_field is not None for i in range(len(task.units))])
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
@@ -101,6 +102,7 @@ class _Mapper:
             "edited": dict(sorted(cleaner.edits.items())),
             "files": self._stream.files,
             "long_words": self._named_long_words(),
+            "unprinted": dict(sorted(self._unprinted.items())),
         }
 
     def _map_conversations(self, batch: DocumentBatch) -> None:
@@ -109,7 +111,8 @@ class _Mapper:
 
         number = int(batch.unit[0])
         everything = self._stream.source_of(number).learn == "everything"
-        encoder = open_chat_encoder(self._task.tokenizer, parse_special_tokens=self._config.parse_special_tokens)
+        special, date = self._config.parse_special_tokens, self._config.tokenizer.date
+        encoder = open_chat_encoder(self._task.tokenizer, parse_special_tokens=special, date=date)
         found: list[EncodedConversation] = []
         kept: list[int] = []
         ends: list[bool] = []
@@ -119,6 +122,7 @@ class _Mapper:
                 found.append(framed.without(self._encoder.prefix_ids, self._encoder.suffix_ids))
                 ends.append(found[-1].end_learnt)
                 kept.append(i)
+                self._unprinted.update(framed.unprinted)
             except ConversationError as error:
                 unit = self._task.units[number]
                 where = record_position(unit, position)

@@ -160,8 +160,9 @@ def _renderer(config: CorpusConfig) -> Callable[[str], str]:
         raise encoder.missing_template_error()
     source = Path(section.chat_template).read_text(encoding="utf-8")
     tokens = {"eos_token": section.eos_token} | ({"bos_token": section.bos_token} if section.bos_token else {})
-    template = encoder.compile_template(source, encoder.template_tokens(tokens))
-    forbidden = () if config.parse_special_tokens else section.all_special_tokens()
+    special = section.all_special_tokens()
+    template = encoder.compile_template(source, encoder.template_tokens(tokens), special=special, date=section.date)
+    forbidden = () if config.parse_special_tokens else special
 
     def render(line: str) -> str:
         read, tools = parse_conversation(line)

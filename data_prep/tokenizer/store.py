@@ -30,7 +30,7 @@ _KEPT = 4
 _ABANDONED_S = 24 * 3600.0
 """Age from which the scratch directory of a killed process is removed."""
 _FILES = "files"
-_NOT_TRAINED_ON = {"path", "engine", "chat_template", "sample_bytes"}
+_NOT_TRAINED_ON = {"path", "engine", "chat_template", "date", "sample_bytes"}
 """Keys of the section that the training does not depend on, but for the texts, which are hashed."""
 
 

@@ -21,6 +21,7 @@ from data_prep.formats.packfile import PackFile, cut_documents
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing import pack as packing
 from data_prep.packing.best_fit import best_fit
+from data_prep.packing.long_documents import Long, count_targets, shorten
 from data_prep.packing.pack import pack
 from headrace.base.directory import read_manifest, verify
 from headrace.base.errors import ConfigError, DataError
@@ -165,6 +166,71 @@ def test_the_targets_of_a_packing_are_those_of_the_loss_mask(tmp_path: Path) -> 
     dataset.boundaries(windows).clear_non_targets(targets, masked=True)
     assert found == int(targets.sum()) > 0
     assert pack(plain, length=T, look_ahead=LOOK_AHEAD).details["splits"]["train"]["targets"] > 4 * found
+
+
+def conversation(tokens: int, *, prompt: int = 4, answer: int = 5) -> np.ndarray:
+    """The loss mask of a conversation of turns, which ends with an answer."""
+    turns = np.tile([0] * prompt + [1] * answer, -(-tokens // (prompt + answer)))
+    return np.asarray(turns[-tokens:], np.uint8)
+
+
+@given(
+    masks=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=8),
+    long=st.sampled_from(["auto", "truncate", "drop", "cut"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_conversation_keeps_its_prompts_and_ends_with_a_whole_answer(
+    masks: list[tuple[int, int, int]], long: Long
+) -> None:
+    parts = [conversation(n, prompt=p, answer=a) for n, p, a in masks]
+    mask, bounds = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+    kept = shorten(bounds, mask, length=T, long=long)
+    for i, (stays, part) in enumerate(zip(kept.tolist(), parts, strict=True)):
+        if len(part) <= T + 1 or long == "cut" or (long == "auto" and part.all()):
+            assert stays == len(part)
+        elif long == "drop":
+            assert stays == 0
+        elif part.all():
+            assert stays == T + 1
+        else:
+            ends = [n for n in range(1, T + 2) if part[n - 1] and not part[n]]
+            assert stays == max(ends, default=0), i
+    starts, sizes = cut_documents(bounds, tokens=kept, length=T)
+    expected = sum(int(mask[a + 1 : a + n].sum()) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True))
+    assert count_targets(mask, starts, sizes) == expected
+    assert count_targets(None, starts, sizes) == int((sizes - 1).sum())
+
+
+def test_texts_are_cut_and_conversations_truncated_unless_asked_otherwise(tmp_path: Path) -> None:
+    plain = small.make_tokens(tmp_path / "plain")
+    sizes = {path: TokenFile.open(path.with_suffix("")).sequence_lengths for path in (plain / "train").glob("*.bin")}
+    lengths = np.concatenate([*sizes.values()])
+    length = int(np.median(lengths))
+
+    def turns(ids: np.ndarray, split: str) -> np.ndarray:
+        found = [n for path, n in sizes.items() if split == "train" and n.sum() == ids.size]
+        return np.concatenate([conversation(int(n)) for n in found[0]]) if found else np.ones(ids.size)
+
+    small.make_masked(tmp_path / "masked", plain, turns)
+    entry = {}
+    for name, how in (("plain", "auto"), ("masked", "auto"), ("masked", "drop"), ("masked", "cut")):
+        copy = shutil.copytree(tmp_path / name, tmp_path / f"{name}-{how}")
+        made = pack(copy, length=length, long=how)
+        entry[name, how] = made.details["splits"]["train"]
+        assert ("long" in made.config) == (how != "cut" and name == "masked")
+    long = int((lengths > length + 1).sum())
+    assert 0 < long < lengths.size
+    assert {found["long"] for found in entry.values()} == {long}
+    for name, how in (("plain", "auto"), ("masked", "cut")):
+        assert (entry[name, how]["cut"], entry[name, how]["lost"]) == (long, 0)
+    assert entry["masked", "drop"]["pieces"] == lengths.size - long
+    auto = entry["masked", "auto"]
+    assert auto["pieces"] == lengths.size - auto["dropped"]
+    assert auto["truncated"] + auto["dropped"] == long
+    assert 0 < auto["lost"] < entry["masked", "drop"]["lost"]
+    assert auto["targets"] + auto["lost"] == entry["masked", "cut"]["targets"]
+    with pytest.raises(DataError, match="made from other tokens or with another config"):
+        pack(tmp_path / "masked-cut", length=length)
 
 
 @pytest.mark.parametrize("masked", [True, False])

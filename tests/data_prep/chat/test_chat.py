@@ -240,15 +240,18 @@ def test_a_template_that_fails_for_all_conversations_is_named(trained: bool, wor
         max_bad_records=100,
     )
     error = cli("--config", config, code=2).stderr
-    assert "asks for today's date" in error
+    assert "prints today's date" in error
     assert "seed" not in error
     assert "vocab_size" not in error
     assert trained or "talk.jsonl:1: not a conversation" in error
+    refused = cli("--config", config, "--set", "max_bad_records=0", code=2).stderr
+    assert trained or "try: set tokenizer.chat_template or tokenizer.date" in refused
+    cli("--config", config, "--set", "tokenizer.date=2026-01-31", "--set", "output=dated")  # the remedy
 
 
 def test_every_shard_has_a_loss_mask(work: Path, folder: Path) -> None:
     talks = [
-        [*TALK[:3], {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes {i}"}]
+        [*TALK[:3], {"role": "user", "content": f"{i}?", "mood": "calm"}, {"role": "assistant", "content": f"yes {i}"}]
         for i in range(60)
     ]
     bad = ["no list", [{"content": "no role"}], [{"role": "user", "content": "<|endoftext|>"}, TALK[2]]]
@@ -266,7 +269,8 @@ def test_every_shard_has_a_loss_mask(work: Path, folder: Path) -> None:
         max_bad_records=3,
         task_bytes=3000,
     )
-    cli("--config", config, "--workers", "2")
+    said = cli("--config", config, "--workers", "2").stdout
+    assert "lost: 60 mood (messages with a field that the chat template does not print)" in said
     details = read_manifest(work / "tokens", kind="tokens").details
     assert details["skipped"] == {"not a conversation": 3}
     assert sum(split["documents"] for split in details["splits"].values()) == 100
