@@ -20,7 +20,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.paths import LocalPath, PathOrUrl
 from headrace.base.section import Section, parse
 
-SourceType = Literal["text", "jsonl", "parquet", "datasets"]
+SourceType = Literal["text", "jsonl", "parquet", "datasets", "arrow", "warc", "webdataset"]
 EngineChoice = Literal["auto", "fastokens", "gigatoken", "tokenizers", "sentencepiece"]
 TrainedKind = Literal["bpe", "sentencepiece-unigram", "sentencepiece-bpe"]
 
@@ -49,7 +49,9 @@ class Source(Section):
         "as written",
     )
     type: SourceType | None = Field(
-        None, description='file format: "text", "jsonl", "parquet" or "datasets"; null infers it from the file names'
+        None,
+        description='file format: "text", "jsonl", "parquet", "datasets" (save_to_disk), "arrow" (IPC, Feather), '
+        '"warc" (WARC, WET) or "webdataset" (tar); null infers it from the file names',
     )
     path: str | list[str] | None = Field(
         None,
@@ -122,8 +124,10 @@ class Source(Section):
             raise ValueError("tools_field and learn apply to conversations only, and the source has no messages_field")
         if isinstance(self.messages_field, list) and (len(self.messages_field) < 2 or "" in self.messages_field):
             raise ValueError('a list as messages_field names two fields or more, e.g. ["prompt", "completion"]')
-        if self.messages_field is not None and self.type == "text":
-            raise ValueError("messages_field needs records: the type must be jsonl, parquet or datasets, not text")
+        if self.messages_field is not None and self.type in ("text", "warc"):
+            raise ValueError(
+                f"messages_field needs records: the type must be jsonl, parquet or datasets, not {self.type}"
+            )
         return self
 
     @property

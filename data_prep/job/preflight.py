@@ -85,7 +85,7 @@ def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> l
     lines: list[str] = []
     for source in resolved:
         i, given = by_label[source.label]
-        if source.type in ("parquet", "datasets"):
+        if source.type in ("parquet", "datasets", "arrow"):
             damaged += _check_files(source, given, lines, at=f"sources.{i}")
     BadRecordCount(config).add_all(damaged)
     return lines

@@ -59,7 +59,8 @@ def long_word_lines(named: list[dict[str, Any]]) -> list[str]:
         return []
     lines = [f"documents with a word of {NAMED_CHARACTERS:,} characters or more (DNA, base64, runs of blanks):"]
     for entry in named:
-        where = f"{entry['file']}:{entry['line']}" if "line" in entry else f"{entry['file']}, row {entry['row']}"
+        (unit,) = entry.keys() & {"line", "row", "record"}
+        where = f"{entry['file']}:{entry[unit]}" if unit == "line" else f"{entry['file']}, {unit} {entry[unit]}"
         lines.append(f"{entry['characters']:>14,}  {entry['source']}: {where}")
     return lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from data_prep.config.corpus import CorpusConfig
-from data_prep.sources.records import DAMAGED_FILE, NO_TEXT, BadRecord
+from data_prep.sources.records import DAMAGED_FILE, NO_TEXT, NOT_TEXT, BadRecord
 from headrace.base.errors import DataError
 
 _SHOWN = 5
@@ -62,6 +62,8 @@ class BadRecordCount:
             return
         shown = _listed(first, found)
         remedy = f"repair them, or set max_bad_{noun} to {found} or more to skip them"
+        if all(bad.reason == NOT_TEXT for bad in first):
+            remedy = f"do what is said of each, or set max_bad_{noun} to {found} or more to skip them"
         if all(bad.reason == NO_TEXT for bad in first):
             chats = {source.label for source in self._config.sources if source.messages_field is not None}
             talks = any(bad.source in chats for bad in first)

@@ -25,7 +25,7 @@ _PIECE_BYTES = 16 << 10
 _ZSTD_PIECE_BYTES = 2 << 10
 """4 bytes of zstd may stand for 128 KiB: of a file of zeros this makes 64 MiB, and 16 KiB would make 512."""
 _SMALL_PIECE_BYTES = 1 << 10
-"""45 bytes of bzip2 may stand for 900 kB, and one of xz for 7 kB: this makes 20 MB at most."""
+"""45 bytes of bzip2 may stand for 900 kB, and one of xz for 7 kB: this makes 20 MB at most. (One of lz4: 255.)"""
 _ZSTD_WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`; memory is used only as a frame fills it
 _GZIP_WBITS = 31  # zlib's code for deflate with a gzip header and trailer
 
@@ -124,6 +124,40 @@ class _Bzip2Stream:
             raise EOFError(str(error)) from None
 
 
+class _Lz4Frame:
+    """A `lz4.frame.LZ4FrameDecompressor` that reports damage as an `EOFError`, and of what package it comes."""
+
+    def __init__(self) -> None:
+        self._stream = lz4_frame().LZ4FrameDecompressor()
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._stream.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._stream.unused_data or b""
+
+    def decompress(self, data: memoryview) -> bytes:
+        try:
+            return bytes(self._stream.decompress(data))
+        except RuntimeError as error:
+            raise EOFError(str(error)) from None
+
+
+def lz4_frame() -> Any:
+    """The module `lz4.frame`.
+
+    Raises:
+        DataError: its package is not installed.
+    """
+    try:
+        from lz4 import frame  # noqa: PLC0415 - an optional package
+    except ImportError as error:
+        raise DataError(f"files that end in .lz4 need the package 'lz4' ({error})\n  try: pip install lz4") from None
+    return frame
+
+
 @dataclass(frozen=True)
 class _Format:
     """A compression format.
@@ -145,6 +179,7 @@ _FORMATS = {
         lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj(), b"", _ZSTD_PIECE_BYTES
     ),
     ".bz2": _Format(_Bzip2Stream, b"", _SMALL_PIECE_BYTES),
+    ".lz4": _Format(_Lz4Frame, b"", _SMALL_PIECE_BYTES),
     ".xz": _Format(partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), b"\0", _SMALL_PIECE_BYTES),
 }
 
@@ -211,14 +246,15 @@ class _Decompressor(io.RawIOBase):
 
 
 def open_bytes(path: str, digest: Digest) -> io.RawIOBase:
-    """Opens a file as a raw stream; `.gz`, `.zst`, `.bz2` and `.xz` are decompressed.
+    """Opens a file as a raw stream; compressed ones are decompressed, see `storage.COMPRESSED`.
 
     Args:
         path: local path or URL.
         digest: is updated with the stored (compressed) bytes that are read.
 
     Raises:
-        DamagedFileError: a compressed file of 0 bytes. Reading may raise one of `DECOMPRESSION_ERRORS` later.
+        DamagedFileError: a compressed file of 0 bytes.
+        DataError: the package for its compression is missing. Reading may raise one of `DECOMPRESSION_ERRORS` later.
     """
     file = HashingReader(storage.open_raw(path), digest)
     if not storage.is_compressed(path):
@@ -226,4 +262,5 @@ def open_bytes(path: str, digest: Digest) -> io.RawIOBase:
     if storage.stat(path).bytes == 0:
         file.close()
         raise DamagedFileError("0 bytes: it has no header")
-    return _Decompressor(file, _FORMATS[f".{path.rpartition('.')[2]}"])
+    suffix = path.rpartition(".")[2]
+    return _Decompressor(file, _FORMATS[".gz" if suffix == "tgz" else f".{suffix}"])

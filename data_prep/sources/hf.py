@@ -1,4 +1,4 @@
-"""Reader of saved Hugging Face `datasets`: the Arrow stream files that `saved.saved_files` lists."""
+"""Reader of Arrow IPC: files (Feather is one) and streams, as which Hugging Face `datasets` saves its data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pyarrow as pa
 
 from data_prep.sources import columns, storage
 from data_prep.sources.bytesource import DamagedFileError
+from data_prep.sources.magic import HEAD_BYTES, described
 from data_prep.sources.records import BadRecord, TextBatch, WantedFields
+
+_FILE = b"ARROW1"
 
 
 def check(path: str, *, at: str, wanted: WantedFields) -> bool:
@@ -23,14 +26,14 @@ def check(path: str, *, at: str, wanted: WantedFields) -> bool:
 
 
 def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator[TextBatch | BadRecord]:
-    """Yields the rows of one Arrow stream file.
+    """Yields the rows of one Arrow file.
 
     Raises:
-        DamagedFileError: the stream is truncated; the rows before the damage have been yielded.
+        DamagedFileError: the file is truncated; of a stream, the rows before the damage have been yielded.
     """
-    stream, row = _open(path), 0
+    row = 0
     names: list[str] | None = None
-    while (batch := _next(stream)) is not None:
+    for batch in _record_batches(_open(path)):
         if names is None:
             found = columns.present(batch.schema, wanted)
             names = list(dict.fromkeys(n if n in batch.schema.names else n.split(".")[0] for n in found))
@@ -39,17 +42,23 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator
 
 
 def _open(path: str) -> Any:
+    """A reader of a stream, or of a file, which ends with a list of its record batches."""
+    with storage.open_raw(path) as file:
+        head = file.read(HEAD_BYTES)
     try:
         source = storage.parquet_source(path)
-        return pa.ipc.open_stream(pa.memory_map(path) if source is path else pa.PythonFile(source, mode="r"))
+        opened = pa.memory_map(path) if source is path else pa.PythonFile(source, mode="r")
+        return (pa.ipc.open_file if head.startswith(_FILE) else pa.ipc.open_stream)(opened)
     except (pa.ArrowInvalid, OSError) as error:
-        raise DamagedFileError(str(error)) from None
+        what = None if head.startswith(_FILE) else described(head, path)
+        raise DamagedFileError(f"no Arrow IPC but {what}" if what else str(error)) from None
 
 
-def _next(stream: Any) -> Any:
+def _record_batches(reader: Any) -> Iterator[Any]:
     try:
-        return stream.read_next_batch()
-    except StopIteration:
-        return None
+        if isinstance(reader, pa.ipc.RecordBatchFileReader):
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            yield from reader
     except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(str(error)) from None

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from data_prep.sources import json_array
-from data_prep.sources.bytesource import DAMAGE, DECOMPRESSION_ERRORS, DamagedFileError, Digest
+from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest
 from data_prep.sources.conversation import (
     ConversationError,
     conversation_hint,
@@ -22,14 +22,17 @@ from data_prep.sources.conversation import (
     prompt_and_answer,
 )
 from data_prep.sources.lines import SkippedLine, blocks, count_lines
+from data_prep.sources.magic import HEAD_BYTES, described
 from data_prep.sources.records import (
     BATCH_DOCUMENTS,
     NO_TEXT,
     TOO_LONG,
     BadRecord,
+    Problem,
     TextBatch,
     WantedFields,
     add_nested,
+    in_batches,
     too_long,
 )
 
@@ -81,7 +84,7 @@ def _read_lines(
     lines_before = cache(count_lines)  # counted only if a bad line is reported
     try:
         for offset, block in blocks(path, start, end, digest, max_bytes=wanted.max_bytes):
-            records, count = _block_records(offset, block, wanted)
+            records, count = _block_records(path, offset, block, wanted)
             for record in records:
                 if isinstance(record, TextBatch):
                     batch = batch.extended(record)
@@ -106,39 +109,25 @@ def _read_array(
     path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest
 ) -> Iterator[TextBatch | BadRecord]:
     """Yields the records of a JSON array; see `read`. Unreadable ones are reported by the line where they begin."""
-    batch = TextBatch()
-    try:
-        for element in json_array.elements(path, digest, max_bytes=wanted.max_bytes):
-            record = _array_record(element, wanted)
-            if isinstance(record, dict):
-                if batch.add_record(record, wanted, element.offset):
-                    yield batch
-                    batch = TextBatch()
-                continue
-            if batch.texts:
-                yield batch
-                batch = TextBatch()
-            yield BadRecord(source, file, "line", element.line, *record)
-    except DAMAGE as error:
-        if batch.texts:
-            yield batch
-        raise DamagedFileError(str(error)) from None
-    if batch.texts:
-        yield batch
+    found = json_array.elements(path, digest, max_bytes=wanted.max_bytes)
+    records = ((element.offset, element.line, _array_record(element, wanted)) for element in found)
+    return in_batches(records, source=source, file=file, unit="line", wanted=wanted)
 
 
-def _array_record(element: json_array.Element, wanted: WantedFields) -> dict[str, Any] | tuple[str, str]:
+def _array_record(element: json_array.Element, wanted: WantedFields) -> dict[str, Any] | Problem:
     if element.content is None:
         return TOO_LONG, _too_long(element.size, element.offset, wanted)
     return _parse(memoryview(element.content), wanted) or ("not JSON", "nothing between two commas")
 
 
 def _block_records(
-    offset: int, block: memoryview | SkippedLine, wanted: WantedFields
+    path: str, offset: int, block: memoryview | SkippedLine, wanted: WantedFields
 ) -> tuple[Iterable[TextBatch | _BadLine], int]:
     """The records of a block from `lines.blocks`, and the number of its lines."""
     if isinstance(block, SkippedLine):
         return [_BadLine(0, TOO_LONG, _too_long(block.bytes, offset, wanted))], 1
+    if not offset and (what := described(bytes(block[:HEAD_BYTES]), path)) is not None:
+        raise DamagedFileError(f"no lines of JSON but {what}")
     columns, starts = _strings(block, wanted)
     return _records(block, offset, columns, starts, wanted), len(starts)
 
@@ -221,7 +210,22 @@ def _too_long(size: int, offset: int, wanted: WantedFields) -> str:
 def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str, str] | None:
     """Parses a line: the object, or (reason, detail) if it cannot be used, or None for a blank line."""
     try:
-        record: dict[str, Any] = orjson.loads(line)
+        if (record := _usable(orjson.loads(line), wanted)) is not None:
+            return record
+    except ValueError:
+        pass
+    return _problem(bytes(line), wanted)
+
+
+def checked(record: dict[str, Any], wanted: WantedFields) -> dict[str, Any] | Problem:
+    """A record that was put together from parts of another file, as one of a line: it, or why it cannot be used."""
+    add_nested(record, wanted.nested)
+    return _usable({**record}, wanted) or _record_problem(record, wanted)
+
+
+def _usable(record: dict[str, Any], wanted: WantedFields) -> dict[str, Any] | None:
+    """The record with its nested fields and its conversation as a line, in place; None if it cannot be used."""
+    try:
         add_nested(record, wanted.nested)
         if wanted.conversation:
             record[wanted.text] = _conversation(record, wanted)
@@ -229,7 +233,7 @@ def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str
             return record
     except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or the field is missing
         pass
-    return _problem(bytes(line), wanted)
+    return None
 
 
 def _conversation(record: dict[str, Any], wanted: WantedFields) -> str:

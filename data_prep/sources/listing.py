@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data_prep.config.corpus import Source, SourceType
 from data_prep.sources import saved, storage
+from data_prep.sources.bytesource import lz4_frame
 from data_prep.sources.local_files import expand_glob, file_stat, is_excluded, walk_files
 from headrace.base.errors import ConfigError
 from headrace.base.storage import is_remote
@@ -32,8 +33,14 @@ _TEXT_SUFFIXES = """
 """.split()  # noqa: SIM905 - shorter than a list literal
 _TEXT = (*(f"*.{suffix}" for suffix in _TEXT_SUFFIXES), "README*", "LICENSE*", "Makefile", "Dockerfile")
 _DEFAULTS: dict[SourceType, tuple[str, ...]] = {"text": _TEXT, "jsonl": _JSONL, "parquet": ("*.parquet",)}
+_ARCHIVES: dict[SourceType, tuple[str, ...]] = {
+    "arrow": ("*.arrow", "*.feather", "*.ipc"),
+    "warc": tuple(f"*.{kind}{suffix}" for suffix in ("", *storage.COMPRESSED) for kind in ("warc", "wet")),
+    "webdataset": ("*.tgz", *(f"*.tar{suffix}" for suffix in ("", *storage.COMPRESSED))),
+}
+"""Types that are inferred where there is nothing else: beside other files, an archive mostly holds the same."""
 
-
+_NOT_IN: dict[SourceType, tuple[str, ...]] = {"text": ("messages_field", "id_field"), "warc": ("messages_field",)}
 SAME_FILE = "other names of the same file"
 _SHOWN = 8
 
@@ -108,6 +115,7 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
     Raises:
         ConfigError: a path matches nothing, the type of the files is ambiguous, or record fields are set for text
         files.
+        DataError: the package for a compression is missing.
     """
     excluded = {str(Path(os.path.abspath(p))) for p in without}  # noqa: PTH100 - must not follow links
     found: dict[object, InputFile] = {}
@@ -128,9 +136,11 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
     if len(kinds) > 1:
         raise _ambiguous_type(at, ", ".join(sorted(kinds)))
     kind = kinds.pop()
-    for key in ("messages_field", "id_field") if kind == "text" else ():
+    if any(file.path.endswith(".lz4") for file in found.values()):
+        lz4_frame()
+    for key in _NOT_IN.get(kind, ()):
         if (value := getattr(source, key)) is not None:
-            why = "its files are plain text, which has no fields"
+            why = "its files are plain text, which has no fields" if kind == "text" else "WARC holds no conversations"
             raise ConfigError(f"{at}.{key}", value, why=why, remedy="remove it, or give jsonl or parquet files")
     return ResolvedSource(source.label, kind, sorted(found.values(), key=lambda f: f.name), +left_out)
 
@@ -251,7 +261,8 @@ def _infer(names: list[str], source: Source, at: str) -> SourceType:
     """The type of the files that `include` and `exclude` select."""
     names = [name for name in names if not _matches(name, source.exclude)]
     names = [name for name in names if _matches(name, source.include)] if source.include else names
-    counts = Counter(kind for name in names if (kind := _kind_of(name)))
+    counts = Counter(kind for name in names if (kind := _kind_of(name, _DEFAULTS)))
+    counts = counts or Counter(kind for name in names if (kind := _kind_of(name, _ARCHIVES)))
     if len(counts) == 1:
         return next(iter(counts))
     if not counts and names and all(_matches(name, _JSON) for name in names):
@@ -262,18 +273,19 @@ def _infer(names: list[str], source: Source, at: str) -> SourceType:
 
 
 def _ambiguous_type(at: str, found: str) -> ConfigError:
-    remedy = 'set it to "text", "jsonl", "parquet" or "datasets", or use one source per type'
+    known = ", ".join(f'"{kind}"' for kind in (*_DEFAULTS, *_ARCHIVES))
+    remedy = f'set it to {known} or "datasets", or use one source per type'
     return ConfigError(f"{at}.type", why=f"the files are of several types or of an unknown one: {found}", remedy=remedy)
 
 
 def _usual(kind: SourceType, names: list[str]) -> tuple[str, ...]:
     """The patterns of the names that a type usually has."""
-    usual = _DEFAULTS.get(kind, ("*.arrow",))
+    usual = (_DEFAULTS | _ARCHIVES).get(kind, ("*.arrow",))
     return _JSON if kind == "jsonl" and not any(_matches(name, usual) for name in names) else usual
 
 
-def _kind_of(name: str) -> SourceType | None:
-    return next((kind for kind, patterns in _DEFAULTS.items() if _matches(name, patterns)), None)
+def _kind_of(name: str, names: dict[SourceType, tuple[str, ...]]) -> SourceType | None:
+    return next((kind for kind, patterns in names.items() if _matches(name, patterns)), None)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

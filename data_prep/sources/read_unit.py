@@ -65,6 +65,11 @@ def _batches(unit: Unit, wanted: WantedFields, digest: Digest) -> Iterator[TextB
     if unit.type == "jsonl":
         end = unit.end if unit.parts > 1 else None
         return jsonl.read(path, source=source, file=file, start=unit.start, end=end, wanted=wanted, digest=digest)
+    if unit.type in ("warc", "webdataset"):
+        from data_prep.sources import warc, webdataset  # noqa: PLC0415 - few jobs need them
+
+        read = warc.read if unit.type == "warc" else webdataset.read
+        return read(path, source=source, file=file, wanted=wanted, digest=digest)
     from data_prep.sources import hf, parquet  # noqa: PLC0415
 
     if unit.type == "parquet":

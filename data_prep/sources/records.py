@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from data_prep.sources.bytesource import DAMAGE, DamagedFileError
+
+Problem = tuple[str, str]
+"""Reason and detail of a record that cannot be used, see `BadRecord`."""
 BATCH_CHARACTERS = 1 << 20
 """Approximate size of a batch, in characters: large enough that the cost per batch is negligible."""
 BATCH_DOCUMENTS = 4096
@@ -124,8 +128,8 @@ class BadRecord:
 
     Attributes:
         source, file: names of the source and the file.
-        unit: what `at` counts: "line", "row", "row group" or "file".
-        at: number of the line (from 1), row or row group (from 0), or None for the whole file.
+        unit: what `at` counts: "line", "row", "record", "row group" or "file".
+        at: number of the line (from 1), row, record or row group (from 0), or None for the whole file.
         reason: one of a fixed set, by which the manifest counts.
         detail: free text.
     """
@@ -148,6 +152,43 @@ class BadRecord:
         return asdict(self)
 
 
+def in_batches(
+    found: Iterable[tuple[int, int, dict[str, Any] | Problem]],
+    *,
+    source: str,
+    file: str,
+    unit: str,
+    wanted: WantedFields,
+) -> Iterator[TextBatch | BadRecord]:
+    """Yields records in batches, and those that cannot be used, in order.
+
+    Args:
+        found: (position, number in reports, the record or why it cannot be used).
+        source, file, unit: see `BadRecord`.
+
+    Raises:
+        DamagedFileError: `found` has raised one of `DAMAGE`; the records before have been yielded.
+    """
+    batch = TextBatch()
+    try:
+        for at, number, record in found:
+            if isinstance(record, dict):
+                if batch.add_record(record, wanted, at):
+                    yield batch
+                    batch = TextBatch()
+                continue
+            if batch.texts:
+                yield batch
+                batch = TextBatch()
+            yield BadRecord(source, file, unit, number, *record)
+    except DAMAGE as error:
+        if batch.texts:
+            yield batch
+        raise DamagedFileError(str(error)) from None
+    if batch.texts:
+        yield batch
+
+
 TOO_LONG = "record too long"
 """Reason of a `BadRecord` that is longer than `max_record_bytes`."""
 
@@ -159,5 +200,7 @@ def too_long(found: str, *, limit: int) -> str:
 
 NO_TEXT = "no text field"
 """Reason of a `BadRecord` for a record without the key `text_field` of its source, or with something else there."""
+NOT_TEXT = "not text"
+"""Reason of a `BadRecord` for a text file that is something else; the detail says what, and what to do."""
 DAMAGED_FILE = "damaged file"
 """Reason of a `BadRecord` for the rest of a damaged file or row group; it counts against `max_bad_files`."""

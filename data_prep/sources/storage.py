@@ -37,13 +37,13 @@ class RemoteFile:
     named: bool
 
 
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 """Suffixes of compressed files; these cannot be read from the middle."""
 
 
 def is_compressed(path: str) -> bool:
     """Whether a file is compressed, by its name."""
-    return path.endswith(COMPRESSED)
+    return path.endswith((*COMPRESSED, ".tgz"))
 
 
 def stat(path: str) -> Stat:

@@ -6,7 +6,8 @@ import io
 from collections.abc import Iterator
 
 from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest, open_bytes
-from data_prep.sources.records import TOO_LONG, BadRecord, TextBatch, too_long
+from data_prep.sources.magic import described
+from data_prep.sources.records import NOT_TEXT, TOO_LONG, BadRecord, TextBatch, too_long
 
 _PIECE_BYTES = 128 << 10
 
@@ -15,6 +16,8 @@ def read(
     path: str, *, source: str, file: str, digest: Digest, max_bytes: int | None = None
 ) -> Iterator[TextBatch | BadRecord]:
     """Yields the document of a UTF-8 file, without a byte-order mark; line ends are not changed.
+
+    A binary one, by a NUL byte or by its beginning, is a `BadRecord`.
 
     Args:
         max_bytes: a longer file (decompressed) is reported as a `BadRecord` and read no further; None: no limit.
@@ -30,6 +33,9 @@ def read(
     if raw is None:
         detail = too_long(f"the file has more than {max_bytes:,} bytes", limit=max_bytes or 0)
         yield BadRecord(source, file, "file", None, TOO_LONG, detail)
+        return
+    if (what := described(raw, path) or ("binary, it has NUL bytes: exclude it" if b"\0" in raw else None)) is not None:
+        yield BadRecord(source, file, "file", None, NOT_TEXT, what)
         return
     try:
         text = raw.decode("utf-8").removeprefix("\ufeff")

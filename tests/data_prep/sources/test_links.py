@@ -66,7 +66,7 @@ def test_what_is_not_chosen_is_told_in_one_line(command: str, work: Path, capsys
     (work / "texts").mkdir()
     for i in range(40):
         (work / f"texts/{i}.txt").write_text(f"text {i}")
-    for name in ("a.json", "b.json", "c.jsonl.lz4", "d.tar.xz", ".hidden", "draft.log"):
+    for name in ("a.json", "b.json", "c.jsonl.sz", "d.tar.xz", ".hidden", "draft.log"):
         (work / "texts" / name).write_text("{}")
     os.mkfifo(work / "texts/pipe.txt")
     (work / "texts/dangling.txt").symlink_to("nothing")
@@ -74,5 +74,5 @@ def test_what_is_not_chosen_is_told_in_one_line(command: str, work: Path, capsys
         server.bind("texts/socket.txt")
     sources = [{"path": "texts", "exclude": ["*.log"]}]
     assert main([command, "--config", config_file(work, sources=sources)]) == 0
-    told = "not read in 'texts': 2 pipes, sockets and devices, 2 *.json, 1 links to nothing, 1 *.lz4, 1 *.xz\n"
+    told = "not read in 'texts': 2 pipes, sockets and devices, 2 *.json, 1 links to nothing, 1 *.sz, 1 *.xz\n"
     assert told in capsys.readouterr().out
