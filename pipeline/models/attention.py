@@ -126,7 +126,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
     """Attention of queries [B, H, T, d] to keys and values [B, K, S, d] -> [B, H, T, d]; T = S but for decoding."""
     grouped = query.shape[1] != key.shape[1]
     if mask.blocks is not None:
-        run = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        run = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention(query, key)
         attended: Tensor = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
         return attended
     additive = mask.additive
@@ -147,10 +147,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
     )
 
 
+def compiled_flex_attention(query: Tensor, key: Tensor) -> Any:
+    """FlexAttention for tensors of these shapes where layers are not compiled: uncompiled it makes all S x S scores.
+
+    Dynamo compiles a function for 8 kinds of arguments, then runs it uncompiled. Ring attention over documents has
+    three pairs of lengths, with and without gradients, times the kinds of windows: each pair has a function of its own
+    for each of the two modes, and raises where it would need more than 8 graphs.
+    """
+    return _compiled_flex_attention(query.shape, key.shape, torch.is_grad_enabled())
+
+
 @cache
-def compiled_flex_attention() -> Any:
-    """Where layers are not compiled, FlexAttention is on its own: uncompiled it would make all S x S scores."""
-    return torch.compile(flex_attention, dynamic=False)
+def _compiled_flex_attention(*_kind: object) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        return flex_attention(query, key, value, **options)
+
+    run.__code__ = run.__code__.replace()  # graphs are counted by code object, which all functions made here share
+    return torch.compile(run, dynamic=False, fullgraph=True)
 
 
 def repeat_heads(tensor: Tensor, times: int) -> Tensor:

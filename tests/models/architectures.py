@@ -94,7 +94,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
+        "v_head_dim": 8,  # as published models have it, narrower than a key
         "rope_interleave": False,
     },
     "qwen3_moe": {

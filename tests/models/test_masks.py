@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +15,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from pipeline.engines.parallel import kernels
 from pipeline.engines.parallel.kernels import attention_forward
-from pipeline.models.attention import AttentionContext, attention_windows, make_context
+from pipeline.models.attention import (
+    AttentionContext,
+    _compiled_flex_attention,
+    attend,
+    attention_windows,
+    make_context,
+)
 from pipeline.models.masks import BLOCK, CAUSAL, FULL, AttentionMask, allowed_pairs, make_mask, make_part_mask
 from tests.models.architectures import config_of
 
@@ -116,7 +124,7 @@ def test_the_mask_of_a_part_is_that_part_of_the_whole_mask(
 
 def test_flex_attention_gives_the_output_and_log_sum_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        kernels, "compiled_flex_attention", lambda: flex_attention
+        kernels, "compiled_flex_attention", lambda *_: flex_attention
     )  # compiled, a CPU has no log-sum-exp
     documents = documents_of([[100, 90, 300]], 512)
     parts: dict[str, Any] = {"queries": (range(128, 320),), "keys": (range(64, 200),), "device": CPU}
@@ -129,6 +137,31 @@ def test_flex_attention_gives_the_output_and_log_sum_of_a_block(monkeypatch: pyt
     assert (expected[1] == -torch.inf).any()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_flex_attention_is_compiled_for_every_length_and_mode_and_never_runs_uncompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs: list[object] = []
+    counted = functools.partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    monkeypatch.setattr(torch, "compile", counted)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    _compiled_flex_attention.cache_clear()
+
+    def run(length: int, window: int, *, gradients: bool) -> None:
+        mask = make_mask(None, window, length=length, dtype=torch.float32, device=CPU, blocks=True)
+        query, key, value = (torch.randn(1, 2, length, 16, requires_grad=gradients) for _ in range(3))
+        with torch.set_grad_enabled(gradients):
+            attend(query, key, value, scale=1.0, mask=mask)
+
+    # dynamo's limit is 8; ring attention over documents with two kinds of windows needs 12
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length, gradients in itertools.product((160, 320), (False, True)):
+            run(length, 100, gradients=gradients)
+        assert len(graphs) == 4
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            run(160, 50, gradients=False)
+    _compiled_flex_attention.cache_clear()
 
 
 @pytest.mark.parametrize(

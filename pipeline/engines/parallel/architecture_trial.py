@@ -24,6 +24,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.experts import apply_expert_parallel
+from pipeline.engines.parallel.ring import RingInOneProcess
 from pipeline.engines.parallel.stages import keep_stage, split_layers
 from pipeline.engines.parallel.tensor import check_tp_plan
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
@@ -73,18 +74,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         return  # the model runs entirely by Hugging Face's own code
     layout = DecoderLayout(own_attention=own)
     if own:
-        also = [
-            text
-            for text, on in (
-                ("parallel.cp 1", topology.cp > 1),
-                ("parallel.tp 1", topology.tp > 1),
-                ("data.mask_documents false", masks),
-                ("no optimizer.params.qk_clip", run.config.optimizer.params.qk_clip is not None),
-            )
-            if on
-        ]
-        remedy = " and ".join(["use model.attn_implementation eager", *also])  # eager takes none of these
-        tiny.compare("model.attn_implementation", attention, "our attention", remedy, lambda: tiny.logits(layout))
+        _check_own_attention(run, tiny, layout)
     if separate_head:
         field, value = _separate_head_field(run)
         chunked = replace(layout, chunk=_T // 2)
@@ -105,6 +95,26 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         field, value = ("data.mask_documents", True) if masks else ("parallel.cp", topology.cp)
         why = f"layers of {config.model_type} mix positions by other means than attention"
         raise ConfigError(field, value, why=why, remedy=f"set {field} to {'false' if masks else 1}")
+
+
+def _check_own_attention(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayout) -> None:
+    """Tries our attention, and ring attention where the config names it; Ulysses computes what ours does."""
+    topology, attention = run.topology, run.config.model.attn_implementation
+    also = [
+        text
+        for text, on in (
+            ("parallel.cp 1", topology.cp > 1),
+            ("parallel.tp 1", topology.tp > 1),
+            ("data.mask_documents false", run.config.data.mask_documents),
+            ("no optimizer.params.qk_clip", run.config.optimizer.params.qk_clip is not None),
+        )
+        if on
+    ]
+    remedy = " and ".join(["use model.attn_implementation eager", *also])  # eager takes none of these
+    tiny.compare("model.attn_implementation", attention, "our attention", remedy, lambda: tiny.logits(layout))
+    if run.zigzag:
+        ring = replace(layout, cp_attention=RingInOneProcess(2))
+        tiny.compare("parallel.cp_method", "ring", "ring attention", "use ulysses", lambda: tiny.logits(ring))
 
 
 def has_separate_head(config: PretrainedConfig) -> bool:

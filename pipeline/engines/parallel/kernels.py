@@ -6,7 +6,11 @@
 Blocks with a document mask or a sliding window are computed by FlexAttention on a GPU, and with an additive mask on a
 CPU.
 
-Shapes: queries [B, H, T, d], keys and values [B, K, T', d], log-sum-exp fp32 [B, H, T]; H is a multiple of K.
+Values may be narrower than keys (multi-head latent attention): the flash kernels take one head size, and get the
+narrower ones with columns of zeros.
+
+Shapes: queries [B, H, T, d], keys [B, K, T', d], values [B, K, T', e], log-sum-exp fp32 [B, H, T]; H is a multiple of
+K.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
@@ -28,7 +33,7 @@ aten: Any = torch.ops.aten
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, T, d] and log-sum-exp of the scores; 0 and minus infinity for a query that attends to no key.
+    """Output [B, H, T, e] and log-sum-exp of the scores; 0 and minus infinity for a query that attends to no key.
 
     Args:
         query, key, value: of a block.
@@ -37,20 +42,22 @@ def attention_forward(
     """
     if mask.blocks is not None:
         return flex_forward(query, key, value, scale=scale, mask=mask)
-    key, value = _repeated(query, key, value)
+    size = value.shape[-1]
+    query, key, value = _of_one_width(query, *_repeated(query, key, value))
     if query.device.type == "cpu":
         out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask.causal_only, attn_mask=mask.additive, scale=scale
         )
         if mask.additive is not None:  # the kernel's log-sum-exp of no key is 0
             log_sum = log_sum.masked_fill((mask.additive == -torch.inf).all(-1), -torch.inf)
-        return out, log_sum
+        return out[..., :size], log_sum
     assert mask.additive is None, "masks of a GPU are blocks"
     if _fits_flash(query):
         flash = aten._scaled_dot_product_flash_attention
         out, log_sum, *_ = flash(query, key, value, 0.0, mask.causal_only, scale=scale)
-        return out, log_sum
-    return math_forward(query, key, value, scale=scale, causal=mask.causal_only)
+    else:
+        out, log_sum = math_forward(query, key, value, scale=scale, causal=mask.causal_only)
+    return out[..., :size], log_sum
 
 
 def attention_backward(
@@ -74,7 +81,10 @@ def attention_backward(
     if mask.blocks is not None:
         flex = partial(flex_forward, scale=scale, mask=mask)
         return merged_backward(grad, query, key, value, out, log_sum, forward=flex)
-    heads, causal, (key, value) = key.shape[1], mask.causal_only, _repeated(query, key, value)
+    heads, causal, (size, wide) = key.shape[1], mask.causal_only, (key.shape[-1], value.shape[-1])
+    query, key, value, grad, out = _of_one_width(query, *_repeated(query, key, value), grad, out)
+    # CUDA's kernel takes the log-sum-exp by pointer, as [B, H, T] without gaps, and does not look at its strides
+    log_sum = log_sum.contiguous()
     if query.device.type == "cpu":
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, log_sum, 0.0, causal, attn_mask=mask.additive, scale=scale
@@ -89,14 +99,15 @@ def attention_backward(
         )
     else:
         parts = math_backward(grad, query, key, value, out, log_sum, scale=scale, causal=causal)
-    return parts[0], _sum_repeated_heads(parts[1], heads), _sum_repeated_heads(parts[2], heads)
+    d_key, d_value = (_sum_repeated_heads(each, heads) for each in parts[1:3])
+    return parts[0][..., :size], d_key[..., :size], d_value[..., :wide]
 
 
 def flex_forward(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask
 ) -> tuple[Tensor, Tensor]:
     """As `attention_forward`, by FlexAttention. Differentiable on a GPU, in both outputs."""
-    run, grouped = compiled_flex_attention(), query.shape[1] != key.shape[1]
+    run, grouped = compiled_flex_attention(query, key), query.shape[1] != key.shape[1]
     lse = AuxRequest(lse=True)
     out, aux = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped, return_aux=lse)
     return out, aux.lse
@@ -130,6 +141,12 @@ def merged_backward(
     d_out = (weight.unsqueeze(-1) * grad.float()).to(block_out.dtype)
     d_query, d_key, d_value = torch.autograd.grad((block_out, block_log_sum), leaves, (d_out, d_log_sum))
     return d_query, d_key.float(), d_value.float()
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Tensors [..., d] or [..., e] as wide as the widest: zeros change no score, and no other column of the output."""
+    width = max(each.shape[-1] for each in tensors)
+    return [F.pad(each, (0, width - each.shape[-1])) if each.shape[-1] < width else each for each in tensors]
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

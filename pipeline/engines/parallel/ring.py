@@ -12,11 +12,13 @@ second; of those of a later rank its second chunk of queries attends to both, it
 
 While a block is computed, the next keys are on their way; in the backward pass, so are the gradients of the last block.
 
-Shapes: B samples, H heads, K key/value heads, T positions of this rank, d head size.
+Shapes: B samples, H heads, K key/value heads, T positions of this rank, d head size, e head size of values: they pass
+around as one tensor [B, K, T, d + e] with their keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,15 +84,7 @@ class RingAttention:
     ) -> RingMask:
         """See `ContextParallelAttention.make_mask`."""
         ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        if documents is None and (window is None or window >= length):
-            return RingMask((CAUSAL,) + (FULL,) * (ranks - 1))
-        chunks = [sequence_chunks(length, cp=ranks, cp_rank=each, zigzag=True) for each in range(ranks)]
-        masks = []
-        for hop in range(ranks):
-            block = _block(hop, rank=rank, ranks=ranks, length=length // ranks)
-            queries, keys = _chosen(chunks[rank], block.queries), _chosen(chunks[block.source], block.keys)
-            masks.append(make_part_mask(documents, window, queries=queries, keys=keys, dtype=dtype, device=device))
-        return RingMask(tuple(masks))
+        return _mask_of_rank(documents, window, rank=rank, ranks=ranks, length=length, dtype=dtype, device=device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between two ranks cannot be part of a graph
     def attend(
@@ -104,8 +98,69 @@ class RingAttention:
         watch: LogitWatch | None = None,
     ) -> Tensor:
         """See `ContextParallelAttention.attend`."""
-        attended: Tensor = _RingFunction.apply(query, key, value, scale, mask, self._group, watch)
+        ring = _Ring(dist.get_rank(self._group), dist.get_world_size(self._group), mask, scale, watch)
+        attended: Tensor = _RingFunction.apply(query, key, value, ring, self._group)
         return attended
+
+
+class RingInOneProcess:
+    """Ring attention of several ranks in one process, one after another: the trial of an architecture.
+
+    Queries, keys and values are those of the whole sequence, in its order. Not differentiable.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def make_mask(self, documents: Tensor | None, window: int | None, **options: Any) -> tuple[RingMask, ...]:
+        """See `ContextParallelAttention.make_mask`; of every rank."""
+        ranks = self._ranks
+        return tuple(_mask_of_rank(documents, window, rank=rank, ranks=ranks, **options) for rank in range(ranks))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        mask: tuple[RingMask, ...],
+        watch: LogitWatch | None = None,
+    ) -> Tensor:
+        """See `ContextParallelAttention.attend`."""
+        assert watch is None, "logits are watched in training alone"
+        attended, length = query.new_empty(*query.shape[:3], value.shape[-1]), query.shape[2]
+        key_value = torch.cat([key, value], -1)
+        of_ranks = [
+            torch.tensor([p for r in sequence_chunks(length, cp=self._ranks, cp_rank=each, zigzag=True) for p in r])
+            for each in range(self._ranks)
+        ]
+        for rank, own in enumerate(of_ranks):
+            arriving = (key_value[:, :, of_ranks[(rank - hop) % self._ranks]] for hop in range(self._ranks))
+            ring = _Ring(rank, self._ranks, mask[rank], scale)
+            attended[:, :, own] = ring.forward(query[:, :, own], arriving)[0].to(query.dtype)
+        return attended
+
+
+def _mask_of_rank(
+    documents: Tensor | None,
+    window: int | None,
+    *,
+    rank: int,
+    ranks: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RingMask:
+    if documents is None and (window is None or window >= length):
+        return RingMask((CAUSAL,) + (FULL,) * (ranks - 1))
+    chunks = [sequence_chunks(length, cp=ranks, cp_rank=each, zigzag=True) for each in range(ranks)]
+    masks = []
+    for hop in range(ranks):
+        block = _block(hop, rank=rank, ranks=ranks, length=length // ranks)
+        queries, keys = _chosen(chunks[rank], block.queries), _chosen(chunks[block.source], block.keys)
+        masks.append(make_part_mask(documents, window, queries=queries, keys=keys, dtype=dtype, device=device))
+    return RingMask(tuple(masks))
 
 
 def _chosen(chunks: tuple[range, ...], part: slice) -> tuple[range, ...]:
@@ -114,68 +169,96 @@ def _chosen(chunks: tuple[range, ...], part: slice) -> tuple[range, ...]:
     return chunks[part.start // size : part.stop // size]
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """Attention of one rank.
+
+    Attributes:
+        rank: of `ranks`.
+        ranks: that share the sequence.
+        mask: of this rank.
+        scale: factor on the scores.
+        watch: see `ContextParallelAttention.attend`.
+    """
+
+    rank: int
+    ranks: int
+    mask: RingMask
+    scale: float
+    watch: LogitWatch | None = None
+
+    def blocks(self, arriving: Iterable[Tensor], length: int) -> Iterator[tuple[_Block, AttentionMask | None, Tensor]]:
+        """Of every hop its block, its mask, and the keys with their values [B, K, T, d + e] of the rank it is about."""
+        for hop, key_value in enumerate(arriving):
+            yield _block(hop, rank=self.rank, ranks=self.ranks, length=length), self.mask.hops[hop], key_value
+
+    def forward(self, query: Tensor, arriving: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Output [B, H, T, e] and log-sum-exp over the keys of all hops, in fp32."""
+        out, log_sum = query.new_empty(0), query.new_empty(0)
+        for block, allowed, key_value in self.blocks(arriving, query.shape[2]):
+            if allowed is None:
+                continue
+            k, v = _keys_and_values(key_value, block, query)
+            if self.watch is not None:
+                _watch_block(self.watch, query, k, block, rank=self.rank, ranks=self.ranks)
+            part = attention_forward(query[:, :, block.queries], k, v, scale=self.scale, mask=allowed)
+            if not out.numel():  # the first hop: every query attends to itself, its log-sum-exp is finite from here on
+                # copies: selective activation checkpointing keeps the kernel's outputs, which must not change
+                out, log_sum = part[0].to(torch.float32, copy=True), part[1].clone()
+            else:
+                _merge(out[:, :, block.queries], log_sum[:, :, block.queries], part[0].float(), part[1])
+        return out, log_sum
+
+
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: RingMask,
-        group: dist.ProcessGroup,
-        watch: LogitWatch | None,
-    ) -> Tensor:
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        key_value = torch.stack([key, value])
-        out, log_sum = query.new_empty(0), query.new_empty(0)
-        for hop in range(ranks):
-            transfer = _RingTransfer(key_value, group) if hop < ranks - 1 else None
-            block, allowed = _block(hop, rank=rank, ranks=ranks, length=query.shape[2]), mask.hops[hop]
-            if allowed is not None:
-                k, v = key_value[..., block.keys, :]
-                if watch is not None:
-                    _watch_block(watch, query, k, block, rank=rank, ranks=ranks)
-                part = attention_forward(query[:, :, block.queries], k, v, scale=scale, mask=allowed)
-                if hop == 0:  # every query attends to itself: its log-sum-exp is finite from here on
-                    # copies: selective activation checkpointing keeps the kernel's outputs, which must not change
-                    out, log_sum = part[0].to(torch.float32, copy=True), part[1].clone()
-                else:
-                    _merge(out[:, :, block.queries], log_sum[:, :, block.queries], part[0].float(), part[1])
-            key_value = transfer.wait() if transfer else key_value
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, group: dist.ProcessGroup) -> Tensor:
+        out, log_sum = ring.forward(query, _circulating(torch.cat([key, value], -1), group))
         attended = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, log_sum)
-        ctx.scale, ctx.mask, ctx.group = scale, mask, group
+        ctx.ring, ctx.group = ring, group
         return attended
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, log_sum = ctx.saved_tensors
-        group, ranks, rank = ctx.group, dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        ring, group = ctx.ring, ctx.group
         d_query = torch.zeros_like(query, dtype=torch.float32)
-        key_value = torch.stack([key, value])
         returning: _RingTransfer | None = None
-        for hop in range(ranks):
-            transfer = _RingTransfer(key_value, group) if hop < ranks - 1 else None
-            block, allowed = _block(hop, rank=rank, ranks=ranks, length=query.shape[2]), ctx.mask.hops[hop]
+        arriving = _circulating(torch.cat([key, value], -1), group)
+        for block, allowed, key_value in ring.blocks(arriving, query.shape[2]):
             parts = None
             if allowed is not None:
                 own = (each[:, :, block.queries] for each in (grads[0], query, out, log_sum))
                 grad, q, o, s = own
-                k, v = key_value[..., block.keys, :]
-                parts = attention_backward(grad, q, k, v, o, s, scale=ctx.scale, mask=allowed)
+                k, v = _keys_and_values(key_value, block, query)
+                parts = attention_backward(grad, q, k, v, o, s, scale=ring.scale, mask=allowed)
             # the gradients of these keys arrive while their block is computed; they make one hop more than the keys,
             # and so return to the rank that owns them
             d_key_value = returning.wait() if returning else torch.zeros_like(key_value, dtype=torch.float32)
             if parts is not None:
                 d_query[:, :, block.queries] += parts[0]
-                d_key_value[0][:, :, block.keys] += parts[1]
-                d_key_value[1][:, :, block.keys] += parts[2]
+                d_key, d_value = _keys_and_values(d_key_value, block, query)
+                d_key += parts[1]
+                d_value += parts[2]
             returning = _RingTransfer(d_key_value, group)
-            key_value = transfer.wait() if transfer else key_value
         assert returning is not None
-        d_key, d_value = returning.wait().to(key.dtype)
-        return d_query.to(query.dtype), d_key, d_value, None, None, None, None
+        d_key, d_value = returning.wait().to(key.dtype).split([key.shape[-1], value.shape[-1]], -1)
+        return d_query.to(query.dtype), d_key, d_value, None, None
+
+
+def _keys_and_values(key_value: Tensor, block: _Block, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the keys of a block, whose head size is that of the queries, and of their values."""
+    part, size = key_value[:, :, block.keys], query.shape[-1]
+    return part[..., :size], part[..., size:]
+
+
+def _circulating(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
+    """A tensor of this rank, then of the rank before, and so on; the next one is on its way while one is in use."""
+    for left in reversed(range(dist.get_world_size(group))):
+        transfer = _RingTransfer(tensor, group) if left else None
+        yield tensor
+        tensor = transfer.wait() if transfer else tensor
 
 
 def _watch_block(watch: LogitWatch, query: Tensor, key: Tensor, block: _Block, *, rank: int, ranks: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from headrace.base.errors import ConfigError
-from pipeline.engines.parallel import decoder
+from pipeline.engines.parallel import decoder, ring
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.build.meta import build_meta
@@ -21,6 +21,7 @@ from tests.models.architectures import CONFIGS, config_of, meta_of
 PP2: dict[str, Any] = {"parallel": {"pp": 2}}
 TP2: dict[str, Any] = {"parallel": {"tp": 2}}
 CP2: dict[str, Any] = {"parallel": {"cp": 2}}
+RING: dict[str, Any] = {"parallel": {"cp": 2, "cp_method": "ring"}}
 CHUNK: dict[str, Any] = {"loss": {"chunk": 8}}
 MASKED: dict[str, Any] = {"data": {"sources": [{"path": "n"}], "sequence_length": T, "mask_documents": True}}
 RECOMPUTE: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
@@ -104,8 +105,23 @@ def test_document_masks_and_context_parallelism_are_refused_for_layers_that_mix_
 
 
 def test_ring_attention_takes_windows_and_documents() -> None:
-    ring = {"parallel": {"cp": 2, "cp_method": "ring"}}
-    check_layout(resolved(world_size=2, **ring, **MASKED), meta_of("mistral"))
+    check_layout(resolved(world_size=2, **RING, **MASKED), meta_of("mistral"))
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1"]
+)
+def test_ring_attention_takes_values_that_are_narrower_than_keys(kind: str) -> None:
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    check_layout(resolved(world_size=2, **RING), built(kind, **heads, **experts, moe_intermediate_size=24))
+
+
+def test_the_trial_runs_the_method_that_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_merge", lambda *_: None)
+    check_layout(resolved(world_size=2, **CP2), meta_of("llama"))
+    with pytest.raises(ConfigError, match=r"(?s)cp_method = 'ring'.*ring attention gives other logits.*ulysses"):
+        check_layout(resolved(world_size=2, **RING), meta_of("llama"))
 
 
 def test_soft_capped_attention_needs_eager() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.config.topology import sequence_chunks
 from pipeline.engines.parallel.kernels import (
     attention_backward,
     attention_forward,
@@ -18,10 +19,11 @@ from pipeline.engines.parallel.kernels import (
     merged_backward,
 )
 from pipeline.engines.parallel.ring import RingAttention
-from pipeline.models.attention import repeat_heads
-from pipeline.models.masks import CAUSAL, FULL, AttentionMask
+from pipeline.models.attention import attend, repeat_heads
+from pipeline.models.masks import CAUSAL, FULL, AttentionMask, make_mask
 from tests.engines.parallel.ranks import Ranks, group_of
 from tests.engines.parallel.test_tensor import compare
+from tests.models.architectures import batch_of
 
 # the first document of sample 0 ends inside the first shard, another crosses a shard boundary, one is a single token
 BORDERS = ((3, 7, 8, 19, 24), (13,))
@@ -47,10 +49,52 @@ def test_ulysses_with_tensor_parallelism_equals_the_full_model(ranks: Ranks, nam
 
 @pytest.mark.parametrize("borders", [None, BORDERS], ids=["one-document", "documents"])
 @pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma3_text", "deepseek_v3"])
 def test_ring_attention_equals_the_full_sequence(ranks: Ranks, name: str, cp: int, borders: Any) -> None:
-    # mistral and gemma3_text have sliding windows
+    # mistral and gemma3_text have sliding windows, deepseek_v3 values that are narrower than keys
     compare(ranks, name, {"parallel": {"cp": cp, "cp_method": "ring"}}, borders)
+
+
+def errors_by_pointer(rank: int, cp: int, borders: Any) -> list[float]:
+    """Relative errors of ring attention's dq, dk and dv where kernels read log-sum-exps as CUDA's do: by pointer."""
+    length, scale, aten = 64, 0.3, torch.ops.aten
+
+    class AsOnCuda(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+                # flash_api.cpp, mha_bwd: softmax_lse.data_ptr(), as [B, H, T] without gaps
+                log_sum, rows = args[5], torch.empty(args[5].shape).stride()
+                args = (*args[:5], log_sum.as_strided(log_sum.shape, rows, log_sum.storage_offset()), *args[6:])
+            found = func(*args, **(kwargs or {}))
+            # CUDA's forward pass gives them without gaps, the CPU's as [B, T, H]
+            forward = func is aten._scaled_dot_product_flash_attention_for_cpu.default
+            return (found[0], found[1].contiguous()) if forward else found
+
+    query, key, value, grad = whole = drawn(heads=(4, 2, 2, 4), length=length)
+    documents = batch_of(length=length, borders=borders).documents
+    options: dict[str, Any] = {"length": length, "dtype": torch.float32, "device": torch.device("cpu")}
+    for each in whole[:3]:
+        each.requires_grad_()
+    attend(query, key, value, scale=scale, mask=make_mask(documents, None, **options)).backward(grad)
+    own = torch.tensor([p for part in sequence_chunks(length, cp=cp, cp_rank=rank % cp, zigzag=True) for p in part])
+    group = group_of(rank, cp)
+    assert group is not None
+    ring, parts = RingAttention(group), [each.detach()[:, :, own].requires_grad_() for each in whole[:3]]
+    with AsOnCuda():
+        attended = ring.attend(*parts, scale=scale, mask=ring.make_mask(documents, None, **options))
+        attended.backward(grad[:, :, own])
+    return [
+        float((part.grad - each.grad[:, :, own]).norm() / each.grad[:, :, own].norm())  # type: ignore[operator, index]
+        for part, each in zip(parts, whole, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("borders", [None, ((3, 7, 8, 40), (29,))], ids=["one-document", "documents"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_gradients_of_ring_attention_hold_where_kernels_take_log_sums_by_pointer(
+    ranks: Ranks, cp: int, borders: Any
+) -> None:
+    assert max(each for errors in ranks.run(errors_by_pointer, cp, borders) for each in errors) < 1e-5
 
 
 def test_ring_attention_with_tensor_parallelism_equals_the_full_model(ranks: Ranks) -> None:
@@ -165,10 +209,12 @@ def test_the_backward_pass_by_recomputation_equals_that_of_the_kernel() -> None:
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_the_gpu_kernels_accept_their_arguments() -> None:
+@pytest.mark.parametrize("size", [16, 8, 24])
+def test_the_gpu_kernels_accept_their_arguments(size: int) -> None:
     # on meta: the operators' own checks of shapes and arguments, without a GPU
-    query, key, value, grad = (torch.empty(2, h, 7, 8, dtype=torch.bfloat16, device="meta") for h in (4, 2, 2, 4))
+    shapes = ((4, 16), (2, 16), (2, size), (4, size))
+    query, key, value, grad = (torch.empty(2, h, 7, d, dtype=torch.bfloat16, device="meta") for h, d in shapes)
     out, log_sum = attention_forward(query, key, value, scale=0.4, mask=CAUSAL)
-    assert (out.shape, log_sum.shape, log_sum.dtype) == (query.shape, (2, 4, 7), torch.float32)
+    assert (out.shape, log_sum.shape, log_sum.dtype) == (grad.shape, (2, 4, 7), torch.float32)
     parts = attention_backward(grad, query, key, value, out, log_sum, scale=0.4, mask=FULL)
     assert [part.shape for part in parts] == [query.shape, key.shape, value.shape]
