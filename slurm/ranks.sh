@@ -85,15 +85,21 @@ headrace_train() {
 # Keeps the agent of one node running until the run has an outcome, or the node is no longer one of the job's. A step for
 # each node, with all of its cores: a step of all nodes ends with the return of one that had died. Each writes a file of
 # its own: what goes through srun is lost when srun dies with this node, and the agents then go on.
+# The step gets all GPUs of its node: by the job's own options, which srun would apply to this step of one task, it would
+# get one (--gpus-per-task=1), or wait for those of all nodes on one (--gpus=32).
 # $1: node; $2: directory of the agents; $3: ranks; the rest: arguments of the agent.
 headrace_agent() {
-    local node=$1 directory=$2 began listed short=0 stopped=()
+    local node=$1 directory=$2 began listed short=0 stopped=() gpus=()
+    [ -z "${SLURM_GPUS_ON_NODE:-}" ] || gpus=(--gpus-per-node="${SLURM_GPUS_PER_NODE:-$SLURM_GPUS_ON_NODE}")
     trap - USR1
     while [ ! -f "$directory/outcome" ] && [ "$short" -lt 3 ]; do
         began=$SECONDS
         [ ! -f "$directory/stop" ] || stopped=(--stopped)
-        srun --nodelist="$node" --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=$(($3 * ${SLURM_CPUS_PER_TASK:-1})) \
-            --overlap --no-kill --output="$directory/%N.log" --open-mode=append \
+        env --unset=SLURM_GPUS{,_PER_NODE,_PER_TASK,_PER_SOCKET} \
+            --unset=SLURM_{GPU_BIND,CPUS_PER_GPU,NTASKS_PER_GPU,TRES_PER_TASK} \
+            srun --nodelist="$node" --nodes=1 --ntasks=1 --ntasks-per-node=1 "${gpus[@]}" \
+            --cpus-per-task=$(($3 * ${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}})) --overlap --no-kill \
+            --output="$directory/%N.log" --open-mode=append \
             python -m pipeline.cluster.elastic "${stopped[@]}" "${@:4}" || true
         [ $((SECONDS - began)) -ge 30 ] && short=0 || short=$((short + 1))
         if listed=$(squeue --noheader --jobs="$HEADRACE_JOB" --format=%N) && [ -n "$listed" ]; then # else the controller is away

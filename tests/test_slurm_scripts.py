@@ -28,6 +28,25 @@ esac""",
 }
 
 
+_SRUN = """
+per_node=${SLURM_GPUS_PER_NODE:-} total=${SLURM_GPUS:-}
+while [[ $1 == --* ]]; do
+    case $1 in
+        --gpus-per-node=*) per_node=${1#*=} ;;
+        --gpus=*) total=${1#*=} ;;
+        --ntasks=*) tasks=${1#*=} ;;
+    esac
+    shift
+done
+[ "${total:-0}" -le 8 ] || { echo "srun: error: Unable to create step: Invalid generic resource" >&2; exit 1; }
+count=${total:-${per_node##*:}}
+[ -z "${SLURM_GPUS_PER_TASK:-}" ] || count=$((tasks * SLURM_GPUS_PER_TASK))
+export GPUS_OF_STEP=${count:-8}
+exec "$@"
+"""
+"""Gives a step of one node of 8 GPUs those that Slurm 22.05 gave it: by the options, and by the job's own variables."""
+
+
 @pytest.fixture
 def share(tmp_path: Path) -> Path:
     """What a wheel unpacks: the scripts without the repository around them."""
@@ -75,6 +94,26 @@ def test_training_starts_the_installed_module_and_needs_no_clone(share: Path) ->
     assert [config, file, key, value] == ["--config", "c.json", "--set", "run.steps=3"]
     assert importlib.util.find_spec(module) is not None
     assert options[options.index("--join-script") + 1] == str(share / "slurm/join.sbatch")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_GPUS_PER_TASK": "1"},
+        {"SLURM_GPUS": "32"},
+        {"SLURM_GPUS_PER_NODE": "h100:8"},
+        {},  # --gres=gpu:8, of which srun reads nothing
+    ],
+)
+def test_an_agents_step_has_all_gpus_of_its_node_however_the_job_asked_for_them(
+    share: Path, variables: dict[str, str]
+) -> None:
+    (share.parent / "bin" / "srun").write_text(f"#!/usr/bin/env bash\n{_SRUN}")
+    said = _STAND_INS["python"].replace('echo "$@"', 'echo "gpus $GPUS_OF_STEP" "$@"')
+    (share.parent / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{said}")
+    done, calls = run_script(share, "train.sbatch", "c.json", SLURM_GPUS_ON_NODE="8", SLURM_NTASKS="8", **variables)
+    assert done.returncode == 0, done.stderr
+    assert calls[-1].startswith("gpus 8 -m pipeline.cluster.elastic")
 
 
 def test_data_prep_needs_no_clone_either(share: Path) -> None:

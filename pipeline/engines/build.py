@@ -7,10 +7,13 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.parallel.mesh import Mesh, build_mesh
 from pipeline.models.build.initial_values import ParameterValues
 from pipeline.runtime.launch import Launch
+from pipeline.runtime.launch.device import has_gpu
+from pipeline.runtime.launch.group import DEFAULTS
 
 
 def build_engine(
@@ -56,13 +59,13 @@ def build_engine(
     return DeepSpeedZero(run, model, values, objective, device=device, mesh=mesh)
 
 
-def pick_device(launch: Launch) -> torch.device:
+def pick_device(launch: Launch, config: LaunchSection = DEFAULTS) -> torch.device:
     """This rank's GPU if the host has one, else the CPU.
 
     Raises:
-        ConfigError: the local rank is not below the number of GPUs of this host.
+        ConfigError: the local rank is not below the number of GPUs of this host; or see `has_gpu`.
     """
-    if not torch.cuda.is_available():
+    if not has_gpu(config):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if launch.local_rank >= count > 1:

@@ -30,7 +30,7 @@ from pipeline.own_loop.loader import batch_size_of, distribute
 from pipeline.own_loop.torch_scheduler import refuse_second_schedule, take_over
 from pipeline.run.preflight import preflight
 from pipeline.runtime.launch import Launch, Rendezvous, detect, process_group
-from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
+from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocator
 
 
 def prepare(
@@ -73,8 +73,8 @@ def prepare(
         refuse_second_schedule(checked.scheduler.type, optimizer)
         schedule = make_schedule(checked.scheduler, lr=float(optimizer.param_groups[0]["lr"]), steps=None)
     _quiet_libraries(launch)
-    notes = set_up_allocator(gpu=torch.cuda.is_available())
-    device = pick_device(launch)
+    notes = set_up_allocator(gpu=has_gpu(checked.launch))
+    device = pick_device(launch, checked.launch)
     for line in notes + bind_to_gpu(device.index, checked.launch) if launch.rank == 0 else []:
         print(line, flush=True)
     mesh = _join(checked, launch, device)

@@ -62,7 +62,7 @@ from pipeline.runtime.faults.progress import progress_from_io
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals, coordinate_exit
 from pipeline.runtime.faults.watchdog import Watchdog, run_watchdog
 from pipeline.runtime.launch import Launch, detect, wait_as_spare
-from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
+from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocator
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.journal import Journal, read_rows
@@ -99,10 +99,11 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
         return 0
     launch = replace(launch, world_size=run.topology.world_size)
     quiet_libraries(launch)
+    gpu = has_gpu(run.config.launch)
     prepared = prepare(run)
     check_node(prepared)
-    notes = prepared.notes + set_up_allocator(gpu=torch.cuda.is_available())
-    device = pick_device(launch)
+    notes = prepared.notes + set_up_allocator(gpu=gpu)
+    device = pick_device(launch, run.config.launch)
     check_device(prepared, device)
     notes += bind_to_gpu(device.index, run.config.launch)
     with ExitStack() as stack:

@@ -93,8 +93,26 @@ def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
     check_compile(CompileSection(backend="inducter"))  # no GPU, so it is not used
 
 
-def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda _name: None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"there is no g\+\+\n  try: install g\+\+, or set it to false"):
+@pytest.mark.parametrize(
+    ("gpu", "found", "missing"),
+    [
+        (False, (), r"there is no g\+\+\n  try: install g\+\+, or set it to false"),
+        (True, ("g++",), r"there is no C compiler\n  try: install gcc, or set it to false"),
+        (
+            True,
+            ("gcc",),
+            r"includes Python.h, which is not in /nowhere\n  try: install python3-dev, or set it to false",
+        ),
+        (False, ("clang++",), r"Python.h"),
+    ],
+)
+def test_inductor_without_what_it_compiles_with_is_refused(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, found: tuple[str, ...], missing: str
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: "there")
+    monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("sysconfig.get_path", lambda *_names: "/nowhere")
+    with pytest.raises(ConfigError, match=missing):
         check_compile(CompileSection(enabled=True))

@@ -112,23 +112,33 @@ def test_a_wrong_sum_names_its_axis(starts: dict[str, Start]) -> None:
     assert "such as 81 where 7 is right" in said[2]
 
 
-def test_only_a_stopped_rank_of_the_same_launcher_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rank", "ranks"),
+    [
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ],
+)
+def test_only_a_stopped_rank_of_the_same_launcher_is_killed(
+    monkeypatch: pytest.MonkeyPatch, rank: str, ranks: str
+) -> None:
     # torchrun and deepspeed would wait 30 s for it
-    own = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
+    own = {ranks: "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    kill = "from pipeline.runtime.launch import missing_ranks; missing_ranks.kill_stopped([1, 3])"
-    ranks = {"1": stop, "2": stop, "3": "import time; time.sleep(600)"}
+    # as `process_group` does, for libraries that know torchrun's variables alone
+    kill = "import os; os.environ.update(RANK='0', WORLD_SIZE='5'); "
+    kill += "from pipeline.runtime.launch import missing_ranks; missing_ranks.kill_stopped([1, 3])"
+    codes = {"1": stop, "2": stop, "3": "import time; time.sleep(600)"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    started = [subprocess.Popen([sys.executable, "-c", c], env={**os.environ, "RANK": r}) for r, c in ranks.items()]
-    started.append(
-        subprocess.Popen([sys.executable, "-c", stop], env={**os.environ, "RANK": "1", "MASTER_PORT": "1235"})
-    )
+    started = [subprocess.Popen([sys.executable, "-c", c], env={**os.environ, rank: r}) for r, c in codes.items()]
+    started.append(subprocess.Popen([sys.executable, "-c", stop], env={**os.environ, rank: "1", "MASTER_PORT": "1235"}))
     try:
         for process in (started[0], started[1], started[3]):
             while state_of(process.pid)[0] != "T":
                 assert process.poll() is None
-        subprocess.run([sys.executable, "-c", kill], env={**os.environ, "RANK": "0"}, cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-c", kill], env={**os.environ, rank: "0"}, cwd=ROOT, check=True)
         assert started[0].wait(10) == -signal.SIGKILL
         assert [process.poll() for process in started[1:]] == [None] * 3
     finally:

@@ -186,7 +186,7 @@ class SlurmJob:
             "nodes": "1",
             "ntasks": "1",
             "cpus-per-task": env.get("SLURM_CPUS_ON_NODE", ""),
-            "gpus-per-node": env.get("SLURM_GPUS_PER_NODE", ""),
+            "gpus-per-node": env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE", ""),
             "mem": env.get("SLURM_MEM_PER_NODE", ""),
             "partition": env.get("SLURM_JOB_PARTITION", ""),
             "account": env.get("SLURM_JOB_ACCOUNT", ""),

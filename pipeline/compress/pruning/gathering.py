@@ -19,6 +19,7 @@ from pipeline.compress.pruning.search import Shape
 from pipeline.compress.pruning.sharded import gather_sharded, open_model
 from pipeline.compress.pruning.stored_sums import fingerprint, load_sums, needs_loss, save_sums
 from pipeline.data.loader import heldout_batches
+from pipeline.engines.build import pick_device
 from pipeline.models.folder.loading import load_model
 from pipeline.runtime.launch.environment import Launch
 from pipeline.runtime.launch.group import process_group
@@ -50,7 +51,7 @@ def find_importance(plan: PruningPlan, launch: Launch) -> Importance:
         ConfigError: a latency that cannot be met, or a layout that the architecture does not support; on all ranks.
         LostError: rank 0 died while it measured.
     """
-    device = _device(launch)
+    device = pick_device(launch)
     if launch.world_size == 1:
         shape, latency = _shape(plan)
         plan = replace(plan, shape=shape)
@@ -94,7 +95,7 @@ def gather_here(plan: PruningPlan, launch: Launch, model: nn.Module | None) -> S
         launch: of this process.
         model: on meta, where processes share one.
     """
-    device, loss = _device(launch), needs_loss(plan)
+    device, loss = pick_device(launch), needs_loss(plan)
     batches = list(windows_of(plan, launch))
     if plan.layout is not None:
         assert model is not None
@@ -106,12 +107,6 @@ def gather_here(plan: PruningPlan, launch: Launch, model: nn.Module | None) -> S
     shown = track(batches, "importance", len(batches), console=console, disable=hidden)
     whole = load_model(plan.source.path, dtype=torch.float32, device=device)
     return gather(whole, shown, device=device, depth_loss=loss)
-
-
-def _device(launch: Launch) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
 
 
 def windows_of(plan: PruningPlan, launch: Launch) -> Iterator[Windows]:

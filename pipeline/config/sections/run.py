@@ -296,6 +296,11 @@ class LaunchSection(Section):
         description="torch.distributed backend: auto (nccl between GPUs, gloo between CPUs), gloo, nccl, or mpi where"
         " torch is built with it",
     )
+    device: Literal["auto", "cpu"] = Field(
+        "auto",
+        description="auto: the GPU, and the CPU where none is to be expected; a driver or a Slurm job whose GPUs torch"
+        " cannot use is refused. cpu: the CPU, whatever there is",
+    )
     timeout: PositiveFloat = Field(
         300.0,
         description="Timeout in seconds of the rendezvous and of each pre-flight check between ranks, e.g. 600",

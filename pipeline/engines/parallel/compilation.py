@@ -8,11 +8,14 @@ within its checkpoint: the compiler would not compile any of a checkpoint with a
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,14 +56,25 @@ def check_compile(section: CompileSection) -> None:
         raise ConfigError("compile.backend", section.backend, why="torch has no such backend", remedy=remedy)
     if section.backend != "inductor":
         return
-    on_gpu = torch.cuda.is_available()
+    if missing := _missing(on_gpu=torch.cuda.is_available()):
+        why, package = missing
+        raise ConfigError(KEY, section.enabled, why=why, remedy=f"install {package}, or set it to false")
+
+
+def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
+    """What inductor would not find at the first step, and the package that has it."""
     if on_gpu and importlib.util.find_spec("triton") is None:
-        why, remedy = "inductor writes GPU kernels in Triton, which is not installed", "install triton, or set it to"
-    elif not on_gpu and shutil.which("g++") is None and shutil.which("clang++") is None:
-        why, remedy = "inductor compiles C++ for a CPU, and there is no g++", "install g++, or set it to"
-    else:
-        return
-    raise ConfigError(KEY, section.enabled, why=why, remedy=f"{remedy} false")
+        return "inductor writes GPU kernels in Triton, which is not installed", "triton"
+    if on_gpu and "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        return "Triton compiles the launcher of each kernel, and there is no C compiler", "gcc"
+    if not on_gpu and not any(map(shutil.which, ("g++", "clang++"))):
+        return "inductor compiles C++ for a CPU, and there is no g++", "g++"
+    headers = [
+        Path(sysconfig.get_path("include", scheme)) for scheme in (sysconfig.get_default_scheme(), "posix_prefix")
+    ]
+    if not any((folder / "Python.h").exists() for folder in headers):
+        return f"what inductor compiles includes Python.h, which is not in {headers[0]}", "python3-dev"
+    return None
 
 
 def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: bool) -> None:

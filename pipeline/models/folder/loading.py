@@ -18,13 +18,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from transformers.utils import logging
 
 from headrace.base.errors import DataError
+from headrace.base.gpu_drivers import refuse_unusable_gpu
 from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
 from pipeline.models.routers import has_experts
 
 
 def pick_device() -> torch.device:
-    """The first CUDA device, or the CPU without one; `CUDA_VISIBLE_DEVICES` selects another, or none."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The first CUDA device, or the CPU without one; `CUDA_VISIBLE_DEVICES` selects another, or none.
+
+    Raises:
+        ConfigError: see `refuse_unusable_gpu`.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    refuse_unusable_gpu(torch)
+    return torch.device("cpu")
 
 
 def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from headrace.base.errors import ConfigError
+from pipeline.models.folder.loading import pick_device
 from pipeline.plan.calibration import measure
 from pipeline.plan.calibration.fit_links import links_of
 from pipeline.plan.calibration.measure_layer import host_seconds
@@ -57,8 +58,8 @@ def calibrate_command(file: str | None) -> int:
 
 def calibrated() -> Machine:
     """The present machine, measured."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    device = pick_device()
+    gpu = device.type == "cuda"
     threads = torch.get_num_threads()
     try:
         if not gpu:  # a rank has a core

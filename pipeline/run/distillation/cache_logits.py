@@ -124,7 +124,7 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
         return True
     if is_store_url(section.logits):
         check_can_publish(section.logits)
-    device = pick_device(detect())
+    device = pick_device(detect(), run.config.launch)
     if rank == 0:
         size = plan.tokens * plan.format.bytes_per_token
         print(

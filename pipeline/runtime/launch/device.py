@@ -1,13 +1,35 @@
-"""What a process does before it uses its GPU: the allocator's settings, and the cores beside the GPU."""
+"""What a process does before it uses its GPU: whether there is one, the allocator's settings, the cores beside it."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from headrace.base.errors import ConfigError
+from headrace.base.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch.gpu_environment import allocator_defaults
 from pipeline.runtime.launch.numa import bind_beside, pci_address
+
+
+def has_gpu(config: LaunchSection) -> bool:
+    """Whether this process computes on a GPU; refuses a GPU that does not work, which is not the same as none.
+
+    Raises:
+        ConfigError: see `refuse_unusable_gpu`; or `launch.device` is cpu, too late to hide the GPUs.
+    """
+    import torch  # noqa: PLC0415  so that `detect` needs no torch
+
+    if config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # libraries look for GPUs by themselves
+        if torch.cuda.is_available():
+            why = "this process has found its GPUs already"
+            raise ConfigError("launch.device", "cpu", why=why, remedy="set CUDA_VISIBLE_DEVICES= in the environment")
+        return False
+    if torch.cuda.is_available():
+        return True
+    refuse_unusable_gpu(torch, key="launch.device")
+    return False
 
 
 def set_up_allocator(*, gpu: bool) -> list[str]:

@@ -15,6 +15,7 @@ from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch.environment import Launch
 from pipeline.runtime.launch.gpu_environment import flight_recorder_defaults, host_group_defaults
 from pipeline.runtime.launch.missing_ranks import UnreachableError, deadline
+from pipeline.runtime.launch.rank_devices import rank_device
 from pipeline.runtime.launch.rendezvous import RUN_FINISHED, RUN_STOPPED, Rendezvous, store_call
 from pipeline.runtime.launch.store import EXTRA_S, open_rendezvous
 
@@ -55,7 +56,7 @@ def process_group(
     os.environ.update(flight_recorder_defaults(os.environ) | _torchrun_variables(launch, gpu))
     if gpu is not None:
         os.environ.update(host_group_defaults(os.environ))
-    rendezvous, store = open_rendezvous(launch, config.timeout)
+    rendezvous, store = open_rendezvous(launch, config.timeout, device=rank_device(backend, gpu))
     _connect(backend, rendezvous, store, gpu=gpu)
     try:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))

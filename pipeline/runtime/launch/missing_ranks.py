@@ -150,10 +150,11 @@ def kill_stopped(ranks: Collection[int]) -> None:
 
     They cannot exit by themselves, and torchrun and deepspeed would wait 30 s for that.
     """
-    own = detect()
+    # by what it was started with, too: torchrun's variables, set since, hide those of srun and mpirun
+    own = [detect(environ, parent=os.getppid()) for environ in (environment_of(os.getpid()), os.environ)]
+    jobs = {(launch.launcher, launch.master) for launch in own}
     for pid in siblings():
         with suppress(OSError, ConfigError):
             other = detect(environment_of(pid), parent=os.getppid())
-            same_job = (other.launcher, other.master) == (own.launcher, own.master)
-            if same_job and other.rank in ranks and state_of(pid)[0] == STOPPED:
+            if (other.launcher, other.master) in jobs and other.rank in ranks and state_of(pid)[0] == STOPPED:
                 os.kill(pid, signal.SIGKILL)

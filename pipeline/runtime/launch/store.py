@@ -20,6 +20,7 @@ from headrace.base.errors import ConfigError, LostError
 from headrace.base.processes import raise_file_limit
 from pipeline.runtime.launch.environment import Launch
 from pipeline.runtime.launch.missing_ranks import exit_after, kill_stopped
+from pipeline.runtime.launch.rank_devices import RankDevice, check_devices, register
 from pipeline.runtime.launch.rendezvous import Rendezvous, format_ranks, mark, store_call
 
 if TYPE_CHECKING:
@@ -33,14 +34,21 @@ _REQUESTS = "headrace/prefix-requests"
 _POLL_S = 0.02
 
 
-def open_rendezvous(launch: Launch, timeout_s: float) -> tuple[Rendezvous, PrefixStore]:
+def open_rendezvous(
+    launch: Launch, timeout_s: float, *, device: RankDevice | None = None
+) -> tuple[Rendezvous, PrefixStore]:
     """Opens the store, and waits in it until all ranks have joined.
 
     A rank 0 that is stopped (SIGSTOP) blocks every request to its store for ever, and the store's own timeouts too,
     which send it a cancellation. So a timer ends the process.
 
+    Args:
+        launch: this process.
+        timeout_s: until all have joined.
+        device: what this rank computes on, to be compared with that of the others.
+
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken; or see `check_devices`.
         LostError: a rank did not join; names it.
     """
     import torch.distributed as dist  # noqa: PLC0415
@@ -56,11 +64,15 @@ def open_rendezvous(launch: Launch, timeout_s: float) -> tuple[Rendezvous, Prefi
     try:
         with exit_after(timeout_s + EXTRA_S, lambda: _no_answer(launch, timeout_s)):
             flags.set(f"host/{launch.rank}", socket.gethostname())
+            if device is not None:
+                register(flags, launch.rank, device)
             mark(flags, "joined", launch.rank)
             if flags.add("arrived", 1) == launch.world_size:
                 flags.set("complete", "1")
             flags.wait(["complete"], timedelta(seconds=timeout_s))
-            return replace(rendezvous, rank_zero_host=flags.get("host/0").decode()), store
+            rendezvous = replace(rendezvous, rank_zero_host=flags.get("host/0").decode())
+            check_devices(rendezvous)
+            return rendezvous, store
     except RuntimeError:
         raise _not_joined(rendezvous, launch) from None
 

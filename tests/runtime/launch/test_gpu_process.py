@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from headrace.base.errors import ConfigError
+from headrace.base.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.build import pick_device
 from pipeline.runtime.launch import detect, group
-from pipeline.runtime.launch.device import bind_to_gpu, set_up_allocator
+from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocator
 from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults, host_group_defaults
 from pipeline.runtime.launch.numa import bind_beside, cores_beside, pci_address
 from tests.conftest import ROOT
@@ -79,6 +81,125 @@ def test_nccl_is_given_its_device_so_that_groups_are_split_from_one(
     monkeypatch.setattr(group, "deadline", lambda *_, **__: open(os.devnull))  # noqa: SIM115, PTH123  any context
     group._connect(backend, rendezvous, None, gpu=gpu)
     assert given["device_id"] == device
+
+
+DRIVERS = {
+    "535.183.01": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n",
+    "570.124.06": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs)\n",
+    "580.65.06": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs)\n",
+}
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file system without a driver, under a torch built for CUDA 13.0."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name.endswith("VISIBLE_DEVICES")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    return tmp_path
+
+
+def install_driver(root: Path, version: str) -> None:
+    (root / "proc/driver/nvidia/version").write_text(DRIVERS[version])
+
+
+@pytest.mark.parametrize("version", ["535.183.01", "570.124.06"])
+def test_a_driver_too_old_for_torch_is_refused_with_both_versions_and_what_to_install(root: Path, version: str) -> None:
+    install_driver(root, version)
+    with pytest.raises(ConfigError, match=f"driver is {version}, and CUDA 13.0 needs 580 or newer") as refused:
+        refuse_unusable_gpu(torch, key="launch.device", root=root)
+    assert "whl/cu126; launch.device=cpu trains on the CPU" in refused.value.remedy
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES= in the environment takes the CPU"):
+        refuse_unusable_gpu(torch, root=root)
+
+
+@pytest.mark.parametrize(
+    ("variables", "files"),
+    [
+        ({}, ["proc/driver/nvidia/version"]),
+        ({}, ["dev/nvidia0"]),
+        ({"SLURM_GPUS_ON_NODE": "8"}, []),
+        ({"SLURM_JOB_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, []),
+    ],
+)
+def test_a_machine_that_promises_gpus_which_do_not_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, root: Path, variables: dict[str, str], files: list[str]
+) -> None:
+    for name in files:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(DRIVERS["580.65.06"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="nvidia-smi"):
+        refuse_unusable_gpu(torch, key="launch.device", root=root)
+    monkeypatch.setattr(torch.version, "cuda", None)  # a CPU build was chosen
+    refuse_unusable_gpu(torch, key="launch.device", root=root)
+
+
+@pytest.mark.parametrize(
+    ("variables", "version"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),  # as DeepSpeed's launcher sets it
+        ({"CUDA_VISIBLE_DEVICES": ""}, "535.183.01"),
+        ({"CUDA_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "8"}, None),
+        ({"SLURM_GPUS_ON_NODE": "0"}, None),
+    ],
+)
+def test_the_cpu_is_taken_where_no_gpu_is_promised_or_all_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, root: Path, variables: dict[str, str], version: str | None
+) -> None:
+    if version:
+        install_driver(root, version)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refuse_unusable_gpu(torch, key="launch.device", root=root)
+
+
+def test_launch_device_cpu_hides_gpus_from_libraries_or_says_that_it_is_too_late(
+    monkeypatch: pytest.MonkeyPatch, fake_gpus: Any
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ["CUDA_VISIBLE_DEVICES"] != "")
+    assert not has_gpu(LaunchSection(device="cpu"))
+    fake_gpus(1)
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES= in the environment"):
+        has_gpu(LaunchSection(device="cpu"))
+
+
+@pytest.mark.parametrize("gpus", ["", "2"])
+def test_deepspeeds_launcher_starts_a_cuda_build_on_a_machine_without_gpus_unless_slurm_gave_some(
+    tmp_path: Path, gpus: str
+) -> None:
+    (tmp_path / "rank.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+torch.version.cuda = "13.0"  # a stand-in for the CUDA wheel
+from headrace.base.cli import guarded, leave
+from pipeline.config.sections.run import LaunchSection
+from pipeline.engines.build import pick_device
+from pipeline.runtime.launch import detect
+def main():
+    print("rank", os.environ["CUDA_VISIBLE_DEVICES"], pick_device(detect(), LaunchSection()), flush=True)
+    return 0
+leave(guarded(main))
+""")
+    launcher = str(Path(sys.executable).parent / "deepspeed")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run(
+        [launcher, "--num_accelerators", "2", "rank.py"],
+        cwd=tmp_path,
+        env=environ | {"SLURM_GPUS_ON_NODE": gpus},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if gpus:
+        assert done.returncode == 2, done.stderr
+        assert "SLURM_GPUS_ON_NODE=2" in done.stderr
+    else:
+        assert done.stdout.count("rank 0,1 cpu") == 2, done.stderr
 
 
 def test_torchs_own_settings_are_set_unless_the_user_has() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 
+from headrace.base.errors import ConfigError
+from pipeline.runtime.launch import Launch
+from pipeline.runtime.launch.group import free_port
+from pipeline.runtime.launch.rank_devices import RankDevice
 from pipeline.runtime.launch.rendezvous import Rendezvous, mark
+from pipeline.runtime.launch.store import open_rendezvous
 from tests.conftest import ROOT
 
 
@@ -37,3 +45,42 @@ for rank, ranks in ((0, 1920), (4000, 8192), (0, 1921)):
     assert ended.stdout.splitlines() == ["(4096, 4096)"] * 2
     assert "ulimit -Hn = 4096\n  why: 1,921 ranks connect to rank 0" in ended.stderr
     assert "4,098 are needed" in ended.stderr
+
+
+CPU, NCCL, SHARED = (
+    RankDevice("cpu", "gloo"),
+    RankDevice("cuda", "cpu:gloo,cuda:nccl", "GPU-7"),
+    RankDevice("cuda", "cpu:gloo,cuda:gloo"),
+)
+
+
+@pytest.mark.parametrize(
+    ("devices", "refused"),
+    [
+        ((CPU, CPU), None),
+        ((SHARED, SHARED), None),
+        ((CPU, NCCL), "cpu (gloo): rank 0 on {host}; cuda (cpu:gloo,cuda:nccl): rank 1 on {host}"),
+        ((NCCL, SHARED), "ranks compute on different devices"),
+        ((NCCL, NCCL), "several ranks have one GPU: GPU GPU-7: rank 0 on {host}, rank 1 on {host}"),
+    ],
+)
+def test_ranks_of_different_devices_or_on_one_gpu_are_refused_before_a_group_is_made(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[RankDevice, RankDevice], refused: str | None
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+
+    def join(rank: int) -> str | None:
+        try:
+            open_rendezvous(Launch("environment", rank, 2, rank, f"127.0.0.1:{port}"), 60.0, device=devices[rank])
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(2) as ranks:
+        found = list(ranks.map(join, range(2)))
+    if refused is None:
+        assert found == [None, None]
+    else:
+        assert all(refused.format(host=socket.gethostname()) in text for text in found), found

@@ -1,0 +1,73 @@
+"""What a machine promises of its GPUs, so that one whose GPU does not work is not taken for one without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import ConfigError
+
+_NVIDIA_VERSION = "proc/driver/nvidia/version"
+_DRIVER_FILES = {"CUDA": (_NVIDIA_VERSION, "dev/nvidia0"), "ROCm": ("dev/kfd",)}
+_SLURM_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NONE_VISIBLE = {"", "-1", "NoDevFiles"}
+"""First entries of these variables that hide all GPUs; the last is Slurm's for a job without any."""
+_LEAST_DRIVER = {"CUDA 11": 450, "CUDA 12": 525, "CUDA 13": 580}
+"""Major version of CUDA -> the oldest driver that runs it (NVIDIA's "Minor Version Compatibility", table 1)."""
+
+
+def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path("/")) -> None:
+    """Refuses a machine with GPUs that torch cannot use: to be called where torch has none available.
+
+    Args:
+        torch: the module, which this package does not import.
+        key: that chooses the CPU when set to cpu; None where CUDA_VISIBLE_DEVICES alone does.
+        root: of the file system with the driver's files.
+
+    Raises:
+        ConfigError: torch is built for GPUs, and a driver or a Slurm job promises one; names driver and need.
+    """
+    cuda, hip = torch.version.cuda, torch.version.hip
+    built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else ""
+    promise = _promise(built.partition(" ")[0], os.environ, root) if built else None
+    if not promise:
+        return
+    try:
+        torch.cuda.init()
+        reason = "it counts none"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    why = f"a GPU is to be expected here ({promise}), but torch {torch.__version__} ({built}) can use none: {reason}"
+    remedy = "look at what nvidia-smi or rocm-smi says on this host, and whether the job or container has its GPUs"
+    version, needed = _driver(root), _LEAST_DRIVER.get(built.partition(".")[0])
+    if version and needed and int(version.partition(".")[0]) < needed:
+        why += f"; the driver is {version}, and {built} needs {needed} or newer"
+        remedy = (
+            "install a newer driver, or torch for CUDA 12, which needs 525: pip install torch --index-url"
+            " https://download.pytorch.org/whl/cu126"
+        )
+    if key is None:
+        raise ConfigError("device", why=why, remedy=f"{remedy}; CUDA_VISIBLE_DEVICES= in the environment takes the CPU")
+    raise ConfigError(key, "auto", why=why, remedy=f"{remedy}; {key}=cpu trains on the CPU")
+
+
+def _promise(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
+    """What says that this process has GPUs. CUDA_VISIBLE_DEVICES says nothing: DeepSpeed sets it on any machine."""
+    if any(name in environ and environ[name].split(",")[0].strip() in _NONE_VISIBLE for name in _VISIBLE):
+        return None
+    files = (f"/{name}" for name in _DRIVER_FILES[platform] if (root / name).exists())
+    variables = (f"{name}={environ[name]}" for name in _SLURM_GPUS if environ.get(name, "0") not in ("", "0"))
+    return next(iter((*files, *variables)), None)
+
+
+def _driver(root: Path) -> str | None:
+    """Version of NVIDIA's driver, e.g. 535.183.01."""
+    try:
+        found = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+)+)\s", (root / _NVIDIA_VERSION).read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
