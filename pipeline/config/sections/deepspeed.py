@@ -17,9 +17,10 @@ from headrace.base.section import Count, Index, Section
 class SchedulerParams(Section):
     """Parameters of all learning-rate schedulers; those that the chosen type does not use are refused."""
 
-    warmup_num_steps: Count | None = Field(
+    warmup_num_steps: Index | None = Field(
         None,
-        description="Warmup length in optimizer steps, e.g. 2000. Default: 1000; of WSD 1 % of total_num_steps",
+        description="Warmup length in optimizer steps, e.g. 2000. Default: 1000; of WSD 1 % of total_num_steps. 0: no"
+        " warmup (WSD); DeepSpeed's three take 2 in its place",
     )
     warmup_type: Literal["log", "linear"] | None = Field(
         None,
