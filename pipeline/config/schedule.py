@@ -87,16 +87,18 @@ def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | N
         raise ConfigError("scheduler.params.total_num_steps", why=why, remedy="add it: the number of optimizer steps")
     if kind == "WSD":
         return _checked(_wsd(params, lr=lr, total=total), steps=steps)
+    if params.warmup_num_steps == 0:
+        why = f"{kind} has a warmup of at least 1 step"
+        raise ConfigError("scheduler.params.warmup_num_steps", 0, why=why, remedy="use 1, or the type WSD")
     peak = params.warmup_max_lr or lr
     floor = params.warmup_min_lr or 0.0
     if kind == "WarmupCosineLR":
         floor = (params.warmup_min_ratio or 0.0) * peak
-    given = 1000 if params.warmup_num_steps is None else params.warmup_num_steps
-    warmup = max(2, given)  # 1000 and the 2 are DeepSpeed's
+    warmup = max(2, params.warmup_num_steps or 1000)  # 1000 and the 2 are DeepSpeed's
     if kind != "WarmupLR" and warmup > total:
         why = f"the warmup is longer than the whole schedule of {total} steps"
         remedy = f"use at most {total}, e.g. {max(2, total // 20)}"
-        raise ConfigError("scheduler.params.warmup_num_steps", given, why=why, remedy=remedy)
+        raise ConfigError("scheduler.params.warmup_num_steps", params.warmup_num_steps or 1000, why=why, remedy=remedy)
     end = 0.0001 if params.cos_min_ratio is None else params.cos_min_ratio
     made = Schedule(kind, peak, floor, warmup, params.warmup_type != "linear", total, end_ratio=end)
     return _checked(made, steps=steps)

@@ -27,7 +27,6 @@ def schedule(kind: str, **params: Any) -> Schedule:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {"warmup_num_steps": 10}),
-    ("WarmupLR", {"warmup_num_steps": 0}),
     ("WarmupLR", {"warmup_num_steps": 1, "warmup_type": "linear", "warmup_min_lr": 0.001}),
     ("WarmupDecayLR", {"warmup_num_steps": 7, "warmup_type": "linear"}),
     ("WarmupDecayLR", {"warmup_num_steps": 7, "warmup_min_lr": 0.002, "total_num_steps": 30}),
@@ -57,6 +56,11 @@ def test_wsd_warms_up_stays_constant_and_decays_to_min_ratio() -> None:
     assert [wsd.lr(step) for step in (1, 2, 4, 5, 30)] == pytest.approx([0.005, 0.01, 0.02, 0.02, 0.02])
     assert wsd.lr(35) == pytest.approx(0.02 * (0.1 + 0.9 * 0.5))
     assert wsd.lr(40) == pytest.approx(0.002)
+
+
+def test_no_warmup_is_wsds_alone_since_deepspeed_raises() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        schedule("WarmupLR", warmup_num_steps=0)
 
 
 def test_wsd_without_warmup_is_the_decay_alone() -> None:

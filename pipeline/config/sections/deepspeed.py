@@ -20,7 +20,7 @@ class SchedulerParams(Section):
     warmup_num_steps: Index | None = Field(
         None,
         description="Warmup length in optimizer steps, e.g. 2000. Default: 1000; of WSD 1 % of total_num_steps. 0: no"
-        " warmup (WSD); DeepSpeed's three take 2 in its place",
+        " warmup (WSD alone)",
     )
     warmup_type: Literal["log", "linear"] | None = Field(
         None,
