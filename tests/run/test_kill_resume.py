@@ -36,7 +36,7 @@ def kill_at_step(command: list[str], run_dir: Path, step: int) -> None:
     process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=run_dir.parent
     )
-    wait_until(lambda: last_step(run_dir) >= step, within_s=240, process=process)
+    wait_until(lambda: last_step(run_dir) >= step, process=process)
     kill_group(process)
     wait_until_unlocked(run_dir)
 
