@@ -175,8 +175,18 @@ _LONGEST_FIRST = (
     "pruning/test_acceptance.py",
     "proof/test_prove.py",
     "run/test_kill_resume.py",
+    "engines/test_optimizers.py",
+    "engines/test_shares.py",
+    "parity/test_shipped.py",
+    "engines/test_expert_parallel.py",
+    "importing/test_import.py",
+    # these wait for most of their time
+    "faults/test_lost_runs.py",
+    "faults/test_campaign.py",
+    "virtual_cluster/test_submit.py",
+    "virtual_cluster/test_ladder.py",
 )
-"""Files that take minutes, by the CPU time of `make test TESTS='not sweep'`, measured on 2026-11-25."""
+"""Files that take minutes, by the CPU time of `make test TESTS='not sweep'`, measured on 2026-11-25 and 28."""
 _INTEGRATION = (
     # heavy services: Slurm, Ray, Spark, S3, GCS, the real launchers
     "tests/test_slurm.py",
@@ -193,10 +203,8 @@ _INTEGRATION = (
     "data_prep/test_dedup_job.py",
     "tasks/test_merge.py",
     "distillation/test_distillation.py",
-    "parity/test_shipped.py",
     # half a minute of CPU each: steps of several layouts, measurements of this machine
     "run/anomalies/test_deferred_steps.py",
-    "engines/test_shares.py",
     "plan/test_calibrate.py",
 )
 """Files whose tests are `make test-integration`'s; single tests elsewhere carry the marker `integration` themselves."""

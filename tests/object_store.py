@@ -36,12 +36,14 @@ class Faulty:
         forbidden: a method that is answered with 403.
         overwrites: conditions of writes are lost on the way.
         seconds: that every write takes.
+        held: writes of this path wait while it is set, as a pattern.
         requests: method and path of all.
         injected: number of faults by kind.
     """
 
     def __init__(self, seed: int = 0, rate: float = 0.0) -> None:
         self.rate, self.down, self.seconds = rate, False, 0.0
+        self.held: str | None = None
         self.down_after: str | None = None
         self.forbidden, self.overwrites = "", False
         self.requests: list[tuple[str, str]] = []
@@ -65,7 +67,7 @@ class Faulty:
                 start_response("403 Forbidden", [("Content-Type", "application/xml")])
                 return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
             if environ["REQUEST_METHOD"] == "PUT":
-                time.sleep(self.seconds)
+                self._delay(environ["PATH_INFO"])
             if kind == "stall":
                 time.sleep(1.0)
             if kind == "503":
@@ -83,6 +85,11 @@ class Faulty:
             return found
 
         return answer
+
+    def _delay(self, path: str) -> None:
+        time.sleep(self.seconds)
+        while self.held and fnmatch(path, self.held):
+            time.sleep(0.01)
 
 
 def _read_body(environ: dict[str, Any]) -> None:

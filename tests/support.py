@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.runtime.metrics.journal import read_rows
+from tests.warm_python import real_pid
 
 
 def output_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -27,7 +28,7 @@ def refusal_of(done: subprocess.CompletedProcess[str]) -> str:
 def wait_until(
     condition: Callable[[], object],
     *,
-    within_s: float = 120.0,
+    within_s: float = 300.0,
     process: subprocess.Popen[str] | subprocess.Popen[bytes] | None = None,
     said: Callable[[], object] = lambda: None,
     poll_s: float = 0.05,
@@ -47,10 +48,26 @@ def last_step(run_dir: Path) -> int:
     return max((row["step"] for row in read_rows(run_dir, kind="step")), default=0)
 
 
+def kill(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """Kills a process with SIGKILL; returns when its locks are free, also those of the process it stands for."""
+    real = Path("/proc", str(real_pid(process.pid)))
+    process.kill()
+    process.wait()
+    wait_until(lambda: not real.exists())  # as a zombie it may still have threads, and those its files
+
+
 def kill_group(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     """Kills a process and all of its session with SIGKILL."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def flip_a_byte(path: Path, *, at: float = 0.5) -> None:

@@ -3,7 +3,7 @@
 A chain: each layout trains 20 steps, then loads the checkpoint that the layout before it saved after step 15, and
 repeats the last 5. In `tests/parity/` every cell does the same after an arbitrary other one; here each kind of layout
 loads a checkpoint of the other engine, and its own is loaded by the other engine. `make test` runs one pair of layouts,
-`make test-integration` the others.
+`make test-integration` the first four, `make sweep-tests` the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 from pipeline.plan.proof.compare import RESUMED
 from pipeline.plan.proof.equivalence import ProofResult
 from tests.conftest import selected
+from tests.engines.comparison import layout_params
 from tests.parity.matrix import LAYOUT, NUMBERS, SHORT, Values, is_legal, name_of
 from tests.parity.run import failure_text, run
 
@@ -44,7 +45,7 @@ CHAIN = {
 
 ALWAYS = "DDP, dp 4"
 """Loads the sharded optimizer state of two ranks: cheap, and of both engines."""
-NAMES = [pytest.param(name, marks=[] if name == ALWAYS else pytest.mark.integration) for name in CHAIN]
+IN_CI = {"DeepSpeed Z3, dp 4", "FSDP2, dp 2", "DeepSpeed PP"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run(cells, tmp_path_factory.mktemp("reshard"), length=SHORT)
 
 
-@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("layout", layout_params({ALWAYS}, CHAIN, integration=IN_CI))
 def test_a_layout_resumes_from_a_checkpoint_of_the_one_before(results: dict[str, ProofResult], layout: str) -> None:
     result = results[name_of(CHAIN[layout])]
     assert result.passed, failure_text(layout, result)

@@ -85,9 +85,8 @@ def test_every_link_of_the_readme_leads_to_a_file() -> None:
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
-@pytest.mark.parametrize("term", TERMS)
-def test_every_term_of_the_field_is_in_a_heading(term: str) -> None:
-    assert term.lower() in headings()
+def test_every_term_of_the_field_is_in_a_heading() -> None:
+    assert [term for term in TERMS if term.lower() not in headings()] == []
 
 
 def test_every_guide_says_what_can_go_wrong() -> None:

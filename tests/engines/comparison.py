@@ -66,7 +66,7 @@ def differences_fixture(test: str, layouts: Mapping[str, Mapping[int, Layouts]],
     return found
 
 
-def layout_params(always: set[str], *layouts: Layouts, integration: Collection[str] = ()) -> list[Any]:
+def layout_params(always: set[str], *layouts: Mapping[str, Any], integration: Collection[str] = ()) -> list[Any]:
     """The layouts' names as test parameters: those of `always` for `make test`, others for the tier of their marker."""
     names = [name for each in layouts for name in each if name not in always]
     marks = {name: pytest.mark.integration if name in integration else pytest.mark.sweep for name in names}

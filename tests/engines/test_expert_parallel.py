@@ -61,14 +61,7 @@ FULL, SELECTIVE = ({"memory": {"activation_checkpointing": mode}} for mode in ("
 COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
 
 TORCH_TWO = {
-    "ep 2, 20 steps": {**ep(2), "steps": 20},
-    "ep 2, unsharded": ep(2, 0),
-    "ep 2, gathered per step": ep(2, 2),
-    "ep 2, tp 2": ep(2, tp=2),
-    "ep 2, cp 2": ep(2, cp=2),
-    "ep 2, full activation checkpointing": ep(2, more=FULL),
     "ep 2, selective activation checkpointing": ep(2, more=SELECTIVE),
-    "ep 2, compiled": ep(2, more=COMPILED),
     "ep 2, overlapped, unsharded": ep(2, 0, **BESIDE),
     "ep 2, overlapped, cp 2": ep(2, 2, cp=2, **BESIDE),
     "ep 2, overlapped, tp 2": ep(2, 2, tp=2, **BESIDE),
@@ -78,25 +71,16 @@ TORCH_TWO = {
     "ep 2, overlapped, deepseek v3, selective": ep(2, 2, model=DEEPSEEK, more=SELECTIVE, **BESIDE),
     "ep 2, overlapped, selective": ep(2, 2, more=SELECTIVE, **BESIDE),
     "ep 2, balanced": ep(2, more={"moe": {"balance": "aux_loss", "aux_loss_coef": 0.1}}),
-    "ep 2, clipped": ep(2, more={"gradient_clipping": 0.1}),
-    "ep 2, bf16": ep(2, more={"bf16": {"enabled": True}}),
     **{f"ep 2, {name}": ep(2, model=model) for name, model in FAMILIES.items()},
     "ep 2, gpt oss, biases": ep(2, model=GPT_OSS, more={"attn_implementation": "eager"}),
 }
 TORCH_FOUR = {
-    "ep 4": ep(4),
     "ep 2 x edp 2": ep(2),
-    "ep 2 x edp 2, unsharded": ep(2, 0),
     "ep 4, more ranks than rows of tp": ep(4, tp=2),
-    "ep 4, tp 2 x cp 2": ep(4, tp=2, cp=2),
-    "ep 2, hybrid sharding 2 x 2": ep(2, hybrid_shard_size=2),
     "ep 2, tp 2, hybrid sharding": ep(2, tp=2, hybrid_shard_size=1),
     "ep 2 x edp 2, overlapped": ep(2, 2, **BESIDE),
     "ep 2, overlapped, hybrid sharding 2 x 2": ep(2, 2, hybrid_shard_size=2, **BESIDE),
     "ep 2, pp 2, 1f1b": ep(2, pp=2),
-    "ep 2, pp 2, gathered per step": ep(2, 2, pp=2),
-    "ep 2, pp 2, interleaved": ep(2, pp=2, schedule="interleaved_1f1b"),
-    "ep 2, pp 2, zero bubble": ep(2, 2, pp=2, schedule="zero_bubble"),
     "ep 2, pp 2, dualpipev": ep(2, 2, pp=2, schedule="dualpipev"),
     "ep 2, pp 2, dualpipev, overlapped": ep(2, 2, pp=2, schedule="dualpipev", **BESIDE),
     "ep 2, pp 2, dualpipev, overlapped, mixtral, full": ep(
@@ -114,15 +98,11 @@ SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduc
 BALANCED = {"memory": {"activation_checkpointing": "full"}, "moe": {"balance": "aux_loss", "aux_loss_coef": 0.1}}
 
 ZERO_TWO = {
-    "zero 0, ep 2, tp 2": ep(2, 0, tp=2),
     # gradients overflow at the initial scale
     "zero 0, ep 2, fp16": ep(2, 0, more={"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}),
-    "zero 1, ep 2, cp 2": ep(2, 1, cp=2),
-    "zero 1, ep 2, bf16": ep(2, 1, more=BF16),
     "zero 1, ep 2, optimizer on the cpu": ep(2, 1, zero={"offload_optimizer": ON_THE_CPU}, more=CLIPPED),
     "zero 2, ep 2, optimizer on the cpu": ep(2, 2, zero={"offload_optimizer": ON_THE_CPU}, more=CLIPPED),
     "zero 2, ep 2, gpt oss, biases": ep(2, 2, model=GPT_OSS, more={"attn_implementation": "eager"}),
-    "zero 3, ep 2, tp 2": ep(2, tp=2),
     "zero 3, ep 2, optimizer and weights on the cpu": ep(
         2, zero={"offload_optimizer": ON_THE_CPU, "offload_param": ON_THE_CPU, **SMALL}, more=CLIPPED
     ),
@@ -137,30 +117,23 @@ ZERO_FOUR = {
     "zero 0, ep 2 x edp 2, clipped": ep(2, 0, more=CLIPPED),
     "zero 0, ep 2 x edp 2, Muon": ep(2, 0, more=MUON),
     "zero 1, ep 2 x edp 2, Muon": ep(2, 1, more=MUON),
-    "zero 2, ep 2 x edp 2, clipped": ep(2, 2, more=CLIPPED),
     "zero 2, ep 2, tp 2": ep(2, 2, tp=2),
-    "zero 3, ep 2 x edp 2": ep(2, zero=SMALL),
     "zero 3, ep 2 x edp 2, Muon": ep(2, zero=SMALL, more=MUON),
-    "zero 3, ep 4, tp 2": ep(4, tp=2),
-    "zero 0, ep 2, pp 2, clipped": ep(2, 0, pp=2, more=CLIPPED),
     "zero 0, ep 2, pp 2, dense first stage": ep(2, 0, pp=2, model=DENSE_FIRST),
     "zero 1, ep 2, pp 2, dense first stage": ep(2, 1, pp=2, model=DENSE_FIRST, more=CLIPPED),
-    "zero 1, ep 2, pp 2, tp 2": ep(2, 1, pp=2, tp=2),
-    "zero 1, ep 2, pp 2, bf16": ep(2, 1, pp=2, more={**CLIPPED, **BF16}),
 }
 ALWAYS = {
     "ep 2, gpt oss, biases",
     "ep 2, selective activation checkpointing",
     "ep 2 x edp 2",
     "ep 2, pp 2, 1f1b",
-    "ep 2, pp 2, dualpipev, overlapped",
     "ep 2, Muon, edp 2 over 1 expert each",
     "zero 0, ep 2 x edp 2, clipped",
     "zero 2, ep 2, tp 2",
     "zero 3, ep 2 x edp 2, Muon",
     "zero 1, ep 2, pp 2, dense first stage",
 }
-"""The others run with `make sweep-tests`."""
+"""The others run with `make sweep-tests`; overlapped exchanges in a pipeline: tests/parity."""
 
 LAYOUTS = {"torch": {2: TORCH_TWO, 4: TORCH_FOUR}, "deepspeed": {2: ZERO_TWO, 4: ZERO_FOUR}}
 found = differences_fixture("test_a_layout_follows_one_process", LAYOUTS, ALWAYS)

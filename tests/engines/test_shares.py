@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import EXPERTS, assert_within_tolerance, compare_layouts, layout
+from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
 
 
 def shared(stage: int, shares: Any, *, micro: int, **keys: Any) -> dict[str, Any]:
@@ -58,17 +58,25 @@ DEEPSPEED = {
         "pipeline, ZeRO-0, other shares in every step": shared(0, "auto", micro=1, pp=2),
     },
 }
-MARKS = {("torch", 4): pytest.mark.sweep, ("deepspeed", 4): pytest.mark.integration}
-CASES = [
-    pytest.param(engine, processes, marks=MARKS.get((engine, processes), ()))
-    for engine, layouts in (("torch", TORCH), ("deepspeed", DEEPSPEED))
-    for processes in layouts
-]
+LAYOUTS = {"torch": TORCH, "deepspeed": DEEPSPEED}
+IN_CI = {
+    "DDP [3, 1]",
+    "DDP [3, 1], micro-batches of different size",
+    "FSDP2 stage 3 [3, 1]",
+    "FSDP2 stage 3, other shares in every step",
+    "experts [3, 1]",
+    "FSDP2 stage 2 [2, 1, 1]",
+    "ZeRO-0 [3, 1]",
+    "ZeRO-3 [3, 1]",
+    "ZeRO-1, other shares in every step",
+    "ZeRO-2 in fp32 with clipping [3, 1]",
+    "pipeline, pp 2 x dp 2 [3, 1]",
+}
+"""The others run with `make sweep-tests`."""
+
+found = differences_fixture("test_losses_with_uneven_shares_are_those_of_one_process", LAYOUTS)
 
 
-@pytest.mark.parametrize(("engine", "processes"), CASES)
-def test_losses_with_uneven_shares_are_those_of_one_process(tmp_path: Any, engine: str, processes: int) -> None:
-    layouts: dict[str, dict[str, Any]] = {"torch": TORCH, "deepspeed": DEEPSPEED}[engine][processes]
-    found = compare_layouts(tmp_path, engine, layouts, processes=processes)
-    for name in layouts:
-        assert_within_tolerance(found[name], name)
+@pytest.mark.parametrize("name", layout_params(set(), *TORCH.values(), *DEEPSPEED.values(), integration=IN_CI))
+def test_losses_with_uneven_shares_are_those_of_one_process(found: dict[str, dict[str, float]], name: str) -> None:
+    assert_within_tolerance(found[name], name)

@@ -70,12 +70,12 @@ COMPLETEP: dict[str, Any] = {
         "num_key_value_heads": 1,
     },
 }
-"""Of a cell with `completep`, which is no factor of the matrix: see `test_completep.py`. Width and depth are twice the
-base model's and the MLP three times, so that every kind of parameter has a learning rate of its own."""
+"""Of a cell with `completep`, which is no factor of the matrix: see `test_other_factors.py`. Width and depth are twice
+the base model's and the MLP three times, so that every kind of parameter has a learning rate of its own."""
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 3e-3, "adam_lr": 2e-3, "weight_decay": 0.1}}
-"""Of a cell with `muon`, which is no factor of the matrix either: see `test_muon.py`."""
+"""Of a cell with `muon`, which is no factor of the matrix either: see `test_other_factors.py`."""
 
 CLIPPED_LOGIT = 0.03
 """Of a cell with `qk_clip`, beside `muon`: the model's logits are 0.06 before its first step."""
@@ -132,7 +132,7 @@ def _optimizer(values: Values) -> dict[str, Any]:
 def model_of(values: Values) -> dict[str, Any]:
     """Llama with four layers: enough for four pipeline stages, which the cost of the head makes unequal.
 
-    Qwen3-MoE of the same sizes in a cell with `experts`, or with `ep`, see `test_expert_parallel.py`.
+    Qwen3-MoE of the same sizes in a cell with `experts`, or with `ep`, see `test_other_factors.py`.
     """
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     experts = {"model_type": "qwen3_moe", "head_dim": 8, **sizes} if _has_experts(values) else {}

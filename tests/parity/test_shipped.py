@@ -1,4 +1,7 @@
-"""Every shipped config, shrunk, trains a few steps and follows one plain process, in its own precision."""
+"""Shipped configs, shrunk, train a few steps and follow one plain process, in their own precision.
+
+CI runs one of each kind; `make sweep-tests` the others, whose layouts `test_matrix.py` has.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,20 @@ from pipeline.plan.proof.equivalence import ProofResult, check_equivalence
 from pipeline.plan.proof.shrunk_run import SEQUENCE, VOCABULARY, ShrunkRun, shrink_run
 from pipeline.plan.proof.tokens import write_tokens
 from tests.config.rules.test_layouts import shipped
-from tests.conftest import ROOT
+from tests.conftest import ROOT, selected
+from tests.engines.comparison import layout_params
 from tests.parity.run import failure_text, launch
 
 STEPS = 5
+IN_CI = {
+    "zero3.json",
+    "offload.json",
+    "llama_70b_3d.json",
+    "llama_70b_fsdp_3d.json",
+    "llama_8b_64k_cp.json",
+    "qwen3_moe_30b.json",
+    "deepseek_v3_671b.json",
+}
 
 
 def shrunk(name: str, processes: int, work: Path) -> ShrunkRun:
@@ -24,12 +37,13 @@ def shrunk(name: str, processes: int, work: Path) -> ShrunkRun:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
     work = tmp_path_factory.mktemp("shipped")
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=4_000, longest=2 * SEQUENCE)
     cases: list[Case] = []
-    for name, processes in shipped().items():
-        small = shrunk(name, processes, work)
+    names = selected(request.session, test_a_shrunk_shipped_config_follows_the_reference, "name")
+    for name in names:
+        small = shrunk(name, shipped()[name], work)
         precisions = sorted({"fp32", small.precision})
         cases += [small.reference(f"{name}-{p}", precision=p, tokens=tokens) for p in precisions]
         cases.append(small.layout(name, precision=small.precision, tokens=tokens))
@@ -38,7 +52,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
         name: check_equivalence(
             found[name], found[f"{name}-{precision_of(name, found)}"], fp32_reference=found[f"{name}-fp32"]
         )
-        for name in shipped()
+        for name in names
     }
 
 
@@ -46,7 +60,7 @@ def precision_of(name: str, found: dict[str, object]) -> str:
     return next(p for p in ("bf16", "fp16", "fp32") if f"{name}-{p}" in found)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", layout_params(set(), shipped(), integration=IN_CI))
 def test_a_shrunk_shipped_config_follows_the_reference(results: dict[str, ProofResult], name: str) -> None:
     assert results[name].passed, failure_text(name, results[name])
 

@@ -146,7 +146,7 @@ def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_
     dead, alive = agents if lost == "first" else reversed(agents)
     said = work / f"said-{left}"
     try:
-        wait_until(lambda: last_step(run_dir) >= 12, within_s=300, process=alive, said=said.read_text)
+        wait_until(lambda: last_step(run_dir) >= 12, process=alive, said=said.read_text)
         kill_all_of(dead)
         assert alive.wait(timeout=240) == 0, said.read_text()
     finally:
@@ -161,7 +161,7 @@ def test_a_leaving_node_saves_and_others_go_on(work: Path, expected: dict[int, f
         agent(work, run_dir, port=rendezvous_port, processes=size) for size in (1, 2)
     )  # the first has rank 0
     try:
-        wait_until(lambda: last_step(run_dir) >= 12, within_s=300, process=left, said=said.read_text)
+        wait_until(lambda: last_step(run_dir) >= 12, process=left, said=said.read_text)
         asked.terminate()
         assert left.wait(timeout=240) == 0, said.read_text()
     finally:
@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed_is_started_again_by_the_same_torchrun(work: Pat
     with said.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=work, start_new_session=True)
     try:
-        wait_until(lambda: last_step(run_dir) >= 12, within_s=300, process=process, said=said.read_text)
+        wait_until(lambda: last_step(run_dir) >= 12, process=process, said=said.read_text)
         os.kill(warm_python.descendants(process.pid)[-1], signal.SIGKILL)
         assert process.wait(timeout=240) == 0, said.read_text()
     finally:

@@ -86,7 +86,7 @@ def loaded(run_dir: Path) -> dict[str, Any]:
     return [event for event in read_events(run_dir)[0] if event["event"] == "loaded"][-1]
 
 
-@pytest.mark.parametrize("processes", [2, 1])
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.sweep)])
 def test_a_killed_run_resumes_on_any_layout_without_its_files(
     killed: Path, uninterrupted: dict[int, float], tmp_path: Path, shm: Path, processes: int
 ) -> None:

@@ -46,6 +46,9 @@ def folder(imported: Imported = "training") -> Path:
     server = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=env)
     atexit.register(server.kill)
     _servers.append(server.pid)
+    while not (made / "socket").exists():  # no test's time limit has its imports in it, a minute on busy cores
+        assert server.poll() is None, "the fork server has ended"
+        time.sleep(0.05)
     return made
 
 

@@ -53,7 +53,7 @@ class Hosts:
         return self.log.read_text() if self.log.exists() else ""
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, within_s=150, said=self._logs)
+        wait_until(condition, said=self._logs)
 
     def _logs(self) -> str:
         own = [(self.work / f"{name}.log").read_text()[-2000:] for name in self.agents]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 
 NODES = ("a", "b")
+
+
+@pytest.fixture(autouse=True)
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets time pass, which stands still otherwise."""
+    now = [100.0]
+    monkeypatch.setattr("pipeline.cluster.elastic.files.time.monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
 def files_of(directory: Path, node: str, *, dead_s: float = 0.3) -> StateFiles:
@@ -26,13 +36,15 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert list(reader.read("b").codes) == [1, 0]  # type: ignore[union-attr]
 
 
-def test_a_node_is_dead_when_its_count_stands_still_and_alive_when_it_moves_again(tmp_path: Path) -> None:
+def test_a_node_is_dead_when_its_count_stands_still_and_alive_when_it_moves_again(
+    tmp_path: Path, wait: Callable[[float], None]
+) -> None:
     writer, reader = files_of(tmp_path, "a"), files_of(tmp_path, "b")
     for count in (1, 2):
         writer.write(NodeState("a", count))
         found = reader.read("a")
     assert found is not None
-    time.sleep(0.4)
+    wait(0.4)
     assert reader.read("a") is None
     assert reader.leader() is None  # b leads
     writer.write(NodeState("a", 3))
@@ -40,12 +52,14 @@ def test_a_node_is_dead_when_its_count_stands_still_and_alive_when_it_moves_agai
     assert reader.leader() is not None
 
 
-def test_a_node_leads_only_when_those_before_it_have_had_time_to_come(tmp_path: Path) -> None:
+def test_a_node_leads_only_when_those_before_it_have_had_time_to_come(
+    tmp_path: Path, wait: Callable[[float], None]
+) -> None:
     reader = files_of(tmp_path, "b")
     files_of(tmp_path, "a").write(NodeState("a", 7, RanksPlan(9, 4, ("a",), outcome=0)))  # of a job that has ended
     waiting = reader.leader()
     assert waiting.plan.version == 0
-    time.sleep(0.4)
+    wait(0.4)
     assert reader.leader() is None
     assert files_of(tmp_path, "a").leader() is None  # the first node waits for nobody
 
@@ -55,7 +69,9 @@ def test_a_damaged_file_is_that_of_no_one(tmp_path: Path) -> None:
     assert files_of(tmp_path, "b").read("a") is None
 
 
-def test_a_node_that_begins_to_lead_does_not_take_those_that_it_never_looked_at_for_dead(tmp_path: Path) -> None:
+def test_a_node_that_begins_to_lead_does_not_take_those_that_it_never_looked_at_for_dead(
+    tmp_path: Path, wait: Callable[[float], None]
+) -> None:
     """The second of three nodes reads the first one's file alone while that one leads."""
     nodes = ("a", "b", "c")
     reader = StateFiles(tmp_path, node="b", nodes=nodes, dead_s=0.4)
@@ -64,7 +80,7 @@ def test_a_node_that_begins_to_lead_does_not_take_those_that_it_never_looked_at_
         for node, writer in writers.items():
             writer.write(NodeState(node, count))
         assert reader.leader() is not None
-    time.sleep(0.5)
+    wait(0.5)
     assert reader.leader() is None  # a is dead
     assert reader.read("c") is None
     assert reader.unknown("c")

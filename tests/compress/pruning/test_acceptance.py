@@ -24,7 +24,7 @@ from tests.support import output_of
 
 WORDS, DOCUMENTS, HELDOUT, LENGTH = 40, 160, 30, 400
 STEPS, LR = 60, 1e-2
-SEEDS = (1, 2, 3)
+SEEDS = (1, pytest.param(2, marks=pytest.mark.sweep), pytest.param(3, marks=pytest.mark.sweep))
 MARGIN = 0.1
 """Nats per token: the smallest gap of two neighbouring arms over eight seeds was .26."""
 
@@ -51,25 +51,27 @@ def trained(folder: Path, script: str, fields: dict[str, Any]) -> float:
 
 
 @pytest.mark.integration
-def test_distillation_of_a_pruned_model_beats_cross_entropy_which_beats_random_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_distillation_of_a_pruned_model_beats_cross_entropy_which_beats_random_values(
+    tmp_path: Path, seed: int
+) -> None:
     texts = chain()
     parts = {"train": texts[:-HELDOUT], "heldout": texts[-HELDOUT:]}
     tokens = make_tokens(tmp_path / "tokens", texts, parts=parts)
     teacher = make_model(tmp_path / "teacher", tokens, tied=False, steps=600)
     plan, _ = pruned(tmp_path, teacher, tokens, target={"shape": {"hidden_size": 32, "intermediate_size": 48}})
-    for seed in SEEDS:
-        found = {}
-        for script in ("distill.py", "train.py"):
-            for fresh in (False, True):
-                config = tiny_config(tokens, tmp_path / f"{script}-{fresh}-{seed}", engine="torch")
-                config |= {"zero_optimization": {"stage": 0}, "model": {"path": str(plan.output), "fresh": fresh}}
-                config |= {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
-                config["optimizer"]["params"]["lr"] = LR
-                config["run"] |= {"steps": STEPS, "seed": seed, "checkpoint_every": STEPS}
-                config["evaluation"] = {"every": STEPS, "samples": 64}
-                if script == "distill.py":
-                    config["distill"] = {"teacher": str(teacher), "temperature": 1.0, "alpha": 0.9}
-                found[script, fresh] = trained(tmp_path, script, config)
-        distilled, cross_entropy = found["distill.py", False], found["train.py", False]
-        random = min(found["distill.py", True], found["train.py", True])
-        assert distilled + MARGIN < cross_entropy < random - MARGIN, (seed, found)
+    found = {}
+    for script in ("distill.py", "train.py"):
+        for fresh in (False, True):
+            config = tiny_config(tokens, tmp_path / f"{script}-{fresh}", engine="torch")
+            config |= {"zero_optimization": {"stage": 0}, "model": {"path": str(plan.output), "fresh": fresh}}
+            config |= {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
+            config["optimizer"]["params"]["lr"] = LR
+            config["run"] |= {"steps": STEPS, "seed": seed, "checkpoint_every": STEPS}
+            config["evaluation"] = {"every": STEPS, "samples": 64}
+            if script == "distill.py":
+                config["distill"] = {"teacher": str(teacher), "temperature": 1.0, "alpha": 0.9}
+            found[script, fresh] = trained(tmp_path, script, config)
+    distilled, cross_entropy = found["distill.py", False], found["train.py", False]
+    random = min(found["distill.py", True], found["train.py", True])
+    assert distilled + MARGIN < cross_entropy < random - MARGIN, found

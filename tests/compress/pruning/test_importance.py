@@ -107,22 +107,26 @@ CELLS = [
     *((name, layout) for name in WITHOUT_PLANS for layout in ("dp 2", "FSDP2", "ZeRO-3")),
     ("gpt2", "cp 2"),
 ]
-_QUICK = {
-    "llama": tuple(layout for layout, (processes, _) in LAYOUTS.items() if processes == 2),
-    "qwen3_moe": ("tp 2", "pp 2", "FSDP2", "ZeRO-3"),
-    "gpt2": ("FSDP2",),
+IN_CI = {
+    ("llama", "cp 2, ring"),
+    ("llama", "deepspeed, pp 2"),
+    ("llama", "tp 2, dp 2"),
+    ("llama", "pp 2, FSDP2"),
+    ("qwen3_moe", "tp 2"),
+    ("qwen3_moe", "ZeRO-3"),
+    ("qwen3_moe", "deepspeed, tp 2"),
+    ("qwen3_moe_mixed", "pp 2"),
+    ("gemma", "cp 2, ring"),
+    ("gemma2", "dp 2"),
+    ("gpt2", "cp 2"),
+    ("gpt2", "FSDP2"),
 }
+"""Every architecture, and every layout of two ranks; the others run with `make sweep-tests`."""
 
 
 def cells() -> list[Any]:
-    """Half of them in the quick tier: each takes a second of two to four processes."""
     return [
-        pytest.param(
-            name,
-            layout,
-            id=f"{name}: {layout}",
-            marks=[] if layout in _QUICK.get(name, ()) else [pytest.mark.integration],
-        )
+        pytest.param(name, layout, id=f"{name}: {layout}", marks=[] if (name, layout) in IN_CI else pytest.mark.sweep)
         for name, layout in CELLS
     ]
 
@@ -139,7 +143,9 @@ def test_every_layout_chooses_equal_channels(alone: Any, tokens: Path, tmp_path:
     assert _chosen(plan, one) == _chosen(other, sums)
 
 
-@pytest.mark.parametrize("layout", ["cp 2", "cp 2, ring", "tp 2, dp 2"])
+@pytest.mark.parametrize(
+    "layout", ["cp 2, ring", *(pytest.param(each, marks=pytest.mark.sweep) for each in ("cp 2", "tp 2, dp 2"))]
+)
 def test_layouts_agree_where_attention_stays_within_documents(tokens: Path, tmp_path: Path, layout: str) -> None:
     source = models.make(tmp_path / "llama", "llama", tokens, dead=False)
     data = {"path": str(tokens), "sequence_length": SEQUENCE, "batch_size": 8, "mask_documents": True}

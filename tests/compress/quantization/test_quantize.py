@@ -47,7 +47,7 @@ for folder in sys.argv[2:]:
 def kill_once_written(config: Path, written: Path) -> None:
     command = [sys.executable, str(ENTRY), "--config", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    wait_until(written.exists, within_s=240, process=process, poll_s=0.002)
+    wait_until(written.exists, process=process, poll_s=0.002)
     kill_group(process)
 
 

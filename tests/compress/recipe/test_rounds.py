@@ -42,7 +42,7 @@ def write_recipe(work: Path, output: str) -> Path:
 
 def kill_when(path: Path, reached: Callable[[], bool]) -> None:
     process = started(path)
-    wait_until(reached, within_s=300, process=process, said=lambda: process.communicate()[0])
+    wait_until(reached, process=process, said=lambda: process.communicate()[0])
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 

@@ -18,6 +18,8 @@ CELLS = (
     "qwen3_moe, W4A16, sentencepiece-bpe",
     "deepseek_v3, FP8, bpe",
 )
+SWEPT = ("gemma, Q8_0, sentencepiece-bpe", "mixtral, W4A16, bpe", "deepseek_v3, FP8, bpe")
+"""Files of gemma are scored in `models/gguf/test_write.py`, experts in `compress/quantization/test_experts.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,10 @@ def test_every_architecture_scheme_and_tokenizer_has_a_cell() -> None:
     assert parts == [set(ARCHITECTURES), set(SCHEMES), set(TOKENIZERS)]
 
 
-@pytest.mark.integration
 @pytest.mark.usefixtures("warm_vllm")
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, marks=pytest.mark.sweep if c in SWEPT else pytest.mark.integration) for c in CELLS]
+)
 def test_a_compressed_model_is_accepted_by_what_serves_it(cell: str, work: Path) -> None:
     passed, why = run_cell(cell, work)
     assert passed, why

@@ -199,7 +199,10 @@ def test_a_result_outside_the_bound_is_deleted_with_its_layers_named(model: Path
 @pytest.mark.integration
 @pytest.mark.usefixtures("warm_vllm")
 @pytest.mark.skipif(VLLM_PYTHON not in os.environ, reason=f"needs vLLM, whose environment's Python {VLLM_PYTHON} names")
-@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8"])
+# of the others test_cells.py has a model each
+@pytest.mark.parametrize(
+    "scheme", ["W4A16", *(pytest.param(each, marks=pytest.mark.sweep) for each in ("W8A8", "FP8"))]
+)
 def test_vllm_serves_what_was_written(scheme: str, model: Path, tokens: Path, tmp_path: Path) -> None:
     if (needs := VLLM_NEEDS.get(scheme)) and not needs & set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip(f"vLLM's kernel for {scheme} needs a processor with {' or '.join(sorted(needs))}")

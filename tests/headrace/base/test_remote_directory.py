@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from headrace.base.storage import StorageError, objects_below
 from headrace.commands.app import run
 from tests.conftest import ROOT
 from tests.object_store import Application, s3_server
-from tests.support import wait_until
+from tests.support import kill, wait_until
 from tests.warm_python import python
 
 FILES = 12
@@ -123,9 +122,8 @@ def test_a_killed_upload_leaves_nothing_that_looks_finished_and_the_next_one_is_
         "publish(Path(sys.argv[1]), sys.argv[2], progress=lambda _bytes: time.sleep(0.2))"
     )
     process = subprocess.Popen([python(), "-c", code, str(directory), URL], cwd=ROOT)
-    wait_until(lambda: len(objects_below(URL)) >= 3, within_s=60)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    wait_until(lambda: len(objects_below(URL)) >= 3)
+    kill(process)
     assert not store.exists(f"{URL}/{MANIFEST}")
     with pytest.raises(DataError, match=rf"no finished directory: there are \d+ objects and no {MANIFEST}"):
         fetch(URL, tmp_path / "back")

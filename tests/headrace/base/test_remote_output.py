@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from headrace.base.storage import StorageError, objects_below
 from headrace.commands.app import run
 from tests.conftest import ROOT
 from tests.object_store import s3_server
-from tests.support import wait_until
+from tests.support import kill, wait_until
 from tests.warm_python import python
 
 URL = "s3://outputs/models/a"
@@ -117,9 +116,8 @@ def test_a_killed_upload_leaves_nothing_finished_and_the_next_start_finishes_it(
         "    commit(s, final, kind='model', config={})\n"
     )
     process = subprocess.Popen([python(), "-c", code, URL], cwd=ROOT)
-    wait_until(lambda: len(objects_below(URL)) >= 2, within_s=60)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    wait_until(lambda: len(objects_below(URL)) >= 2)
+    kill(process)
     assert not store.exists(f"{URL}/{MANIFEST}")
     check_output(URL)
     with pytest.raises(DataError, match=r"of another config .*\n  try: headrace copy .* or rm -r ") as refused:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -14,8 +12,8 @@ import pytest
 from headrace.base.configfile import load
 from pipeline.plan.ladder.runs import finished_loss
 from tests.conftest import tiny_config, write_config
-from tests.support import output_of, wait_until
-from tests.warm_python import python
+from tests.support import alive, kill, output_of, wait_until
+from tests.warm_python import descendants, python
 
 pytestmark = pytest.mark.integration
 _MINUTES = 15
@@ -46,9 +44,9 @@ def test_a_killed_ladder_goes_on_and_a_poor_fit_is_not_extrapolated(tokens: Path
     while len(_finished(output / "runs")) < 2:
         assert started.poll() is None
         time.sleep(0.2)
-    os.kill(started.pid, signal.SIGKILL)
-    started.wait()
-    time.sleep(1)  # the run that was at work ends with it
+    at_work = descendants(started.pid)
+    kill(started)
+    wait_until(lambda: not any(map(alive, at_work)))  # the run that was at work ends with it
     before = _finished(output / "runs")
 
     # a law of this few steps is a poor one: what is tested is that it is used as it is told to be

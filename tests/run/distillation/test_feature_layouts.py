@@ -9,6 +9,7 @@ import pytest
 
 from headrace.base.directory import read_manifest
 from tests.conftest import launch, losses, write_config
+from tests.engines.comparison import layout_params
 from tests.run.distillation.test_features import BOTH
 from tests.run.distillation.test_layouts import TOLERANCE, student
 
@@ -28,6 +29,13 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("engine=deepspeed", "parallel.cp=2", "memory.activation_checkpointing=full"),
     ),
 }
+IN_CI = {
+    "full activation checkpointing",
+    "FSDP2, teacher sharded",
+    "tensor and context parallelism, ring",
+    "ZeRO-2, tensor parallelism, selective checkpointing",
+}
+"""The others run with `make sweep-tests`."""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +50,7 @@ def alone(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory)
     return losses(work / "run")
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layout_params(set(), LAYOUTS, integration=IN_CI))
 def test_every_layout_follows_one_process(
     layout: str, alone: dict[int, float], teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:
@@ -77,8 +84,7 @@ def deep(tokens: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) 
     return path, losses(work / "run")
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize("layout", layout_params(set(), PIPELINES, integration=PIPELINES.keys() - {"interleaved 1F1B"}))
 def test_the_last_stages_layers_are_matched(layout: str, deep: tuple[Path, dict[int, float]], tmp_path: Path) -> None:
     sets = (f"run.dir={tmp_path / 'run'}", "parallel.pp=2", *PIPELINES[layout])
     launch("distill.py", deep[0], *sets, processes=2)

@@ -10,7 +10,7 @@ import pytest
 from headrace.base.directory import read_manifest
 from tests import warm
 from tests.conftest import launch, losses, tiny_config, write_config
-from tests.engines.comparison import EXPERTS
+from tests.engines.comparison import EXPERTS, layout_params
 from tests.support import output_of
 
 STEPS = 8
@@ -35,6 +35,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "DeepSpeed, teacher sharded": (2, ("engine=deepspeed", "distill.shard_teacher=true")),
     "tp, cp and a sharded teacher": (4, ("parallel.tp=2", "parallel.cp=2", "distill.shard_teacher=true")),
 }
+IN_CI = {
+    "pipeline",
+    "DeepSpeed, pipeline",
+    "DeepSpeed, tensor parallelism",
+    "DeepSpeed, teacher sharded",
+    "tp, cp and a sharded teacher",
+}
+"""The others run with `make sweep-tests`."""
 
 
 def student(tokens: Path, run_dir: Path, teacher: Path, **distill: Any) -> dict[str, Any]:
@@ -52,8 +60,7 @@ def expected(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFacto
     return losses(work / "run")
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layout_params(set(), LAYOUTS, integration=IN_CI))
 def test_every_layout_of_student_and_teacher_follows_one_process(
     layout: str, expected: dict[int, float], teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:

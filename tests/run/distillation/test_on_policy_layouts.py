@@ -16,6 +16,7 @@ from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import ROOT, losses, tiny_config, write_config
+from tests.engines.comparison import layout_params
 from tests.run.distillation.recorded_tokens import read
 from tests.support import output_of
 from tests.warm_python import python, real_pid
@@ -38,6 +39,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "the reference": (1, ("engine=reference", "zero_optimization.stage=0")),
 }
+IN_CI = {"FSDP", "tensor parallelism", "DeepSpeed, ZeRO-3", "one sample at a time, without a cache"}
+"""The others run with `make sweep-tests`."""
 
 
 def on_policy(tokens: Path, run_dir: Path, teacher: Path, **section: Any) -> dict[str, Any]:
@@ -71,8 +74,7 @@ def alone(
     return config, read(work / "tokens"), losses(work / "run")
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layout_params(set(), LAYOUTS, integration=IN_CI))
 def test_every_layout_samples_the_same_tokens_and_follows_one_process(
     layout: str, alone: tuple[dict[str, Any], dict[tuple[int, int], list[int]], dict[int, float]], tmp_path: Path
 ) -> None:

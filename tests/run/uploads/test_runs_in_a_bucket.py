@@ -118,7 +118,7 @@ def test_a_second_run_of_the_same_url_is_refused_and_a_stop_by_signal_uploads_fi
     config = config_of(tokens, tmp_path, URL, steps=100_000)
     first = start(config)
     try:
-        wait_until(lambda: "checkpoint uploaded to" in first.said(), within_s=90)
+        wait_until(lambda: "checkpoint uploaded to" in first.said())
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "another-host"))
         refusal = refusal_of(start_to_end("train.py", config))
         assert "another process is writing there" in refusal

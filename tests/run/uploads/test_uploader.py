@@ -74,12 +74,12 @@ class Started:
 
     def finish(self) -> None:
         self.uploader.ending = "backlog"
-        wait_until(lambda: any(each["event"] == "backlog_done" for each in self.told), within_s=60)
+        wait_until(lambda: any(each["event"] == "backlog_done" for each in self.told))
         self.end()
 
     def end(self) -> None:
         self.uploader.ending = "now"
-        self.thread.join(30)
+        self.thread.join(120)
         assert not self.thread.is_alive()
 
 
@@ -107,7 +107,7 @@ def test_of_each_checkpoint_the_manifest_goes_up_last_and_is_deleted_first(fault
         (run.run_dir / MANIFEST).write_text("{}\n")
         for step in (2, 4, 6, 8, 10):
             checkpoint(run.run_dir, step)
-            wait_until(lambda step=step: step in run.steps("uploaded"), within_s=60)  # type: ignore[misc]
+            wait_until(lambda step=step: step in run.steps("uploaded"))  # type: ignore[misc]
     assert steps_there() == [10, 8, 4]
     puts = [path.removeprefix("/store/runs/a/") for method, path in faults.requests if method == "PUT"]
     journal, shards = puts.index("metrics.jsonl"), puts.index("checkpoints/step-00000002.1/__0_0.distcp")
@@ -127,16 +127,14 @@ def test_of_each_checkpoint_the_manifest_goes_up_last_and_is_deleted_first(fault
 @pytest.mark.usefixtures("store")
 def test_a_store_that_is_slower_than_checkpoints_gets_the_newest_and_those_kept_for_ever(faults: Faulty) -> None:
     run = Started(keep_every=4)
-    wait_until(lambda: run.lease.number == 1 and objects_below(f"{URL}/.lease"), within_s=10)
-    faults.seconds = 0.5
+    faults.held = "*.distcp"
     for step in (1, 2, 3, 4, 5, 6):
         made = checkpoint(run.run_dir, step)
-        time.sleep(0.3)
+        wait_until(lambda step=step: any((run.run_dir / LINKS).glob(f"step-{step:08d}-*/{MANIFEST}")))  # type: ignore[misc]
         if step < 6:  # the run keeps one of them on disk
             made.rename(made.with_name(f".{made.name}.deleted"))
-    status = json.loads((run.run_dir / "uploads.json").read_text())["status"]
-    assert status["backlog_bytes"] > 0
-    faults.seconds = 0.0
+    wait_until(lambda: json.loads((run.run_dir / "uploads.json").read_text())["status"].get("backlog_bytes"))
+    faults.held = None
     run.finish()
     assert {4, 6} <= {*run.steps("uploaded")}
     assert sorted([*run.steps("uploaded"), *run.steps("upload_skipped")]) == [1, 2, 3, 4, 5, 6]
@@ -149,21 +147,21 @@ def test_a_store_that_is_slower_than_checkpoints_gets_the_newest_and_those_kept_
 def test_faults_of_the_store_are_told_once_and_cost_nothing_but_time(faults: Faulty) -> None:
     run = Started()
     checkpoint(run.run_dir, 1)
-    wait_until(lambda: run.steps("uploaded") == [1], within_s=60)
+    wait_until(lambda: run.steps("uploaded") == [1])
     faults.down = True
     checkpoint(run.run_dir, 2)
-    wait_until(lambda: any(each["event"] == "upload_failing" for each in run.told), within_s=60)
+    wait_until(lambda: any(each["event"] == "upload_failing" for each in run.told))
     failing = next(each for each in run.told if each["event"] == "upload_failing")
     assert failing["durable_step"] == 1
     assert "reduce your request rate" in failing["error"]
     (run.run_dir / "metrics.jsonl").write_text('{"kind": "step", "step": 2, "time": "2026-11-27T00:00:00Z"}\n')
     with exclusive_run(run.run_dir):  # as rank 0 has it
-        wait_until(lambda: "FAILING" in "\n".join(lines_of(read_status(run.run_dir))), within_s=20)
+        wait_until(lambda: "FAILING" in "\n".join(lines_of(read_status(run.run_dir))))
         lines = "\n".join(lines_of(read_status(run.run_dir)))
     assert "newest checkpoint of step 1, there since" in lines
     assert "MB/s: checkpoints of step 2" in lines
     faults.down = False
-    wait_until(lambda: run.steps("uploaded") == [1, 2], within_s=60)
+    wait_until(lambda: run.steps("uploaded") == [1, 2])
     run.finish()
     assert steps_there() == [2, 1]
 
@@ -174,7 +172,7 @@ def test_an_answer_that_is_lost_makes_no_second_writer_of_the_manifest(faults: F
         faults.rate = 0.3
         for step in (1, 2, 3):
             checkpoint(run.run_dir, step)
-            wait_until(lambda step=step: step in run.steps("uploaded"), within_s=60)  # type: ignore[misc]
+            wait_until(lambda step=step: step in run.steps("uploaded"))  # type: ignore[misc]
         faults.rate = 0.0
     assert sum(faults.injected[kind] for kind in ("503", "reset", "stall", "lost")) > 3
     assert steps_there() == [3, 2, 1]
@@ -187,7 +185,7 @@ def test_a_process_that_was_paused_stops_and_has_written_into_no_directory_of_it
     faults.seconds = 0.3
     checkpoint(run.run_dir, 5, content=b"old")
     other = take_lease(URL, newest_lease(URL), token="another host", silent_s=SILENT_S)  # as after a long pause
-    run.thread.join(30)
+    run.thread.join(120)
     assert isinstance(run.error, LeaseLostError)
     assert other.number == 2
     assert all(".2/" not in path for _, path in faults.requests)
@@ -203,9 +201,9 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease_and_takes_over
             _taken(URL, silent_s=SILENT_S)
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "another-host"))
-    began = time.monotonic()
+    capsys.readouterr()
     assert _taken(URL, silent_s=SILENT_S).number == 2  # it was given back
-    assert time.monotonic() - began < SILENT_S
+    assert "counts as ended" not in capsys.readouterr().err
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "third-host"))
     began = time.monotonic()
     assert _taken(URL, silent_s=SILENT_S).number == 3  # it was not: its process is gone

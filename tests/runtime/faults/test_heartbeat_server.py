@@ -30,8 +30,8 @@ def address(tmp_path: Path) -> ServerAddress:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server closes the connection within 10 s; data before that is ignored."""
-    connection.settimeout(10.0)
+    """Whether the server closes the connection within a minute; data before that is ignored."""
+    connection.settimeout(60.0)
     try:
         while connection.recv(4096):
             pass
@@ -43,8 +43,8 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def has_exited(address: ServerAddress) -> bool:
-    """Whether the server stops listening within 10 s."""
-    deadline = time.monotonic() + 10
+    """Whether the server stops listening within a minute."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", address.port), timeout=1).close()
@@ -128,7 +128,7 @@ def test_a_diagnosis_larger_than_a_sockets_buffer_reaches_every_rank_with_the_pr
     kill = [(f"machine{rank % 1024}", rank, 1) for rank in ranks]
     server._send_diagnosis(Diagnosis("silent", ranks, 31.0), kill)
     for reader in readers:
-        reader.join(10.0)
+        reader.join(60.0)
     assert {rank: found["ranks"] for rank, found in received.items()} == {0: list(ranks), 1: list(ranks)}
     assert [process[1] for process in received[1]["kill"]] == [rank for rank in ranks if rank % 1024 == 1]
 

@@ -104,7 +104,7 @@ def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> 
 @pytest.mark.parametrize(
     ("launcher", "victim", "how"),
     [
-        ("nproc", 0, signal.SIGKILL),
+        pytest.param("nproc", 0, signal.SIGKILL, marks=pytest.mark.sweep),
         ("nproc", 1, signal.SIGSTOP),
         ("torchrun", 1, signal.SIGKILL),
         ("deepspeed", 0, signal.SIGKILL),

@@ -49,8 +49,8 @@ def stopped_at_step(
     ("number", "code"),
     [
         pytest.param(signal.SIGTERM, 75, id="TERM"),
-        pytest.param(signal.SIGUSR1, 75, id="USR1", marks=pytest.mark.integration),
-        pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.integration),
+        pytest.param(signal.SIGUSR1, 75, id="USR1", marks=pytest.mark.sweep),
+        pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.sweep),
     ],
 )
 def test_a_stopped_run_saves_a_checkpoint_and_resumes_to_the_same_loss_curve(

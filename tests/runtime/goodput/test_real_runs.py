@@ -61,7 +61,7 @@ def kill_at_step(config: Path, run_dir: Path, step: int) -> tuple[float, float]:
     """Starts a run and kills it with SIGKILL after a step; the times of both, since the epoch."""
     began = time.time()
     process = subprocess.Popen([sys.executable, *entry_point("train.py", config)], stdout=subprocess.DEVNULL)
-    wait_until(lambda: last_step(run_dir) >= step, within_s=240, process=process)
+    wait_until(lambda: last_step(run_dir) >= step, process=process)
     os.kill(process.pid, signal.SIGKILL)
     killed = time.time()
     process.wait()

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from tests.conftest import ROOT, losses, tiny_config, write_config
-from tests.support import output_of, refusal_of, wait_until
+from tests.support import alive, output_of, refusal_of, wait_until
 
 TRAIN = str(ROOT / "pipeline/train.py")
 STEPS = "run.steps=2"
@@ -115,7 +115,8 @@ def main():
     if mode == "raise" and rank == 1:
         raise ValueError("the real cause")
     if mode == "raise":
-        time.sleep(0.3)
+        while not os.path.exists("pid-1") or os.path.exists("/proc/" + (open("pid-1").read() or "self")):
+            time.sleep(0.1)
         raise RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     if mode == "refuse":
         raise TrainingError("all raise this")
@@ -147,6 +148,8 @@ sys.path.insert(0, {root!r})
 from pipeline.runtime.launch import local, supervise
 if sys.argv[1] == "no cause":
     local.OWN_ERROR_S = -local._GRACE_S + 1.0
+if sys.argv[1] == "stop":
+    local._GRACE_S = 300.0
 sys.exit(supervise([sys.executable, "rank.py", sys.argv[1]], processes=3))
 """
 
@@ -167,16 +170,8 @@ def exited(process: subprocess.Popen[str], *, within_s: float) -> str:
 def pids(work: Path) -> list[int]:
     """The ranks' process ids, once all three have written them."""
     files = [work / f"pid-{rank}" for rank in range(3)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files), within_s=30)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     return [int(file.read_text()) for file in files]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs; one that is dead and not yet waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -192,14 +187,14 @@ def test_the_exit_code_is_the_first_failed_ranks_and_its_output_is_printed_once(
     tmp_path: Path, fault: str, code: int, words: str
 ) -> None:
     process = supervised(tmp_path, fault)
-    output = exited(process, within_s=90)
+    output = exited(process, within_s=200)
     assert process.returncode == code, output
     assert re.search(words, output, re.DOTALL), output
 
 
 def test_the_first_failure_is_printed_once_and_secondary_errors_are_not(tmp_path: Path) -> None:
     process = supervised(tmp_path, "raise")
-    output = exited(process, within_s=90)
+    output = exited(process, within_s=200)
     assert process.returncode == 1
     assert output.count("ValueError: the real cause") == 1
     assert "rank 1 of 3 failed" in output
@@ -208,7 +203,7 @@ def test_the_first_failure_is_printed_once_and_secondary_errors_are_not(tmp_path
 
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     process = supervised(tmp_path, "kill")
-    assert "rank 1 of 3 was ended by SIGKILL" in exited(process, within_s=90)
+    assert "rank 1 of 3 was ended by SIGKILL" in exited(process, within_s=200)
     assert process.returncode == 128 + 9
     assert not any(alive(pid) for pid in pids(tmp_path))
 
@@ -216,13 +211,13 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     process = supervised(tmp_path, "stubborn")
     # 1 s to collect other failures, 5 s until SIGKILL; the rest is for a busy machine
-    assert "the real cause" in exited(process, within_s=90)
+    assert "the real cause" in exited(process, within_s=200)
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
 def test_ranks_that_only_followed_an_error_are_not_reported_as_a_lost_rank(tmp_path: Path) -> None:
     process = supervised(tmp_path, "no cause")
-    output = exited(process, within_s=90)
+    output = exited(process, within_s=200)
     assert process.returncode == EXIT_FOLLOWED, output
     assert re.search(r"ranks? 0(, 2)? of 3 did not exit", output)  # rank 2 may take its time on a busy machine
     assert not any(alive(pid) for pid in pids(tmp_path))
@@ -231,10 +226,7 @@ def test_ranks_that_only_followed_an_error_are_not_reported_as_a_lost_rank(tmp_p
 def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
     process = supervised(tmp_path, "stop")
     ranks = pids(tmp_path)
-    began = time.monotonic()
-    output = exited(process, within_s=90)
-    # 1 s until the others report it, 1 s to collect other failures; SIGTERM first would take another 5
-    assert time.monotonic() - began < 5
+    output = exited(process, within_s=200)  # SIGTERM first would take 300 s
     assert process.returncode == EXIT_LOST
     assert output.count("rank 1 did not answer") == 1
     assert not any(alive(pid) for pid in ranks)
@@ -250,7 +242,7 @@ def test_a_signal_reaches_and_ends_all_ranks(tmp_path: Path, mode: str, number: 
     ranks = pids(tmp_path)
     time.sleep(0.3)
     process.send_signal(number)
-    exited(process, within_s=90)
+    exited(process, within_s=200)
     assert process.returncode == code
     assert not any(alive(pid) for pid in ranks)
 
@@ -260,4 +252,4 @@ def test_no_rank_survives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     ranks = pids(tmp_path)
     process.kill()
     process.wait()
-    wait_until(lambda: not any(alive(pid) for pid in ranks), within_s=10)
+    wait_until(lambda: not any(alive(pid) for pid in ranks))

@@ -100,7 +100,8 @@ def mean_over_islands(
 def norm_of(values: Tensor) -> Tensor:
     """The Euclidean norm: fp64 [1]. Parts are summed in fp32, which is ten times as fast on a CPU, and then in fp64."""
     parts = [torch.linalg.vector_norm(part) for part in values.split(_NORM_PART)]
-    return torch.linalg.vector_norm(torch.stack(parts).double()).reshape(1)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts).double())
+    return norm.reshape(1)
 
 
 def refuse_impossible(result: Tensor, bound: float, peers: Collectives) -> None:

@@ -192,7 +192,7 @@ class Peers:
 def _checksum(values: Tensor) -> Tensor:
     """XXH3 of a contiguous tensor's bytes: uint8 [8]."""
     data = values.detach().reshape(-1).view(torch.uint8).numpy()
-    return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(data)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(data.data)), dtype=torch.uint8)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -111,7 +111,7 @@ def test_a_slow_island_is_not_waited_for_and_each_sample_is_trained_once(stack: 
 
     def crawl() -> None:
         slow.train(1.0, until=slow.island.step + 1)
-        slow_steps.wait(30)  # in the middle of its first round
+        slow_steps.wait(120)  # in the middle of its first round
         slow.train(1.0)
 
     def run() -> None:

@@ -248,7 +248,7 @@ def test_an_island_that_waits_for_the_state_of_one_in_its_tail_is_stopped_by_a_s
     time.sleep(1)  # it has asked
     first.train(1.0, until=STEPS - OVERLAP)
     asked_to_stop(late, after_s=2)  # it is in the exchange by then, whose source does not go on
-    waits.join(30)
+    waits.join(120)
     assert stops == [Stop.TERMINATE]
     assert late.island.ledger == Ledger()
     late.island.close()

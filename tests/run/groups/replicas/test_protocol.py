@@ -4,6 +4,7 @@ bits: replicas as threads, with a real lighthouse and real process groups."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -120,6 +121,12 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(60)
 
 
+def await_question(late: Thread) -> None:
+    """Returns when the lighthouse has a late comer's question, which is on its way for a moment."""
+    assert_set(late.asks)
+    time.sleep(1.0)
+
+
 def test_of_three_replicas_one_dies_in_a_step_and_another_one_joins(address: str) -> None:
     dead = threading.Event()
     late = Thread("d", address)
@@ -127,7 +134,7 @@ def test_of_three_replicas_one_dies_in_a_step_and_another_one_joins(address: str
     def wait_for_the_late_comer() -> None:
         dead.wait(60)
         late.start()
-        threading.Event().wait(3)  # until it has asked
+        await_question(late)
 
     a = Thread("a", address, at(4, wait_for_the_late_comer), count=3)
     b, c = Thread("b", address, count=3), Thread("c", address, at(3, die), count=3)
@@ -199,7 +206,7 @@ def test_a_replica_with_a_later_checkpoint_than_those_that_run_does_not_give_its
 
     def wait_for_the_late_comer() -> None:
         late.start()
-        threading.Event().wait(3)  # until it has asked
+        await_question(late)
 
     a = Thread("a", address, at(2, wait_for_the_late_comer), count=1).start().join()
     late.join()
@@ -213,7 +220,7 @@ def test_a_replica_that_comes_in_the_last_step_takes_its_result(address: str) ->
 
     def wait_for_the_late_comer() -> None:
         late.start()
-        threading.Event().wait(3)  # until it has asked
+        await_question(late)
 
     a = Thread("a", address, at(STEPS, wait_for_the_late_comer), count=1).start().join()
     late.join()

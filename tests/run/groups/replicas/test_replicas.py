@@ -67,7 +67,7 @@ def replica(
 
 def wait_for_opening_lines(log: Path, *, starts: int) -> None:
     """They come right before a replica asks for its first quorum."""
-    wait_until(lambda: log.read_text().count("bytes per parameter") >= starts, within_s=200, said=log.read_text)
+    wait_until(lambda: log.read_text().count("bytes per parameter") >= starts, said=log.read_text)
 
 
 def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
@@ -156,10 +156,10 @@ def test_a_replica_that_is_paused_for_many_steps_is_left_behind_and_started_agai
         while len(found) < 2:
             match = re.match(r"(replica-\d): process (\d+)", process.stdout.readline())
             found |= {match[1]: int(match[2])} if match else {}
-        wait_until(lambda: last_step(second) >= 50, within_s=200)
+        wait_until(lambda: last_step(second) >= 50)
         paused = last_step(second)
         os.killpg(found["replica-1"], signal.SIGSTOP)
-        wait_until(lambda: last_step(first) >= paused + 50, within_s=200)
+        wait_until(lambda: last_step(first) >= paused + 50)
         os.killpg(found["replica-1"], signal.SIGCONT)
         said = process.stdout.read()
     assert process.returncode == 0, said

@@ -16,7 +16,7 @@ from headrace.base.errors import HeadraceError
 from pipeline.config.sections.groups import ReplicasSection
 from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import NO_SKIPS, Skips
-from pipeline.run.groups.islands.lighthouse import LighthouseMember
+from pipeline.run.groups.islands.lighthouse import LighthouseMember, Quorum
 from pipeline.run.groups.islands.peers import ExchangeError, Peers, PeerStore
 from pipeline.run.groups.replicas.deal import Ranges, ReplicaMember
 from pipeline.run.groups.replicas.quorums import Quorums
@@ -72,6 +72,7 @@ class Thread:
     Attributes:
         before: called with the step before gradients are exchanged; may raise Died.
         after: called with a step that was run, before the quorum that follows it.
+        asks: set once it asks for a quorum.
         executions: of every step.
         count: replicas that are waited for.
         resumed: step and weights of its checkpoint.
@@ -95,7 +96,7 @@ class Thread:
     error: BaseException | None = None
 
     def start(self, *, reachable: bool = True) -> Thread:
-        self.model, self.store = Toy(self.resumed[1].clone()), PeerStore("127.0.0.1")
+        self.model, self.store, self.asks = Toy(self.resumed[1].clone()), PeerStore("127.0.0.1"), threading.Event()
         self.peers = Peers(bind="127.0.0.1", timeout_s=5, secret=b"")
         if not reachable:
             self.peers.form = fail  # type: ignore[method-assign]
@@ -116,6 +117,13 @@ class Thread:
         self.lighthouse = LighthouseMember(
             self.address, self.name, store=self.store.address, secret=b"", parse=ReplicaMember.from_plain
         )
+        ask = self.lighthouse._ask
+
+        def asking(member: ReplicaMember) -> Quorum[ReplicaMember]:
+            self.asks.set()
+            return ask(member)
+
+        self.lighthouse._ask = asking  # type: ignore[method-assign]
         around = ReplicaContext(
             section=ReplicasSection(name=self.name, count=self.count, start_s=100),
             total=STEPS,
