@@ -10,7 +10,7 @@ TESTS ?= not integration and not sweep
 PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-scale sweep-image sweep-tests gpu-check check clean help
+.PHONY: demo guard test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-scale sweep-image sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -33,6 +33,9 @@ check: $(READY)  ## style, types, import contracts
 
 test: check  ## style, types and the tests that need no heavy service; what this machine cannot run is skipped, and says why
 	$(PYTEST) -m '$(TESTS)'
+
+guard: $(READY)  ## four minutes: losses of a run that is killed and resumed, a run of an earlier commit, rows of the journal
+	python -m tests.guard
 
 test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, pairs of layout options, faults
 	$(PYTEST) -m 'integration and not sweep'

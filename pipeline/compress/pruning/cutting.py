@@ -63,7 +63,7 @@ def write_folder(
     if files != [SINGLE]:
         total = sum((folder / name).stat().st_size for name in set(written.values()))
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": written})
-    write_json(folder / CONFIG, config_of(plan, shape, kept))
+    write_json(folder / CONFIG, config_of(plan, shape, kept.layers))
     copy_generation(plan.source.path, folder)
 
 
@@ -154,8 +154,16 @@ def _scaled(value: Tensor, scale: float | None, *, unit_offset: bool) -> Tensor:
     return (wide + 1) * scale - 1 if unit_offset else wide * scale
 
 
-def config_of(plan: PruningPlan, shape: Shape, kept: Kept) -> dict[str, Any]:
-    """config.json of the result."""
+def write_config(plan: PruningPlan, shape: Shape, folder: Path) -> None:
+    """Writes a folder with the config of a result that is not made yet, of whose layers the first stand for those kept,
+    and an empty weight file."""
+    folder.mkdir()
+    write_json(folder / CONFIG, config_of(plan, shape, torch.arange(shape.get(LAYERS, plan.anatomy.sizes[LAYERS]))))
+    save_file({}, folder / SINGLE)
+
+
+def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> dict[str, Any]:
+    """config.json of the result, which has some of the decoder layers: int64 [L']."""
     config, sizes, keys = copy.deepcopy(plan.source.config), plan.anatomy.sizes, plan.anatomy.keys
     config |= {keys[axis]: shape[axis] for axis in shape if axis != FFN or FFN in sizes}
     config["dtype"] = plan.dtype
@@ -168,7 +176,7 @@ def config_of(plan: PruningPlan, shape: Shape, kept: Kept) -> dict[str, Any]:
         config[key] = float(getattr(whole, key)) * sizes[HIDDEN] / shape[HIDDEN]
     if EXPERTS in sizes:
         config["num_experts_per_tok"] = min(plan.anatomy.chosen_experts, shape[EXPERTS])
-    return config | _of_layers(plan, kept)
+    return config | _of_layers(plan, layers)
 
 
 def _of_heads(plan: PruningPlan, shape: Shape) -> dict[str, Any]:
@@ -178,10 +186,10 @@ def _of_heads(plan: PruningPlan, shape: Shape) -> dict[str, Any]:
     return {"head_dim": plan.anatomy.head_size, "num_attention_heads": heads // groups * shape[GROUPS]}
 
 
-def _of_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
+def _of_layers(plan: PruningPlan, layers: Tensor) -> dict[str, Any]:
     """What names single layers, for those that are kept, also where transformers derives it by number."""
     total = plan.anatomy.sizes[LAYERS]
-    if len(kept.layers) == total:
+    if len(layers) == total:
         return {}
     whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True).to_dict()
-    return of_kept_layers(whole, kept.layers.tolist(), total=total)
+    return of_kept_layers(whole, layers.tolist(), total=total)

@@ -1,4 +1,4 @@
-"""Refuses a recipe that would fail at a later step, before the first one. No torch."""
+"""Refuses a recipe that would fail at a later step, before the first one. Only a distillation's check needs torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from headrace.base.directory import read_manifest
@@ -86,7 +87,7 @@ def check_steps(recipe: Recipe) -> None:
     """Checks the config of every step against the model that is there now, all at once.
 
     Where a step's own model is not made yet, that is the original: what depends on a shape that pruning changes is left
-    to the step.
+    to the step. A distillation is checked with a student of the shape that pruning will give.
 
     Raises:
         ConfigError: a step would be refused, or it was done with another config or of another model.
@@ -132,12 +133,38 @@ def _here(step: Step, recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_distill(step: Step, recipe: Recipe) -> None:
-    """With the original as the student, whose shape is not known yet."""
+    """All checks of the training, with the student that it will have; of a latency, whose shape is found out later,
+    with the original."""
     assert recipe.config.distill is not None
-    places = {"model.path": recipe.original, "distill.teacher": recipe.original, "run.dir": step.output}
-    overrides = [f"{key}={json.dumps(str(path))}" for key, path in places.items()]
-    config = load_config(recipe.config.distill.config, [*recipe.config.distill.overrides, *overrides])
-    resolve(config, world_size=recipe.config.distill.processes, begun=True)
+    from pipeline.run.prepare import prepare  # noqa: PLC0415  imports torch
+
+    with TemporaryDirectory() as folder:
+        student, fresh = step.source, False
+        if not is_folder(student):
+            student, fresh = _unmade_student(step, recipe, Path(folder, "student")), True
+        # a run that was begun there is compared by the step itself
+        places = {"model.path": student, "distill.teacher": recipe.original, "run.dir": Path(folder, "run")}
+        overrides = [f"{key}={json.dumps(str(path))}" for key, path in places.items()]
+        if fresh:
+            overrides.append("model.fresh=true")
+        config = load_config(recipe.config.distill.config, [*recipe.config.distill.overrides, *overrides])
+        prepare(resolve(config, world_size=recipe.config.distill.processes, begun=True))
+
+
+def _unmade_student(step: Step, recipe: Recipe, folder: Path) -> Path:
+    """A folder with the config of the model that a pruning will make and no weights; the original's where its shape is
+    not known yet."""
+    before = next((other for other in recipe.steps if other.output == step.source and other.verb == "prune"), None)
+    try:
+        plan = None if before is None else pruning.prepare(parse(PruneConfig, _here(before, recipe)))
+    except ConfigError:  # which the pruning's own check says
+        plan = None
+    if plan is None or plan.shape is None:
+        return recipe.original
+    from pipeline.compress.pruning.cutting import write_config  # noqa: PLC0415  imports torch
+
+    write_config(plan, plan.shape, folder)
+    return folder
 
 
 def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[ConfigError]:

@@ -52,7 +52,9 @@ class SchedulerParams(Section):
         None, description="Length of WSD's final decay in optimizer steps, e.g. 1000; default: 10 % of total_num_steps"
     )
     min_ratio: NonNegativeFloat | None = Field(
-        None, description="Final learning rate of WSD's decay as a fraction of the peak, e.g. 0.1; default 0"
+        None,
+        description="Learning rate of the last step of WSD's decay as a fraction of the peak, e.g. 0.1; default 0, with"
+        " which that step learns nothing",
     )
 
 

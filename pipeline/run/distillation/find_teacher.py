@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from headrace.base.errors import ConfigError
+from headrace.base.remote_folder import local_folder
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture
@@ -65,9 +66,7 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
     theirs = read_hf_config(folder, dequantized=quantized)
     if theirs.vocab_size != vocab_size:
         why = f"the teacher has {theirs.vocab_size} ids, the student {vocab_size}"
-        raise ConfigError(
-            "distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs.vocab_size}"
-        )
+        raise ConfigError("distill.teacher", folder, why=why, remedy=_equal_ids(run, theirs.vocab_size, vocab_size))
     longest = files.longest_sequence
     if longest is not None and longest < length:
         why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
@@ -78,6 +77,22 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
     except ConfigError as error:
         raise ConfigError("distill.teacher", folder, why=str(error), remedy="change the student's layout") from None
     return TeacherModel(model, DequantizedValues(folder) if quantized else FromSafetensors(folder, model=model))
+
+
+def _equal_ids(run: ResolvedRun, teacher: int, student: int) -> str:
+    """How a teacher and a student get the same rows: both have all ids of the tokenizer, and one has more padding."""
+    model, section = run.config.model, run.config.distill
+    if model.path is None:
+        return f"set model.config.vocab_size to {teacher}"
+    assert section is not None
+    assert section.teacher is not None
+    key, path = ("distill.teacher", section.teacher) if teacher > student else ("model.path", model.path)
+    rows, folder = min(teacher, student), str(local_folder(path))
+    code = (
+        f"from transformers import AutoModelForCausalLM as M; m = M.from_pretrained({folder!r}, dtype='auto');"
+        f" m.resize_token_embeddings({rows}); m.save_pretrained('CUT')"
+    )
+    return f'cut the padding off the larger one, python -c "{code}", and set {key} to CUT'
 
 
 def check_student(run: ResolvedRun, student: nn.Module, teacher: TeacherModel | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.base.configfile import merge
 from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.compress.recipe.check import check_recipe, check_steps, different
 from pipeline.compress.recipe.config import RecipeConfig
@@ -87,6 +87,28 @@ def test_every_later_step_is_checked_before_the_first_and_all_that_is_wrong_is_s
 def test_a_pruning_that_cannot_be_is_refused_before_the_first_step(work: Path) -> None:
     text = refusal(recipe(work, "a", prune={"target": {"parameters": 1000}}))
     assert "prune.target.parameters" in text
+
+
+HIDDEN_STATES = 'distill.hidden_states={"loss": "mse"}'
+ATTENTIONS = 'distill.attentions={"relation_heads": 3}'
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.sources.0.path=absent", "absent"),
+        (HIDDEN_STATES, "the student's hidden_size is 32, the teacher's 64"),
+        (ATTENTIONS, "distill.attentions.relation_heads = 3"),
+    ],
+)
+def test_what_a_training_refuses_is_refused_before_the_pruning_with_the_pruned_shape(
+    work: Path, override: str, expected: str
+) -> None:
+    fields = recipe(work, "a", prune={"target": {"shape": {"hidden_size": 32, "num_hidden_layers": 1}}})
+    check_steps(plan_steps(parse(RecipeConfig, fields)))
+    fields["distill"]["overrides"] = [override]
+    with pytest.raises((ConfigError, DataError), match=expected):
+        check_steps(plan_steps(parse(RecipeConfig, fields)))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headrace.base.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.config.rules.resolve import resolve
+from pipeline.run.prepare import prepare
 from tests import warm
 from tests.conftest import tiny_config, write_config
+from tests.evaluation.heldout.small import make_tokens
 from tests.support import output_of
 
 
@@ -66,3 +72,24 @@ def test_matching_takes_the_teachers_features_gradients_and_a_relation_of_some_r
     recomputed = ("--set", "distill.attentions={}", "--set", "memory.activation_checkpointing=full")
     assert check(config, *recomputed)["matching"]["bytes"] == attentions + 64 * 4 * features
     assert "matching" not in check(config)
+
+
+@pytest.mark.parametrize(("teacher", "student", "key"), [(448, 384, "distill.teacher"), (384, 448, "model.path")])
+def test_the_command_that_a_refusal_prints_makes_padded_vocabularies_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teacher: int, student: int, key: str
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for rows in (teacher, student):
+        LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=rows)).save_pretrained(tmp_path / str(rows))
+    tokens = make_tokens(tmp_path / "tokens")
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", zero_optimization={"stage": 0})
+    config |= {"model": {"path": str(tmp_path / str(student))}, "distill": {"teacher": str(tmp_path / str(teacher))}}
+    path = write_config(tmp_path / "c.json", config)
+    with pytest.raises(ConfigError, match=f"the teacher has {teacher} ids, the student {student}") as refused:
+        prepare(resolve(load_config(path), world_size=1))
+    printed = re.search(r'python -c "(.*)", and set (.*) to CUT', refused.value.remedy)
+    assert printed is not None
+    assert printed[2] == key
+    monkeypatch.chdir(tmp_path)
+    exec(printed[1])
+    assert prepare(resolve(load_config(path, [f"{key}=CUT"]), world_size=1)).teacher is not None

@@ -1,0 +1,1 @@
+"""What every change has to leave as it is, in four minutes: `make guard`."""
