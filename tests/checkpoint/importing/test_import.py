@@ -72,7 +72,6 @@ CASES = {
     "Trainer, DeepSpeed": {"kind": "trainer", "deepspeed": TRAINERS_ZERO},
     "Trainer, FSDP1": {"kind": "fsdp", "save": "trainer", "version": 1, "split": False},
     "Trainer, FSDP2": {"kind": "fsdp", "save": "trainer"},
-    "Trainer, FSDP1, full": {"kind": "fsdp", "save": "trainer", "version": 1, "split": False, "full": True},
     "Trainer, FSDP2, full": {"kind": "fsdp", "save": "trainer", "full": True},
     "Trainer, Mixtral": {"kind": "trainer", "model": MIXTRAL},
     "Trainer, Qwen3-MoE": {"kind": "trainer", "model": QWEN3_MOE},
