@@ -398,7 +398,7 @@ def test_a_model_that_computes_otherwise_and_weights_alone_are_refused(
     assert "is of a model that computes otherwise than the config's" in said
     assert "rms_norm_eps: checkpoint 1e-05, config 1e-06" in said
     (folder / "optimizer.pt").unlink()
-    assert "has no optimizer state (optimizer.pt, optimizer_0 or global_step*)" in refusal(words, capsys)
+    assert "has no optimizer state (optimizer.pt, optimizer.bin, optimizer_0 or global_step*)" in refusal(words, capsys)
     assert not (tmp_path / "run").exists()
 
 
