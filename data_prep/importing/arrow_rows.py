@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from data_prep.importing.columns import ATTENTION, IGNORED, LABELS, LOSS_MASKS, find_ids
 from data_prep.importing.documents import Array, Documents
 from headrace.base.errors import DataError
+from headrace.base.foreign_folders import file_beside
 
 STATE = "state.json"
 _ROWS = 1024
@@ -124,21 +125,21 @@ def open_saved(folder: Path) -> tuple[list[ArrowRows], list[str]]:
     state = folder / STATE
     try:
         saved = json.loads(state.read_text(encoding="utf-8"))
-        names = [each["filename"] for each in saved["_data_files"]]
+        paths = [file_beside(state, each["filename"]) for each in saved["_data_files"]]
         indices = saved.get("_indices_data_files") or saved.get("_indices_files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{state} is damaged: {error!r}\n  try: save_to_disk again") from None
     if indices:
         raise DataError(f"{state} selects rows by indices, as old versions did\n  try: flatten_indices(), save again")
     found, others = [], list[str]()
-    for name in names:
+    for path in paths:
         try:
-            with pa.memory_map(str(folder / name)) as file, pa.ipc.open_stream(file) as stream:
-                rows, others = _with_columns(folder / name, stream.schema)
+            with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+                rows, others = _with_columns(path, stream.schema)
         except FileNotFoundError:
-            raise DataError(f"{folder / name} is missing, and {state} lists it\n  try: save_to_disk again") from None
+            raise DataError(f"{path} is missing, and {state} lists it\n  try: save_to_disk again") from None
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{folder / name} is damaged: {error}\n  try: save_to_disk again") from None
+            raise DataError(f"{path} is damaged: {error}\n  try: save_to_disk again") from None
         found.append(rows)
     return found, others
 

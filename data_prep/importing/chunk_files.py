@@ -27,6 +27,7 @@ from data_prep.formats.memory_map import map_file
 from data_prep.importing.columns import find_ids
 from data_prep.importing.documents import BLOCK_TOKENS, Array, Documents, by_blocks
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.foreign_folders import file_beside
 
 INDEX = "index.json"
 _TORCH_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
@@ -215,7 +216,9 @@ def open_litdata(folder: Path, index: dict[str, Any]) -> list[LitdataChunk]:
         codec = config["compression"]
         found = [
             LitdataChunk(
-                _Compressed(folder / chunk["filename"], int(chunk["chunk_bytes"]), codec), chunk["chunk_size"], dtype
+                _Compressed(file_beside(path, chunk["filename"]), int(chunk["chunk_bytes"]), codec),
+                chunk["chunk_size"],
+                dtype,
             )
             for chunk in chunks
         ]
@@ -248,9 +251,9 @@ def open_mds(folder: Path, index: dict[str, Any], *, dtype: str | None) -> tuple
             _check_encoding(encoding, names[column], path, dtype)
             stored, raw = shard["zip_data"], shard["raw_data"]
             name = (stored or raw)["basename"]
-            if stored and not (folder / name).is_file() and (folder / raw["basename"]).is_file():
+            if stored and not file_beside(path, name).is_file() and file_beside(path, raw["basename"]).is_file():
                 stored, name = None, raw["basename"]  # a cache that streaming has decompressed
-            file = _Compressed(folder / name, int(raw["bytes"]), shard["compression"] if stored else None)
+            file = _Compressed(file_beside(path, name), int(raw["bytes"]), shard["compression"] if stored else None)
             _check_file(file, int((stored or raw)["bytes"]))
             sizes = tuple(shard["column_sizes"])
             taken = np.dtype(dtype or _MDS_BYTES).newbyteorder("<").str

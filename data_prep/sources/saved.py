@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_prep.config.corpus import Source
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.foreign_folders import file_beside
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
 
@@ -36,7 +37,7 @@ def saved_files(path: str, split: str | None, *, at: str) -> list[tuple[str, str
         why = f"it is not a dataset saved with save_to_disk: there is no {_STATE}"
         raise ConfigError(f"{at}.path", path, why=why, remedy='name the saved directory, or set another "type"')
     names = [entry["filename"] for entry in json.loads((root / _STATE).read_text())["_data_files"]]
-    missing = [name for name in names if not (root / name).is_file()]
+    missing = [name for name in names if not file_beside(root / _STATE, name).is_file()]
     if missing:
         raise DataError(f"{root / missing[0]} is missing, and {_STATE} lists it\n  try: save the dataset again")
     return [(name, str(root / name)) for name in names]

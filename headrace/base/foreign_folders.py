@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path, PurePath
 
+from headrace.base.errors import DataError, HeadraceError
+
 _LOOKED_AT = 1000
 """Names of a folder that are looked at: folders of tokens may have very many."""
 TRAINED_BY_TRAINER = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
@@ -152,10 +154,17 @@ def recognise(folder: Path) -> Foreign | None:
     return None
 
 
-def leaves_folder(name: str) -> bool:
-    """Whether a name that a foreign file gives for another file beside it leads out of the folder."""
+def file_beside(file: Path, name: str, error: type[HeadraceError] = DataError) -> Path:
+    """What a foreign file names in its folder: an index its shards, `latest` the folder of a step.
+
+    Raises:
+        error: the name leads out of the folder.
+    """
     path = PurePath(name)
-    return path.is_absolute() or ".." in path.parts
+    if path.is_absolute() or ".." in path.parts:
+        why = f"{file} names {name}, which is not in the folder: refused"
+        raise error(f"{why}\n  try: copy or download the folder again; what a file names has to be in its folder")
+    return file.parent / path
 
 
 def is_trainer_checkpoint(folder: Path) -> bool:

@@ -162,9 +162,9 @@ def _lines(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> Ite
     states = ", ".join(source.states) or "no optimizer state"
     counter = "" if source.optimizer_step is None else f", optimizer step {source.optimizer_step:g}"
     masters = "" if dtypes == ["float32"] else " (no fp32 master weights: what rounding has lost is lost)"
-    yield f"taken: {len(source.weights)} weights in {', '.join(dtypes)}{masters}, {states}{counter}"
-    settings = prepared.run.config.optimizer
-    lr, decays = prepared.run.schedule.lr(source.step + 1), _decays(prepared)
+    decays = _decays(prepared)
+    yield f"taken: {len(decays)} weights in {', '.join(dtypes)}{masters}, {states}{counter}"
+    settings, lr = prepared.run.config.optimizer, prepared.run.schedule.lr(source.step + 1)
     yield from compare_rates(source, settings.params, lr=lr, parameters=[*decays])
     yield from compare_params(source, settings.params, decays=decays, l2=settings.kind.l2_decay)
     yield f"data: {_position(source, prepared, skips)}; the order of its own sampler is not taken"

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import leaves_folder
+from headrace.base.foreign_folders import file_beside
 from pipeline.checkpoint.format.metadata import TORCH_METADATA, storage_errors
 from pipeline.checkpoint.format.shard_table import StoredTensor
 from pipeline.checkpoint.format.shards import NamedShard
@@ -233,9 +233,8 @@ class DcpFolder:
         except (AttributeError, TypeError, ValueError, LookupError) as error:
             raise _damaged(folder / TORCH_METADATA, repr(error)) from None
         files = {*table.files, *(found[key].relative_path for key in plain)}
-        if outside := sorted(name for name in files if leaves_folder(str(name))):
-            raise _damaged(folder / TORCH_METADATA, f"it names {outside[0]}, which is not in the folder: refused")
-        if missing := sorted(name for name in files if not (folder / name).is_file()):
+        paths = {name: file_beside(folder / TORCH_METADATA, name, CheckpointError) for name in files}
+        if missing := sorted(name for name, path in paths.items() if not path.is_file()):
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(
                 f"{folder} lacks {', '.join(missing[:4])}{more}\n"

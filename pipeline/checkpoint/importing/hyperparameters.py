@@ -19,7 +19,6 @@ _NO_EFFECT = {
     *("params", "param_names", "name", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable"),
     *("lr", "weight_decay", "decoupled_weight_decay", "wd_mult", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr"),
     *("start_wd", "end_wd", "is_expert_parallel", "is_decoupled_lr", "is_vision_model_param", "default_config"),
-    *("pre_mult_wd", "pre_mult_lr", "param_shapes", "use_muon", "optimizer"),
 }
 """Keys that are compared above, or that change no update; those of Megatron are in its rates and decays already."""
 
@@ -76,14 +75,15 @@ def compare_params(
 
 def _compare_decays(source: SourceCheckpoint, decays: Mapping[str, float], *, l2: bool) -> Iterator[str]:
     """Weight decays, by parameter where the checkpoint tells which group a parameter is in."""
-    groups = [(_number(group.get("weight_decay", 0.0)), group, names) for group, names in _groups(source, [*decays])]
+    every = [(group, names) for group, names in _groups(source, [*decays]) if "weight_decay" in group]
+    groups = [(_number(group["weight_decay"]), group, names) for group, names in every]
     if None in (decay for decay, *_ in groups):
         yield "weight decay: that of the checkpoint is not readable; compare it with optimizer.params.weight_decay"
         return
     theirs = {name: decay for decay, _, names in groups for name in names}
-    every = [decay for decay, *_ in groups if decay is not None]
-    if not theirs and every:  # of two groups one usually has no weight decay: norms and biases
-        theirs = {name: max(every) if own else min(every) for name, own in decays.items()}
+    if groups and not theirs:  # of two groups one usually has no weight decay: norms and biases
+        found = sorted(decay for decay, *_ in groups if decay is not None)
+        theirs = {name: found[-1] if own else found[0] for name, own in decays.items()}
     pairs = {(decay, decays[name]) for name, decay in theirs.items() if name in decays and decay != decays[name]}
     for decay, own in sorted(pairs, key=str):
         names = [name for name in decays if (theirs.get(name), decays[name]) == (decay, own)]

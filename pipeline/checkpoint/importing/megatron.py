@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import leaves_folder
+from headrace.base.foreign_folders import file_beside
 from pipeline.checkpoint.format.megatron_names import BACKEND, COMMON, FAMILIES, LATEST, MegatronNames, Split
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
 from pipeline.checkpoint.importing.dcp import DcpFolder
@@ -116,10 +116,7 @@ def _newest(folder: Path) -> Path:
     if (folder / LATEST).is_file():
         latest = (folder / LATEST).read_text().strip()
         name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
-        if leaves_folder(name):
-            why = f"{folder / LATEST} names {name}, which is not in the folder: refused"
-            raise CheckpointError(f"{why}\n  try: the folder of the iteration, in the place of {folder}")
-        folder = folder / name
+        folder = file_beside(folder / LATEST, name, CheckpointError)
     backend = {}
     if (folder / BACKEND).is_file():
         try:

@@ -35,6 +35,7 @@ from pipeline.checkpoint.importing.source import (
 from pipeline.checkpoint.importing.unpickle import open_saved
 from pipeline.checkpoint.importing.zero import LATEST, read_zero
 from pipeline.checkpoint.write.streamed import LazyTensor
+from pipeline.models.folder.model_folder import read_config
 from pipeline.models.folder.weight_files import stored_tensors
 
 STATE = "trainer_state.json"
@@ -74,7 +75,7 @@ def read_trainer(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
         source,
         path=folder,
         step=source.step if step is None else step,
-        hf_config=json.loads(config.read_text()) if config.is_file() else None,
+        hf_config=read_config(folder) if config.is_file() else None,
         loss_scale=source.loss_scale or _loss_scale(folder),
         left_out=[*source.left_out, *left_out],
     )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import leaves_folder
+from headrace.base.foreign_folders import file_beside
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,
     TargetModel,
@@ -68,11 +68,7 @@ def newest_tag(folder: Path, *, latest: str = LATEST) -> Path:
         CheckpointError: there is no such step, or several and no `latest`.
     """
     if (folder / latest).is_file():
-        name = (folder / latest).read_text(errors="replace").strip()
-        if leaves_folder(name):
-            why = f"{folder / latest} names {name}, which is not in the folder: refused"
-            raise CheckpointError(f"{why}\n  try: the folder of the step, in the place of {folder}")
-        tag = folder / name
+        tag = file_beside(folder / latest, (folder / latest).read_text(errors="replace").strip(), CheckpointError)
         if not tag.is_dir():
             raise CheckpointError(f"{folder / latest} names {tag.name}, which is missing\n  try: copy it here, too")
         return tag

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError
-from headrace.base.foreign_folders import leaves_folder
+from headrace.base.foreign_folders import file_beside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -141,13 +141,9 @@ def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         names = sorted(set(weight_map.values()))
-        outside = next((name for name in names if leaves_folder(name)), None)
-        missing = next((name for name in names if not outside and not (folder / name).is_file()), None)
+        missing = next((name for name in names if not file_beside(index, name).is_file()), None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index} is damaged: {error!r}\n  try: download or export the folder again") from None
-    if outside is not None:
-        why = f"{index} names {outside}, which is not in the folder: refused"
-        raise DataError(f"{why}\n  try: download or export the folder again")
     if missing is not None:
         remedy = "copy or export the folder again"
         raise DataError(f"{folder / missing} is missing; {index.name} lists it\n  try: {remedy}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from data_prep.importing import arrow_rows, chunk_files
+from data_prep.sources import saved
 from headrace.base.directory import read_manifest
 from headrace.base.errors import CheckpointError, DataError
 from headrace.base.foreign_folders import KINDS, recognise
@@ -95,3 +98,29 @@ def test_what_is_not_known_is_not_guessed(tmp_path: Path) -> None:
     assert recognise(tmp_path / "nothing") is None
     with pytest.raises(DataError, match="make one with: headrace prep"):
         read_manifest(tmp_path / "a", kind="tokens")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside"])
+def test_no_index_of_another_tool_leads_out_of_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "outside").touch()
+    folder = made(tmp_path / "there", ("state.json",))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    litdata = {"config": {"data_format": ["no_header_tensor:11"], "compression": None}}
+    litdata |= {"chunks": [{"filename": name, "chunk_bytes": 1, "chunk_size": 1, "dim": 1}]}
+    raw = {"basename": name, "bytes": 1}
+    mds = {
+        "format": "mds",
+        "column_names": ["tokens"],
+        "column_encodings": ["bytes"],
+        "zip_data": None,
+        "raw_data": raw,
+    }
+    opening = {
+        "state": lambda: arrow_rows.open_saved(folder),
+        "saved": lambda: saved.saved_files(str(folder), None, at="sources.0"),
+        "litdata": lambda: chunk_files.open_litdata(folder, litdata),
+        "mds": lambda: chunk_files.open_mds(folder, {"shards": [mds]}, dtype=None),
+    }
+    for open_it in opening.values():
+        with pytest.raises(DataError, match=r"json names .*, which is not in the folder: refused"):
+            open_it()
