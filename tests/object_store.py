@@ -33,7 +33,7 @@ class Faulty:
         rate: share of requests that fail, while it is above zero.
         down: all requests fail.
         down_after: method and path of a request after which all fail, as a pattern.
-        forbidden: a method that is answered with 403.
+        forbidden: methods that are answered with 403, with spaces between.
         overwrites: conditions of writes are lost on the way.
         seconds: that every write takes.
         held: writes of this path wait while it is set, as a pattern.
@@ -62,7 +62,7 @@ class Faulty:
                 self.injected[kind] += 1
             if self.overwrites:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
-            if environ["REQUEST_METHOD"] == self.forbidden:
+            if environ["REQUEST_METHOD"] in self.forbidden.split():
                 _read_body(environ)
                 start_response("403 Forbidden", [("Content-Type", "application/xml")])
                 return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]

@@ -150,7 +150,7 @@ def taken(url: str) -> DataError:
 def check_can_write(url: str) -> None:
     """Refuses a place that cannot be listed, written to and deleted from, or where two writers are not kept apart.
 
-    Writes a small object and deletes it.
+    Writes a small object and deletes it; nothing is left where the one or the other is not allowed.
 
     Raises:
         DataError: the store overwrites what a conditional write must not.
@@ -159,9 +159,23 @@ def check_can_write(url: str) -> None:
     probe = f"{url.rstrip('/')}/{_PROBE}{uuid.uuid4().hex[:12]}"
     objects_below(probe)
     try:
+        delete(probe)  # it is not there: what could not be deleted must not be written
+    except StorageError as error:
+        if not error.lasting:
+            raise
+        why = str(error).splitlines()[0].partition("cannot be deleted: ")[2]
+        error.args = (
+            f"{url}: the credentials do not allow to write and delete there: {why}\n"
+            "  try: credentials that may list, read, write and delete objects below it",
+        )
+        raise
+    try:
         written = put_if_absent(probe, b"1"), put_if_absent(probe, b"2")
-    finally:
-        delete(probe)
+    except StorageError:
+        with suppress(StorageError):  # that it cannot be written says more
+            delete(probe)
+        raise
+    delete(probe)
     if written != (True, False):
         why = (
             "the store overwrites an object where it is asked not to (If-None-Match): two writers would mix their files"

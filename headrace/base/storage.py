@@ -47,25 +47,28 @@ class StorageError(DataError):
 
     Attributes:
         lasting: it is not there, or not allowed: trying again does not help.
+        unreachable: nothing answers at the address, which the store's package has tried for seconds.
     """
 
-    lasting = False
+    lasting = unreachable = False
 
 
 _RETRIES_S = (1.0, 3.0, 9.0)
+_UNREACHABLE = ("EndpointConnectionError", "ClientConnectorError", "ClientConnectorDNSError", "ServiceRequestError")
+"""Names of the exceptions of botocore, aiohttp and azure-core where no connection is made."""
 
 
 def patiently(act: Callable[[], T]) -> T:
     """Calls a function again where a store fails, after 1, 3 and 9 s, beside what the store's package tries itself.
 
     Raises:
-        StorageError: it has failed four times, or for a lasting reason.
+        StorageError: it has failed four times, twice without an answer, or for a lasting reason.
     """
     for pause_s in _RETRIES_S:
         try:
             return act()
         except StorageError as error:
-            if error.lasting:
+            if error.lasting or (error.unreachable and pause_s != _RETRIES_S[0]):
                 raise
             time.sleep(pause_s)
     return act()
@@ -106,6 +109,7 @@ def storage_errors(url: str, *, doing: str = "read", missing: bool = True) -> It
         remedy = "check the address, the network and the credentials, then run again"
         found = StorageError(f"{why}\n  try: {remedy}")
         found.lasting = isinstance(error, FileNotFoundError | PermissionError) or "Credentials" in type(error).__name__
+        found.unreachable = type(error).__name__ in _UNREACHABLE
         raise found from None
 
 

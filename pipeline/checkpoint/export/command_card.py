@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts = load_facts(arguments.facts) if arguments.facts else None
     gaps = Gaps()
     papers = _papers(directory, facts, gaps)
+    _check_place(out, directory)
     _check_target(out, papers, replace=arguments.replace)
     out.mkdir(parents=True, exist_ok=True)
     for name, paper in papers.items():
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             write_json(out / name, paper)
         print(out / name)
+    if croissant.NAME in papers and not (out / MANIFEST).is_file():
+        print(f"{out / croissant.NAME} names files beside itself: put it beside the shards of {directory}")
     _print_gaps(gaps)
     return 0
 
@@ -130,6 +133,16 @@ def _of_training(manifest: Manifest, details: Mapping[str, Any], facts: CardFact
         training_summary.NAME: training_summary.training_summary(lineage, facts, gaps),
         sbom.NAME: sbom.sbom(manifest, name=facts.name or str(details.get("model_type") or "model")),
     }
+
+
+def _check_place(out: Path, directory: Path) -> None:
+    """Refuses to put papers beside the files of another directory, which they would seem to describe."""
+    manifest = out / MANIFEST
+    if not manifest.is_file() or directory.resolve().is_relative_to(out.resolve()):
+        return
+    if manifest.read_bytes() != (directory / MANIFEST).read_bytes():
+        why = f"{out} is another finished directory than {directory}, and the papers would seem to be its own"
+        raise DataError(f"{why}\n  try: headrace card {directory}, or another folder as second argument")
 
 
 def _check_target(out: Path, papers: Papers, *, replace: bool) -> None:

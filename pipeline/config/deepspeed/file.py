@@ -99,8 +99,7 @@ def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_D
 def _offloads_no_parameters(raw: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed takes `offload_param` and does nothing with it: parameters are sharded at stage 3 alone."""
     zero = raw.get("zero_optimization")
-    below_3 = isinstance(zero, dict) and zero.get("stage", 0) in (0, 1, 2)
-    return below_3 and isinstance(zero.get("offload_param"), dict)
+    return isinstance(zero, dict) and zero.get("stage", 0) in (0, 1, 2) and isinstance(zero.get("offload_param"), dict)
 
 
 def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> dict[str, Any]:

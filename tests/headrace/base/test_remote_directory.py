@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +15,12 @@ import pytest
 
 from headrace.base.directory import MANIFEST, commit, fresh_staging, read_manifest
 from headrace.base.errors import DataError
-from headrace.base.remote_directory import check_can_publish, fetch, publish
-from headrace.base.storage import StorageError, objects_below
+from headrace.base.remote_directory import CACHE, check_can_publish, fetch, publish
+from headrace.base.remote_output import local_output, published
+from headrace.base.storage import StorageError, objects_below, patiently
 from headrace.commands.app import run
 from tests.conftest import ROOT
-from tests.object_store import Application, s3_server
+from tests.object_store import Application, environment, s3_server
 from tests.support import kill, wait_until
 from tests.warm_python import python
 
@@ -30,10 +34,11 @@ class Faults:
     Attributes:
         refused: writes that are still answered with 503, a store's "slow down".
         overwrites: conditions of writes are lost on the way.
+        lost: end of the path of writes that the server takes and forgets.
     """
 
     def __init__(self) -> None:
-        self.refused, self.overwrites = 0, False
+        self.refused, self.overwrites, self.lost = 0, False, "none"
 
     def between(self, app: Application) -> Application:
         def answer(environ: dict[str, Any], start_response: Any) -> Any:
@@ -44,6 +49,10 @@ class Faults:
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 start_response("503 Slow Down", [("Content-Type", "application/xml")])
                 return [b"<Error><Code>SlowDown</Code><Message>reduce your request rate</Message></Error>"]
+            if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(self.lost):
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                start_response("200 OK", [("ETag", '"0"')])
+                return [b""]
             return app(environ, start_response)
 
         return answer
@@ -86,6 +95,40 @@ def test_a_directory_comes_back_from_a_store_byte_for_byte(directory: Path, tmp_
     assert read_manifest(tmp_path / "back", kind="tokens") == read_manifest(directory, kind="tokens")
 
 
+def test_files_that_the_manifest_does_not_list_come_back_too_and_inner_directories_with_checksums(
+    store: Any, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "README.md").write_text("a card")
+    (directory / ".lock").touch()
+    staging = fresh_staging(inner := directory / "packed-9")
+    (staging / "index").write_bytes(b"12")
+    commit(staging, inner, kind="packed", config={})
+    assert run(["copy", str(directory), URL]) == run(["copy", URL, str(tmp_path / "back")]) == 0
+    assert capsys.readouterr().out.count(f"tokens, {FILES + 3} files, 0.001 GB, 3 of them not in its {MANIFEST}") == 2
+    (directory / ".lock").unlink()
+    assert contents(tmp_path / "back") == contents(directory)
+    store.pipe_file(f"{URL}/packed-9/index", b"21")
+    assert run(["copy", URL, str(tmp_path / "again")]) == 2
+    assert "index has another checksum" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("store")
+def test_nothing_here_is_deleted_where_the_store_has_lost_a_file(
+    faults: Faults, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    faults.lost = "shard-00003.bin"
+    lost = pytest.raises(DataError, match=r"shard-00003.bin was sent with 100,000 bytes, and is not there")
+    with lost, published(URL) as final:
+        shutil.copytree(directory, final)
+    assert MANIFEST not in objects_below(URL)
+    assert contents(local_output(URL)) == contents(directory)
+    faults.lost = "page.html"
+    with pytest.raises(StorageError), published(f"{URL}/page.html") as page:
+        page.write_text("page")
+    assert local_output(f"{URL}/page.html").read_text() == "page"
+
+
 @pytest.mark.usefixtures("store")
 def test_what_is_there_already_is_refused_before_work_and_of_two_writers_one_succeeds(directory: Path) -> None:
     check_can_publish(URL)
@@ -112,6 +155,21 @@ def test_a_store_that_asks_to_slow_down_is_asked_again(faults: Faults, directory
     assert faults.refused == 0
     fetch(URL, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(directory)
+
+
+def test_an_endpoint_that_is_dead_is_told_without_a_minute_of_patience() -> None:
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    with environment({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_MAX_ATTEMPTS": "1", **keys}):
+        s3fs.S3FileSystem.clear_instance_cache()
+        tries = itertools.count()
+        with pytest.raises(StorageError, match="EndpointConnectionError"):
+            patiently(lambda: (next(tries), objects_below(URL)))
+        s3fs.S3FileSystem.clear_instance_cache()
+    assert next(tries) == 2
 
 
 def test_a_killed_upload_leaves_nothing_that_looks_finished_and_the_next_one_is_whole(

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from huggingface_hub import DatasetCard, ModelCard
 
-from headrace.base.directory import read_manifest, verify
+from headrace.base.directory import read_manifest, verify, write_manifest
 from headrace.base.errors import ConfigError
 from pipeline.models.card.facts import CardFacts, Gaps, load_facts, recorded_facts, top_domains
 from pipeline.models.card.lineage import lineage_of
@@ -111,6 +111,16 @@ def test_croissant_has_the_files_of_the_manifest(dataset: Path) -> None:
     assert splits == {name: split["tokens"] for name, split in manifest.details["splits"].items()}
     inputs = [json.loads(line) for line in (dataset / "sources.jsonl").read_text().splitlines()]
     assert [row["inputs/xxh128"].decode() for row in loaded.records("inputs")] == [row["xxh128"] for row in inputs]
+
+
+def test_papers_are_not_put_beside_the_files_of_another_directory(dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write_manifest(tmp_path / "model", kind="model", config={})
+    refused = refusal_of(card(dataset, tmp_path / "model"))
+    assert "is another finished directory" in refused
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["manifest.json"]
+    beside = output_of(card(dataset, tmp_path / "papers"))
+    assert f"put it beside the shards of {dataset}" in beside
 
 
 @needs("cyclonedx", "cyclonedx-python-lib")

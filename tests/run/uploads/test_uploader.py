@@ -213,10 +213,17 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease_and_takes_over
 
 @pytest.mark.usefixtures("store")
 def test_a_store_that_does_not_allow_what_a_run_needs_is_refused_before_it_begins(faults: Faulty) -> None:
-    for method, words in {"DELETE": "cannot be deleted", "PUT": "cannot be written", "GET": "cannot be listed"}.items():
-        faults.forbidden = method
+    for methods, words in {
+        "DELETE": "do not allow to write and delete there",
+        "PUT DELETE POST": "do not allow to write and delete there",  # read-only credentials
+        "PUT": "cannot be written",
+        "GET": "cannot be listed",
+    }.items():
+        faults.forbidden = methods
         with pytest.raises(StorageError, match=f"{words}: PermissionError"):
             _taken(URL, silent_s=SILENT_S)
+        faults.forbidden = ""
+        assert objects_below(URL) == {}  # no probe is left
     faults.forbidden, faults.overwrites = "", True
     with pytest.raises(DataError, match="If-None-Match"):
         _taken(URL, silent_s=SILENT_S)
