@@ -118,6 +118,10 @@ def _with_text(messages: Messages) -> list[Any]:
     return [{**m, "content": ""} if "content" in m and m["content"] is None else m for m in messages]
 
 
+def _without_nulls(messages: Messages) -> list[Any]:
+    return [{key: value for key, value in m.items() if key == "content" or value is not None} for m in messages]
+
+
 def _with_joined_parts(messages: Messages) -> list[Any]:
     return [{**m, "content": joined_parts(m["content"])} if isinstance(m.get("content"), list) else m for m in messages]
 
@@ -175,6 +179,7 @@ _FORMS = (
         _with_joined_parts, lambda messages: [str(m["content"]) for m in messages if isinstance(m.get("content"), list)]
     ),
     _Form(_with_text, lambda _: ["None"]),
+    _Form(_without_nulls, lambda _: ["None"]),
     _Form(_with_objects, lambda messages: [_json(value) for value in _arguments(messages) if isinstance(value, str)]),
     _Form(_with_strings, lambda messages: [str(value) for value in _arguments(messages) if isinstance(value, dict)]),
 )
