@@ -87,7 +87,7 @@ def doubtful_fields(messages: Messages, text: str) -> Iterator[tuple[str, list[i
     others: dict[str, list[int]] = defaultdict(list)
     for i, message in enumerate(messages):
         role, said = message.get("role"), ("content", message.get("content"))
-        bare = role in ("user", "assistant") and not message.keys() & NEEDED - {"content"}
+        bare = role in ("user", "assistant") and not (message.get("tool_calls") or message.get("function_call"))
         for name, value in (said, ("reasoning", message.get("reasoning_content"))):
             if value and not (isinstance(value, str) and value.strip() in text):
                 yield name if bare or name != "content" else f"content of {role}", [i]
