@@ -87,7 +87,7 @@ def doubtful_fields(messages: Messages, text: str) -> Iterator[tuple[str, list[i
     others: dict[str, list[int]] = defaultdict(list)
     for i, message in enumerate(messages):
         role, said = message.get("role"), ("content", message.get("content"))
-        bare = role in ("user", "assistant") and not message.keys() & NEEDED - {"content"}
+        bare = role in ("user", "assistant") and not (message.get("tool_calls") or message.get("function_call"))
         for name, value in (said, ("reasoning", message.get("reasoning_content"))):
             if value and not (isinstance(value, str) and value.strip() in text):
                 yield name if bare or name != "content" else f"content of {role}", [i]
@@ -116,6 +116,10 @@ def _text(render: Callable[[Messages], str], messages: Messages) -> str | None:
 
 def _with_text(messages: Messages) -> list[Any]:
     return [{**m, "content": ""} if "content" in m and m["content"] is None else m for m in messages]
+
+
+def _without_nulls(messages: Messages) -> list[Any]:
+    return [{key: value for key, value in m.items() if key == "content" or value is not None} for m in messages]
 
 
 def _with_joined_parts(messages: Messages) -> list[Any]:
@@ -175,6 +179,7 @@ _FORMS = (
         _with_joined_parts, lambda messages: [str(m["content"]) for m in messages if isinstance(m.get("content"), list)]
     ),
     _Form(_with_text, lambda _: ["None"]),
+    _Form(_without_nulls, lambda _: ["None"]),
     _Form(_with_objects, lambda messages: [_json(value) for value in _arguments(messages) if isinstance(value, str)]),
     _Form(_with_strings, lambda messages: [str(value) for value in _arguments(messages) if isinstance(value, dict)]),
 )

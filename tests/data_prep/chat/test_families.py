@@ -163,6 +163,11 @@ def test_a_conversation_without_what_was_said_is_refused(field: str, folder: Pat
         learnt(folder, loop(printed + "<|end|>"), answer(**({} if field == "content" else {field: [CALL]})))
 
 
+@pytest.mark.parametrize("template", [f"{{% if 'f' in m %}}{{{{ m.f[0] }}}}{{% endif %}}{SAID}", SAID + "{{ m.f }}"])
+def test_a_field_that_is_null_is_as_good_as_absent(template: str, folder: Path) -> None:
+    assert learnt(folder, loop(template), answer(f=None)) == ["b<|end|>"]
+
+
 @pytest.mark.parametrize("blank", ["", "\n", "\n\n"])
 def test_a_turns_end_that_is_the_documents_is_not_doubled(blank: str, folder: Path) -> None:
     encoded = encoder(folder, loop(SAID + blank)).encode(conversation_line(TWO), everything=False)

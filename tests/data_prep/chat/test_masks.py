@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import Sequence, WhitespaceSplit
 
 from data_prep.chat.encoder import ChatEncoder
 from data_prep.config.corpus import TokenizerSection
@@ -109,6 +112,26 @@ def test_the_mask_is_that_of_transformers(family: str, folder: Path) -> None:
     equal()
 
 
+@pytest.mark.parametrize("strips", [False, True])
+@pytest.mark.parametrize("blank", ["", " ", "\n\n"])
+def test_a_span_may_end_at_the_first_token_or_in_blanks_that_have_none(
+    strips: bool, blank: str, folder: Path, tmp_path: Path
+) -> None:
+    """Where transformers counts all that follows (its issue 47325)."""
+    mine = shutil.copytree(folder, tmp_path / "tokenizer")
+    if strips:
+        tokenizer = Tokenizer.from_file(str(mine / "tokenizer.json"))
+        own = [tokenizer.pre_tokenizer] if tokenizer.pre_tokenizer is not None else []
+        tokenizer.pre_tokenizer = Sequence([WhitespaceSplit(), *own])
+        tokenizer.save(str(mine / "tokenizer.json"))
+    template = f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{SAID}{END}{{% else %}}<|user|>{C}"
+    ours = encoder(mine, template + "{% endif %}{% endfor %}")
+    talk = [{"role": "assistant", "content": f"a{blank}"}, {"role": "user", "content": "xyz"}]
+    found = ours.encode(conversation_line([*talk, talk[0]]), everything=False)
+    learnt = "".join(_decoder(mine)(found.ids[found.mask == 1]).split())
+    assert learnt == "a<|user|>a"  # with the next role's token, since no other ends the answer
+
+
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_token_of_the_answer_is_learnt_and_nothing_else_that_was_said(
@@ -135,7 +158,5 @@ def test_every_token_of_the_answer_is_learnt_and_nothing_else_that_was_said(
 
 
 def _decoder(folder: Path) -> Any:
-    from tokenizers import Tokenizer  # noqa: PLC0415
-
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return lambda ids: tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
