@@ -92,6 +92,11 @@ class Source(Section):
         description='field or column of a document id that every record has, e.g. "id"; null: file and position are '
         "the id",
     )
+    seen: bool = Field(
+        False,
+        description="true: documents that a model has seen, e.g. of an earlier corpus; they are not written, and the "
+        "duplicates of them in other sources are dropped. For dedup.exact or dedup.near",
+    )
     split: str | None = Field(None, description='for "datasets": split to read, e.g. "train"')
     builder: str | None = Field(
         None,
@@ -293,6 +298,15 @@ class CorpusConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_seen(self) -> CorpusConfig:
+        seen = [source.seen for source in self.sources]
+        if all(seen):
+            raise ValueError("all sources are marked seen, so there is nothing to write: add a source that is not")
+        if any(seen) and (self.dedup is None or not (self.dedup.exact or self.dedup.near)):
+            raise ValueError('a source marked seen needs deduplication of documents: set "dedup": {"exact": true}')
+        return self
+
+    @model_validator(mode="after")
     def _check_names(self) -> CorpusConfig:
         labels = [s.label for s in self.sources]
         twice = sorted({label for label in labels if labels.count(label) > 1})
@@ -321,6 +335,11 @@ class CorpusConfig(Section):
             del identity["tokenizer"]["bos_token"]
         if self.tokenizer.date is None:
             del identity["tokenizer"]["date"]
+        for source in identity["sources"]:
+            if not source["seen"]:
+                del source["seen"]
+        if self.dedup is not None and self.dedup.near is not None and self.dedup.near.clusters == "connected":
+            del identity["dedup"]["near"]["clusters"], identity["dedup"]["near"]["similarity"]
         return identity
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.base.section import Count, Index, Section
 
@@ -25,8 +25,30 @@ class NearSection(Section):
     rows: Annotated[int, Field(gt=0, le=64)] = Field(
         default=8,
         description="MinHash values in an LSH band, e.g. 8; more rows demand a higher similarity. 14 bands of 8 rows "
-        "find half of the pairs of Jaccard similarity 0.71 and 92 % of those of 0.8",
+        "find half of the pairs of Jaccard similarity 0.68 and 92 % of those of 0.8",
     )
+
+    clusters: Literal["verified", "connected"] = Field(
+        default="verified",
+        description='"verified" drops a document only if its signature is similar to that of a kept one; "connected" '
+        "drops all documents but the first that pairs connect, over any number of steps",
+    )
+    similarity: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="for verified clusters: least Jaccard similarity to a kept document, as the signatures estimate it,"
+        " e.g. 0.9 to keep texts of one template apart; null: that of which the bands find half of the pairs",
+    )
+
+    @model_validator(mode="after")
+    def _check_similarity(self) -> NearSection:
+        if self.similarity is not None and self.clusters == "connected":
+            raise ValueError("similarity applies to verified clusters only: remove it, or clusters")
+        return self
+
+    @property
+    def threshold(self) -> float:
+        """Least similarity to a kept document; by default the middle of the LSH bands' curve."""
+        return self.similarity or (1 - 0.5 ** (1 / self.bands)) ** (1 / self.rows)
 
     @property
     def slots(self) -> int:

@@ -1,8 +1,9 @@
 """Connected components of the candidate pairs: decides which exact and near duplicates are dropped.
 
-Documents connected by pairs, over any number of steps, are duplicates of each other; the one of the smallest rank is
-kept. This is the only deduplication task whose memory grows with the input: 60 MB, a bit for each document, and for
-each document that is in a pair 17 bytes, or 28 where all are in one run.
+Documents connected by pairs, over any number of steps, are duplicates of each other, and the one of the smallest rank
+is kept; or, where clusters are verified, those that `verify` finds similar to a kept one. This is the only task of
+deduplication whose memory grows with the input: 60 MB, a bit for each document, and for each document that is in a pair
+27 bytes, or 52 where clusters are verified.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.dedup.document_tasks import RANK
+from data_prep.config.dedup import NearSection
+from data_prep.dedup.document_tasks import RANK, SIGNATURES
 from data_prep.dedup.table import PAIRS, RUN_BITS, Numbers, run_and_index, run_slice, sorted_unique
+from data_prep.dedup.verify import Signatures, find_kept
 from data_prep.formats.memory_map import map_array
 from data_prep.task import Counts, DirectoryTask, Report
 
-KEEP, EXACT_DUPLICATE, NEAR_DUPLICATE = 0, 1, 2
+KEEP, EXACT_DUPLICATE, NEAR_DUPLICATE, SEEN = 0, 1, 2, 3
 _CHUNK = 1 << 18  # pairs at a time: 4 MiB
 
 
@@ -29,18 +32,22 @@ _CHUNK = 1 << 18  # pairs at a time: 4 MiB
 class ComponentsTask(DirectoryTask):
     """Computes the connected components of all pairs and writes the decision for each document.
 
-    For each run it writes `drops_path(directory, run)`, uint8[documents], with `KEEP`, `EXACT_DUPLICATE` or
-    `NEAR_DUPLICATE`. The marker counts the `exact` and `near` duplicates.
+    For each run it writes `drops_path(directory, run)`, uint8[documents], with `KEEP`, `EXACT_DUPLICATE`,
+    `NEAR_DUPLICATE` or, for a document that is seen already and so not written, `SEEN`. The marker counts the `exact`
+    and `near` duplicates and the `seen`; `sizes`[k] clusters have 2^k up to 2^(k + 1) - 1 documents; of the `largest`
+    it has the size and the run and index of the kept document.
 
     Args:
         exact, near: directories with pairs of exact and of near duplicates.
         runs: the runs' directories, in the order that numbers the documents of the pairs.
+        section: how near duplicates are decided on; None: as connected.
     """
 
     exact: tuple[Path, ...]
     near: tuple[Path, ...]
     runs: Sequence[Path]
     directory: Path
+    section: NearSection | None = None
 
     @property
     def name(self) -> str:
@@ -48,31 +55,105 @@ class ComponentsTask(DirectoryTask):
         return "dedup components"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        numbers, reasons = self._find_duplicates()
+        numbers, reasons, clusters = self._find_duplicates(scratch)
+        counts = np.zeros(SEEN + 1, dtype=np.int64)
         for run, directory in enumerate(self.runs):
-            of_run = run_slice(numbers, run)
-            drops = np.full(len(map_array(directory / RANK)), KEEP, dtype=np.uint8)
+            of_run, rank = run_slice(numbers, run), map_array(directory / RANK)
+            drops = np.full(len(rank), KEEP, dtype=np.uint8)
             drops[run_and_index(numbers[of_run])[1]] = reasons[of_run]
+            drops[rank < 0] = SEEN
             np.save(drops_path(scratch, run), drops)
-        counts = np.bincount(reasons, minlength=3).tolist()
-        done = {"exact": counts[EXACT_DUPLICATE], "near": counts[NEAR_DUPLICATE]}
+            counts += np.bincount(drops, minlength=len(counts))
+        done = {"exact": int(counts[EXACT_DUPLICATE]), "near": int(counts[NEAR_DUPLICATE])}
         report(Counts(dropped=Counter({f"{kind} copy": count for kind, count in done.items()})))
-        return done
+        return done | {"seen": int(counts[SEEN])} | clusters
 
-    def _find_duplicates(self) -> tuple[Numbers, NDArray[np.uint8]]:
-        """The numbers of all documents in a pair, ascending, and the decision for each."""
+    def _find_duplicates(self, scratch: Path) -> tuple[Numbers, NDArray[np.uint8], dict[str, Any]]:
+        """The numbers of all documents in a pair, ascending, and the decision for each; sizes of the clusters."""
         paired = _PairedDocuments([*self.exact, *self.near], self.runs)
         position = _positions(_ranks_of(paired, self.runs))
         numbers = paired.numbers()  # made again: they need not be kept beside the ranks
         parents = np.arange(len(numbers), dtype=position.dtype)
+        for directory in self.exact:
+            _union_all(directory, parents, numbers, position)
+        kept_for = _roots(parents)
+        exact = _are_attached(kept_for)
+        for directory in self.near:
+            _union_all(directory, parents, numbers, position)
+        near = _roots(parents)
+        del parents
+        if self.section is not None and self.section.clusters == "verified":
+            near = self._verified(near, exact, numbers, position, scratch)
         reasons = np.full(len(numbers), KEEP, dtype=np.uint8)
-        for directories, reason in ((self.exact, EXACT_DUPLICATE), (self.near, NEAR_DUPLICATE)):
-            for directory in directories:
-                _union_all(directory, parents, numbers, position)
-            for part in _slices(len(parents)):
-                attached = parents[part] != np.arange(part.start, part.stop, dtype=parents.dtype)
-                reasons[part][attached & (reasons[part] == KEEP)] = reason
-        return numbers, reasons[position]
+        reasons[_are_attached(near)] = NEAR_DUPLICATE
+        reasons[exact] = EXACT_DUPLICATE
+        kept_for = near[kept_for]
+        del near
+        return numbers, reasons[position], _sizes(kept_for, numbers, position)
+
+    def _verified(
+        self, roots: NDArray[Any], exact: NDArray[np.bool_], numbers: Numbers, position: NDArray[Any], scratch: Path
+    ) -> NDArray[Any]:
+        """The position of the document that is kept for each; that of an exact duplicate is its own."""
+        assert self.section is not None
+        order = np.flatnonzero(~exact).astype(roots.dtype)
+        order = order[np.argsort(roots[order], kind="stable")]
+        place = np.full(len(roots), -1, dtype=roots.dtype)
+        place[order] = np.arange(len(order), dtype=roots.dtype)
+        signatures = self._signatures(scratch / SIGNATURES, numbers, place, position, len(order))
+        del place
+        kept_for = np.arange(len(roots), dtype=roots.dtype)
+        kept_for[order] = order[find_kept(roots[order], signatures, section=self.section)]
+        (scratch / SIGNATURES).unlink()
+        return kept_for
+
+    def _signatures(
+        self, path: Path, numbers: Numbers, place: NDArray[Any], position: NDArray[Any], count: int
+    ) -> Signatures:
+        """The signatures of the documents whose position has a place, in that order, in a file: they need not fit into
+        memory, and each run is opened once."""
+        assert self.section is not None
+        shape = (max(1, count), self.section.slots)  # no file of no bytes can be mapped
+        found: Signatures = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+        for run, directory in enumerate(self.runs):
+            of_run = run_slice(numbers, run)
+            places = place[position[of_run]]
+            if (placed := places >= 0).any():
+                index = run_and_index(numbers[of_run])[1][placed]
+                found[places[placed]] = map_array(directory / SIGNATURES)[index]
+        return found
+
+
+_LARGEST = 5
+
+
+def _roots(parents: NDArray[Any]) -> NDArray[Any]:
+    """The root of each item, in an array of its own."""
+    found = np.empty_like(parents)
+    for part in _slices(len(parents)):
+        found[part] = find_roots(parents, np.arange(part.start, part.stop))
+    return found
+
+
+def _are_attached(roots: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.asarray(roots != np.arange(len(roots), dtype=roots.dtype))
+
+
+def _sizes(kept_for: NDArray[Any], numbers: Numbers, position: NDArray[Any]) -> dict[str, Any]:
+    """The sizes of the clusters; see `ComponentsTask`."""
+    sizes, bins, largest = np.zeros_like(kept_for), np.zeros(64, dtype=np.int64), list[int]()
+    for part in _slices(len(kept_for)):
+        np.add.at(sizes, kept_for[part], 1)
+    for part in _slices(len(kept_for)):
+        many = sizes[part][sizes[part] > 1]
+        bins += np.bincount(np.frexp(many)[1] - 1, minlength=len(bins))
+        largest += (part.start + np.argsort(-sizes[part], kind="stable")[:_LARGEST]).tolist()
+    largest = [at for at in sorted(largest, key=lambda at: (-sizes[at], at))[:_LARGEST] if sizes[at] > 1]
+    of = {at: numbers[np.flatnonzero(position == at)[0]] for at in largest}
+    return {
+        "sizes": np.trim_zeros(bins, "b").tolist(),
+        "largest": [[int(sizes[at]), *map(int, run_and_index(of[at]))] for at in largest],
+    }
 
 
 def drops_path(directory: Path, run: int) -> Path:

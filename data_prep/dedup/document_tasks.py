@@ -2,6 +2,7 @@
 
     exact.*.npy  a `table` of the texts' 128-bit hashes: one row, of two words
     near.*.npy   a `table` of the LSH band hashes: a row per band
+    signatures.npy  uint8[documents, slots], see `verify.Signatures`; where clusters are verified
     rank.npy     int64[documents]: of duplicates, the one of the smallest rank in the whole job is kept
 
 A pairs task reads one row and one range of hashes of all runs and writes the pairs of documents with equal hashes.
@@ -19,13 +20,21 @@ import numpy as np
 from data_prep.config.dedup import DedupSection
 from data_prep.dedup.merge_tasks import TablePlan, Tables
 from data_prep.dedup.table import PAIRS, Hashes, Numbers, Range, write_pairs, write_table
+from data_prep.dedup.verify import Signatures
 from data_prep.task import Counts, DirectoryTask, Report
 
-EXACT, NEAR, RANK = "exact", "near", "rank.npy"
+EXACT, NEAR, RANK, SIGNATURES = "exact", "near", "rank.npy", "signatures.npy"
+SEEN_RANKS = 1 << 62
+"""Is taken off the ranks of documents that are seen already: negative, they come before all others."""
 
 
 def write_dedup_tables(
-    directory: Path, *, rank: Numbers, hashes: Hashes | None = None, bands: Hashes | None = None
+    directory: Path,
+    *,
+    rank: Numbers,
+    hashes: Hashes | None = None,
+    bands: Hashes | None = None,
+    signatures: Signatures | None = None,
 ) -> None:
     """Writes a run's ranks and tables for deduplication into its directory.
 
@@ -34,8 +43,11 @@ def write_dedup_tables(
         rank: int64[documents], in the order of the run's documents, as the following.
         hashes: uint64[documents, 2], the 128-bit hash of each text; None without exact deduplication.
         bands: uint64[documents, bands], see `minhash.band_hashes`; None without near deduplication.
+        signatures: uint8[documents, slots]; None where no clusters are verified.
     """
     np.save(directory / RANK, rank)
+    if signatures is not None:
+        np.save(directory / SIGNATURES, signatures)
     if hashes is not None:
         write_table(directory, EXACT, hashes.T[None])
     if bands is not None:

@@ -51,7 +51,12 @@ def band_hashes(ids: Ids, offsets: Offsets, *, section: NearSection) -> Hashes:
     Returns:
         uint64[docs, bands].
     """
-    minima = signatures(ids, offsets, section=section).reshape(-1, section.bands, section.rows)
+    return bands_of(signatures(ids, offsets, section=section), section=section)
+
+
+def bands_of(minima: NDArray[np.uint32], *, section: NearSection) -> Hashes:
+    """The LSH band hashes, uint64[docs, bands], of `signatures`."""
+    minima = minima.reshape(-1, section.bands, section.rows)
     found = np.zeros(minima.shape[:2], dtype=np.uint64)
     for row in range(section.rows):
         found *= np.uint64(BASE)

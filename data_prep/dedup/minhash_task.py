@@ -1,4 +1,4 @@
-"""MinHash band hashes of a map task's documents, computed from their token ids instead of their text."""
+"""MinHash band hashes and signatures of a map task's documents, computed from their token ids instead of their text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from data_prep.config.dedup import NearSection
 from data_prep.dedup import minhash, words
+from data_prep.dedup.verify import Signatures, shortened
 from data_prep.hashing import U64
 from data_prep.tokenizer.engines import Tokens
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
@@ -24,11 +25,14 @@ class MinHasher:
 
     classes: np.ndarray[Any, Any]
 
-    def bands(self, tokens: Tokens, *, section: NearSection | None) -> U64:
-        """uint64 [documents, bands]; see `dedup.minhash.band_hashes`."""
+    def hashes(self, tokens: Tokens, *, section: NearSection | None) -> tuple[U64, Signatures | None]:
+        """uint64 [documents, bands], see `dedup.minhash.band_hashes`; and the signatures, where clusters are verified
+        by them."""
         assert section is not None
         comparable = words.comparable_tokens(tokens.ids, tokens.offsets, classes=self.classes, ngram=section.ngram)
-        return minhash.band_hashes(*comparable, section=section)
+        minima = minhash.signatures(*comparable, section=section)
+        kept = shortened(minima) if section.clusters == "verified" else None
+        return minhash.bands_of(minima, section=section), kept
 
 
 @cache

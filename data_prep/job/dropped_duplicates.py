@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.components import EXACT_DUPLICATE, NEAR_DUPLICATE, drops_path
+from data_prep.dedup.components import EXACT_DUPLICATE, NEAR_DUPLICATE, SEEN, drops_path
 from data_prep.job.directory import Job
 from data_prep.task import read_marker
 from data_prep.tasks.sorted_runs import SortedRun
 
 DUPLICATES_FILE = "copies.jsonl"
 """In the job directory: the rows of dropped.jsonl for duplicates."""
-_REASONS = {EXACT_DUPLICATE: "exact copy", NEAR_DUPLICATE: "near copy"}
+_REASONS = {EXACT_DUPLICATE: "exact copy", NEAR_DUPLICATE: "near copy", SEEN: "seen"}
 
 
 def count_duplicates(job: Job) -> dict[str, int]:
-    """Number of documents that were dropped as duplicates, by "step: reason"; empty without deduplication."""
+    """Number of documents that were dropped as duplicates or as seen, by "step: reason"; empty without
+    deduplication."""
     counts = read_marker(job.duplicates) or {}
-    return {f"dedup: {kind} copy": counts[kind] for kind in ("exact", "near") if counts.get(kind)}
+    return {f"dedup: {reason}": counts[key] for reason in _REASONS.values() if counts.get(key := reason.split()[0])}
+
+
+def describe_clusters(job: Job, runs: Sequence[Path]) -> dict[str, Any] | None:
+    """The clusters of duplicates for the manifest: their `sizes`, see `ComponentsTask`, the places of the documents
+    that the `largest` have kept, and what each of the `sources` has lost; None without deduplication."""
+    if (marker := read_marker(job.duplicates)) is None:
+        return None
+    labels, plan = [source.label for source in job.config.sources], job.load_plan()
+    lost: dict[str, Counter[str]] = {label: Counter() for label in labels}
+    for i, path in enumerate(runs):
+        drops, sources = np.load(drops_path(job.duplicates, i)), SortedRun.open(path, whole=True).documents["source"]
+        for kind in (EXACT_DUPLICATE, NEAR_DUPLICATE):
+            for label, count in zip(labels, np.bincount(sources[drops == kind], minlength=len(labels)), strict=True):
+                lost[label][_REASONS[kind]] += int(count)
+    largest: list[dict[str, Any]] = []
+    for size, run, index in marker.get("largest", []):
+        document = SortedRun.open(runs[run]).documents[index]
+        unit = plan[int(runs[run].parent.name)][int(document["unit"])]
+        largest.append({"documents": size, "source": unit.source, "file": unit.file, "at": int(document["at"])})
+    losses = {label: dict(+counts) for label, counts in lost.items() if +counts}
+    return {"sizes": marker.get("sizes", []), "largest": largest, "sources": losses}
 
 
 def duplicate_bytes(job: Job, runs: Sequence[Path]) -> dict[str, int]:
@@ -50,7 +74,7 @@ def write_duplicates_list(job: Job, runs: Sequence[Path]) -> None:
             drops = np.load(drops_path(job.duplicates, i))
             documents = SortedRun.open(path, whole=True).documents
             units = plan[int(path.parent.name)]
-            dropped = np.flatnonzero(drops)
+            dropped = np.flatnonzero((drops == EXACT_DUPLICATE) | (drops == NEAR_DUPLICATE))
             for number in dropped[np.argsort(documents["rank"][dropped])]:
                 unit, row = units[int(documents["unit"][number])], documents[number]
                 location = {"source": unit.source, "file": unit.file, "at": int(row["at"])}

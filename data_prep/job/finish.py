@@ -17,7 +17,7 @@ from data_prep.formats.tokenfile import SPLITS
 from data_prep.job import uploads
 from data_prep.job.changed_inputs import describe_changes
 from data_prep.job.directory import Job
-from data_prep.job.dropped_duplicates import DUPLICATES_FILE, count_duplicates, duplicate_bytes
+from data_prep.job.dropped_duplicates import DUPLICATES_FILE, count_duplicates, describe_clusters, duplicate_bytes
 from data_prep.job.preflight import check_splits_not_empty
 from data_prep.job.uploads import SKIPPED, SOURCES
 from data_prep.sources.bad_records import BadRecordCount
@@ -100,6 +100,8 @@ def finish(
         "dropped_bytes": count_by_reason(markers, "dropped_bytes") | duplicate_bytes(job, runs),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
+    if (clusters := describe_clusters(job, runs)) is not None:
+        details["clusters"] = clusters
     if long_words := name_long_words(markers):
         details["long_words"] = long_words
     if unprinted := count_by_reason(markers, "unprinted"):

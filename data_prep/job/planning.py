@@ -112,7 +112,8 @@ def components_tasks(job: Job, facts: Facts) -> list[ComponentsTask]:
         tuple(directory for plan in of_kind for directory in pairs_directories(plan))
         for of_kind in _table_plans(job, facts)
     )
-    return [ComponentsTask(exact, near, runs_of(job, facts), job.duplicates)]
+    section = job.config.dedup.near if job.config.dedup is not None else None
+    return [ComponentsTask(exact, near, runs_of(job, facts), job.duplicates, section)]
 
 
 def merge_facts(job: Job) -> Facts:

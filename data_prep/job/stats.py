@@ -36,7 +36,8 @@ class SourceStats:
 
 
 def read_stats(directory: str) -> tuple[list[SourceStats], dict[str, int], list[str]]:
-    """The sources of every split, the number of skipped and dropped records by reason, and `long_word_lines`.
+    """The sources of every split, the number of skipped and dropped records by reason, and `cluster_lines` and
+    `long_word_lines`.
 
     Args:
         directory: a tokens directory, or its URL.
@@ -50,7 +51,26 @@ def read_stats(directory: str) -> tuple[list[SourceStats], dict[str, int], list[
         for split, entry in details["splits"].items()
         for source, sums in entry.get("sources", {}).items()
     ]
-    return rows, details["skipped"] | details.get("dropped", {}), long_word_lines(details.get("long_words", []))
+    lines = cluster_lines(details.get("clusters"), rows) + long_word_lines(details.get("long_words", []))
+    return rows, details["skipped"] | details.get("dropped", {}), lines
+
+
+def cluster_lines(clusters: dict[str, Any] | None, rows: list[SourceStats]) -> list[str]:
+    """Lines on the clusters of duplicates, as a manifest has them: sizes, what each source lost, the largest."""
+    if not clusters or not clusters["sizes"]:
+        return []
+    sizes = (f"{n:,} of {1 << k:,} - {(2 << k) - 1:,}" for k, n in enumerate(clusters["sizes"]) if n)
+    lines = [f"clusters of duplicates by documents: {', '.join(sizes)}"]
+    for source, lost in clusters["sources"].items():
+        dropped = sum(lost.values())
+        whole = dropped + sum(row.documents for row in rows if row.source == source)
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in lost.items())
+        lines.append(f"{source}: {dropped:,} of {whole:,} documents were duplicates ({reasons})")
+    lines += [
+        f"{of['documents']:,} documents, of which {of['source']}: {of['file']} at {of['at']} is kept"
+        for of in clusters["largest"]
+    ]
+    return lines
 
 
 def long_word_lines(named: list[dict[str, Any]]) -> list[str]:
@@ -66,9 +86,9 @@ def long_word_lines(named: list[dict[str, Any]]) -> list[str]:
 
 
 def print_stats(
-    rows: list[SourceStats], dropped: dict[str, int], long_words: list[str], *, console: Console | None = None
+    rows: list[SourceStats], dropped: dict[str, int], lines: list[str], *, console: Console | None = None
 ) -> None:
-    """Prints the statistics as tables; `long_words`: see `long_word_lines`."""
+    """Prints the statistics as tables; `lines`: see `read_stats`."""
     console = console or Console()
     table = Table(box=None, pad_edge=False)
     for name, side in (("split", "left"), ("source", "left")):
@@ -91,19 +111,19 @@ def print_stats(
     console.print("\nskipped or dropped:" if dropped else "\nnothing was skipped or dropped")
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         console.print(f"{count:>14,}  {reason}", highlight=False)
-    for line in long_words:
+    for line in lines:
         console.print(line, highlight=False, markup=False)
 
 
-def html_page(directory: Path, rows: list[SourceStats], dropped: dict[str, int], long_words: list[str]) -> str:
+def html_page(directory: Path, rows: list[SourceStats], dropped: dict[str, int], lines: list[str]) -> str:
     """The statistics as a self-contained HTML page."""
     body = [html("<h1>{}</h1>", directory), _html_table(rows)]
     for row in rows:
         title = f"{row.split}, {row.source}: documents by tokens"
         body.append(html("<h2>{}</h2>{}", title, _histogram(row.lengths, title)))
     body.append(html("<h2>Skipped or dropped</h2>{}", _reasons(dropped)))
-    if long_words:
-        body.append(html("<h2>Very long words</h2>{}", join(html("<p>{}</p>", line) for line in long_words)))
+    if lines:
+        body.append(html("<h2>Duplicates and very long words</h2>{}", join(html("<p>{}</p>", line) for line in lines)))
     return document(title=directory.name, style=_STYLE, body=join(body, between="\n"))
 
 

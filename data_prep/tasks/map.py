@@ -17,6 +17,7 @@ import numpy as np
 from data_prep.clean.chain import Dropped
 from data_prep.config.corpus import CorpusConfig
 from data_prep.config.dedup import NearSection
+from data_prep.dedup.document_tasks import SEEN_RANKS
 from data_prep.dedup.minhash_task import open_minhasher
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.hashing import HELDOUT, U64, content_hashes, mix, select_fraction, utf8_size
@@ -82,6 +83,7 @@ class _Mapper:
         self._unprinted: Counter[str] = Counter()
         labels = [source.label for source in task.config.sources]
         self._has_id = np.array([stream.source_of(i).id_field is not None for i in range(len(task.units))])
+        self._seen = np.array([stream.source_of(i).seen for i in range(len(task.units))], np.bool_)
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
 
     def run(self) -> dict[str, Any]:
@@ -179,7 +181,8 @@ class _Mapper:
     ) -> None:
         if len(metadata.key):
             if self._minhasher is not None:
-                metadata = replace(metadata, bands=self._minhasher.bands(tokens, section=_near(self._config)))
+                bands, signatures = self._minhasher.hashes(tokens, section=_near(self._config))
+                metadata = replace(metadata, bands=bands, signatures=signatures)
             self._runs.add(tokens, metadata, mask=mask, end_learnt=end_learnt)
         lengths = np.diff(tokens.offsets) + self._encoder.added_ids
         sums = (np.ones_like(lengths), lengths, metadata.bytes)
@@ -205,7 +208,7 @@ class _Mapper:
         dedup = self._config.dedup
         return DocumentMetadata(
             key=self._keys(batch, hashes),
-            rank=np.arange(first, first + len(batch.texts)),
+            rank=np.arange(first, first + len(batch.texts)) - np.where(self._seen[batch.unit], SEEN_RANKS, 0),
             bytes=np.fromiter(map(utf8_size, batch.texts), np.int64, len(batch.texts)),
             source=self._source[batch.unit],
             split=np.where(heldout, SPLITS.index("heldout"), SPLITS.index("train")),

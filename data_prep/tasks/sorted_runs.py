@@ -75,6 +75,7 @@ class DocumentMetadata:
     Attributes:
         hashes: uint64 [n, 2], 128-bit hashes of the texts, or None.
         bands: uint64 [n, bands], LSH band hashes, or None.
+        signatures: uint8 [n, slots], see `dedup.verify`, or None.
     """
 
     key: U64
@@ -86,6 +87,7 @@ class DocumentMetadata:
     unit: Array
     hashes: U64 | None = None
     bands: U64 | None = None
+    signatures: Array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -444,7 +446,13 @@ def _write_metadata(run: Path, tokens: Array, metadata: DocumentMetadata, sums: 
     with (run / _CHECKS).open("wb") as file:
         file.write(document_checksums(documents, sums).data)
     if metadata.hashes is not None or metadata.bands is not None:
-        write_dedup_tables(run, rank=metadata.rank, hashes=metadata.hashes, bands=metadata.bands)
+        write_dedup_tables(
+            run,
+            rank=metadata.rank,
+            hashes=metadata.hashes,
+            bands=metadata.bands,
+            signatures=metadata.signatures,
+        )
     summary = {"documents": len(documents), "groups": _groups(documents), "checks": True}
     write_json(run / _RUN, with_checksum(summary))
 

@@ -47,6 +47,7 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit
         DataError: there are conversations, and no chat template to render them with, or one that fails for all.
     """
     wanted = left = config.tokenizer.sample_bytes
+    units = [unit for unit in units if not _source_of(unit, config).seen]
     pieces = _select_pieces(_split_into_pieces(units), wanted * SPREAD, config.seed)
     reader = _SampleReader(config, digests if digests is not None else {})
     low, high = 0.0, min(1.0, wanted / max(1, sum(piece.end - piece.start for piece in pieces)))

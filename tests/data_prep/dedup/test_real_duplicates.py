@@ -54,5 +54,6 @@ def find_duplicates(work: Path, texts: list[str], batch: Batch) -> np.ndarray:
     reasons = np.empty(len(texts), dtype=np.uint8)
     for n, members_of_run in enumerate(members):
         reasons[members_of_run] = np.load(drops_path(last.directory, n))
-    assert counts == {"exact": (reasons == EXACT_DUPLICATE).sum(), "near": (reasons == NEAR_DUPLICATE).sum()}
+    assert counts["exact"] == (reasons == EXACT_DUPLICATE).sum()
+    assert counts["near"] == (reasons == NEAR_DUPLICATE).sum()
     return reasons

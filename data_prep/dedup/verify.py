@@ -1,0 +1,89 @@
+"""Clusters of near duplicates in which every document that is dropped is similar to the one that is kept for it.
+
+Connected components also hold documents that share nothing: the ends of a chain of which each link overlaps the next.
+So a component is gone through in the order of the input, and a document is dropped only if the fraction of equal minima
+of its signature and a kept one's estimates a Jaccard similarity of at least the threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.config.dedup import NearSection
+
+Signatures = NDArray[np.uint8]
+"""uint8 [documents, slots]: the lowest 8 bits of each minimum (Li and Koenig, "b-Bit Minwise Hashing", 2010)."""
+_EQUAL_BY_CHANCE = 1 / 256
+_FIRST_KEPT = 64
+"""Kept documents of a component with which all others are compared. Of components with more (texts of one template),
+the others are compared with those with which they share a band, so that their time is not the square of their size."""
+_CHUNK = 1 << 16
+
+
+def shortened(minima: NDArray[np.uint32]) -> Signatures:
+    """The signatures that are kept, from those of `minhash.signatures`."""
+    return minima.astype(np.uint8)
+
+
+def find_kept(cluster: NDArray[Any], signatures: Signatures, *, section: NearSection) -> NDArray[Any]:
+    """For each document the one that is kept for it, itself if it is kept.
+
+    Args:
+        cluster: int [documents], the component of each, ascending; within one in the order of the input.
+        signatures: of the documents; may be a memory map.
+    """
+    share = section.threshold * (1 - _EQUAL_BY_CHANCE) + _EQUAL_BY_CHANCE
+    least = math.ceil(share * section.slots - 1e-9)
+    kept_for = np.arange(len(cluster), dtype=cluster.dtype)
+    undecided = kept_for.copy()
+    for _ in range(_FIRST_KEPT):  # each round keeps the first of each component, and compares the others with it
+        first = np.ones(len(undecided), dtype=bool)
+        first[1:] = cluster[undecided[1:]] != cluster[undecided[:-1]]
+        kept = undecided[first][np.cumsum(first, dtype=cluster.dtype)[~first] - 1]
+        undecided = undecided[~first]
+        if not len(undecided):
+            return kept_for
+        similar = _similar(signatures, undecided, kept, least)
+        kept_for[undecided[similar]] = kept[similar]
+        undecided = undecided[~similar]
+    _compare_by_bands(kept_for, undecided, cluster, signatures, least, section)
+    return kept_for
+
+
+def _similar(signatures: Signatures, first: NDArray[Any], second: NDArray[Any], least: int) -> NDArray[np.bool_]:
+    found = np.empty(len(first), dtype=bool)
+    for start in range(0, len(first), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        found[part] = (signatures[first[part]] == signatures[second[part]]).sum(axis=1) >= least
+    return found
+
+
+def _compare_by_bands(
+    kept_for: NDArray[Any],
+    undecided: NDArray[Any],
+    cluster: NDArray[Any],
+    signatures: Signatures,
+    least: int,
+    section: NearSection,
+) -> None:
+    """Decides on the documents left, one by one: each is compared with the first `_FIRST_KEPT` kept ones of each of its
+    bands."""
+    buckets: dict[tuple[int, bytes], list[int]] = {}
+    last = None
+    for document in undecided.tolist():
+        if cluster[document] != last:
+            buckets, last = {}, cluster[document]
+        own = np.array(signatures[document])
+        keys = [(band, part.tobytes()) for band, part in enumerate(own.reshape(section.bands, section.rows))]
+        near = sorted({other for key in keys for other in buckets.get(key, ())})
+        similar = np.flatnonzero((signatures[near] == own).sum(axis=1) >= least)
+        if len(similar):
+            kept_for[document] = near[similar[0]]
+            continue
+        for key in keys:
+            if len(bucket := buckets.setdefault(key, [])) < _FIRST_KEPT:
+                bucket.append(document)
