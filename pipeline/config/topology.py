@@ -76,6 +76,18 @@ def largest_divisor(count: int, *, most: int) -> int:
     return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
 
 
+def link_of(one: int, other: int, *, pp: int) -> int:
+    """Number of the link between two neighbours in the ring of pipeline ranks: no rank has two links of one number.
+
+    0 and 1 in turns; with an odd number of ranks the one between the last and the first is 2.
+    """
+    low, high = sorted((one, other))
+    if high - low == 1:
+        return low % 2
+    assert (low, high) == (0, pp - 1), (one, other, pp)
+    return 1 + pp % 2
+
+
 def sequence_chunks(length: int, *, cp: int, cp_rank: int, zigzag: bool) -> tuple[range, ...]:
     """The positions of a sequence that a context-parallel rank holds, in order; they are equally many on every rank.
 

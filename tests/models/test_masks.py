@@ -143,8 +143,12 @@ def test_flex_attention_is_compiled_for_every_length_and_mode_and_never_runs_unc
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graphs: list[object] = []
-    counted = functools.partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    monkeypatch.setattr(torch, "compile", counted)
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
     _compiled_flex_attention.cache_clear()
 

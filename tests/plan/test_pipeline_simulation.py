@@ -9,6 +9,8 @@ import pytest
 
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.layout import SCHEDULES
+from pipeline.plan.predict import pipeline_simulation
 from pipeline.plan.predict.closed_form_times import pipeline_step
 from pipeline.plan.predict.passes import PassKind
 from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
@@ -66,6 +68,42 @@ def test_dualpipev_has_its_papers_bubble_and_keeps_as_many_activations_on_every_
     assert closed.seconds == pytest.approx(found.seconds)
     # 2 p - r of the first stage and r + 1 of the second, as `sizes.activations` has it
     assert [found.peak_in_flight(rank) for rank in range(ranks)] == [2 * ranks + 1] * ranks
+
+
+SCHEDULE_CASES = [
+    (name, ranks, virtual, count)
+    for name, kind in SCHEDULES.items()
+    for ranks in (2, 3, 4, 8)
+    for virtual in ((1,) if not kind.virtual_stages else (2,) if kind.v_shaped else (1, 2, 3))
+    for count in (2 * ranks, 4 * ranks, *([2 * ranks + 1] if kind.v_shaped else []))
+]
+
+
+def over_ideal(schedule: str, ranks: int, micro_batches: int, virtual: int = 1, *, in_order: bool) -> float:
+    """Step over the time of all passes of a rank, with messages of 0.3 % of them."""
+    program = make_program("torch", schedule, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
+    times, transfers = [StageTimes(*[1 / virtual] * 3)] * program.stages, [0.01] * (program.stages - 1)
+    return simulate_pipeline(program, times, transfers=transfers, in_order=in_order).seconds / (3 * micro_batches)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_in_the_order_of_each_link_neither_deadlock_nor_cost_time(schedule: str) -> None:
+    for name, ranks, virtual, count in SCHEDULE_CASES:
+        if name == schedule:  # a deadlock, as a send that meets another receive would be, is an assertion within
+            free, in_order = (over_ideal(name, ranks, count, virtual, in_order=each) for each in (False, True))
+            assert free <= in_order <= 1.01 * free, (name, ranks, virtual, count)
+
+
+def test_messages_of_a_rank_in_the_order_of_one_stream_make_interleaved_slower_than_1f1b(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases = {"1f1b": (4, 8), "interleaved_1f1b": (4, 8, 2), "dualpipev": (4, 32, 2)}
+    by_link = {name: over_ideal(name, *sizes, in_order=True) for name, sizes in cases.items()}
+    assert by_link == pytest.approx({"1f1b": 1.383, "interleaved_1f1b": 1.193, "dualpipev": 1.041}, abs=1e-3)
+    # as torch's own runtime has it with one worker thread for all messages of a rank
+    monkeypatch.setattr(pipeline_simulation, "link_of", lambda *_, **__: 0)
+    in_one = {name: over_ideal(name, *sizes, in_order=True) for name, sizes in cases.items()}
+    assert in_one == pytest.approx({"1f1b": 1.383, "interleaved_1f1b": 1.474, "dualpipev": 1.499}, abs=1e-3)
 
 
 def test_transfers_lengthen_the_way_through_the_stages() -> None:

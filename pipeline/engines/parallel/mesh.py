@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.config.topology import AXES, Topology
+from pipeline.config.topology import AXES, Topology, link_of
 
 
 class Mesh:
@@ -72,6 +72,20 @@ class Mesh:
         return _own_group(
             (range(first, first + stage) for first in range(0, self.topology.world_size, stage)), name="stage"
         )
+
+    def link_groups(self) -> list[dist.ProcessGroup]:
+        """Groups of this rank's pipeline ranks, one for each number of `link_of`; the first is that of pp. Collective.
+
+        Under NCCL a group sends and receives in the order of the calls, one message at a time, as groups split from a
+        connected one have no communicators of their own for pairs of ranks. A receive that waits for one neighbour
+        would hold up what goes to the other.
+        """
+        own, pp = self.group("pp"), self.topology.pp
+        assert own is not None
+        numbers = {link_of(rank, (rank + 1) % pp, pp=pp) for rank in range(pp)}
+        columns = [self.topology.group(rank, "pp") for rank in range(self.topology.world_size)]
+        more = [_own_group(columns, name=f"pp_link_{number}") for number in sorted(numbers - {0})]
+        return [own, *(each for each in more if each is not None)]
 
     def sharding_mesh(self) -> DeviceMesh:
         """The device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""

@@ -96,6 +96,7 @@ class PipelineSchedule:
         group = mesh.group("pp")
         assert group is not None
         self._stage_modules, self._group, self._device = stage_modules, group, device
+        self._link_groups = mesh.link_groups() if run.virtual_stages > 1 else []
         self._run, self._passes = run, passes
         self._hidden_size, self._dtype, self._tp = hidden_size, model_dtype(run.config), run.topology.tp
         self._ids = torch.empty(
@@ -145,7 +146,7 @@ class PipelineSchedule:
             if stage.last:
                 sums += module.sums[0]
             elif not self._is_here(stage.index + 1):
-                dist.send(output, dst=self._rank_of_stage(stage.index + 1), group=self._group)
+                dist.send(output.contiguous(), dst=self._rank_of_stage(stage.index + 1), group=self._group)
         return sums
 
     def _receive(self, batch: MicroBatch, stage: StageLayers, *, own: Tensor | None) -> Tensor:
@@ -170,7 +171,7 @@ class PipelineSchedule:
 
     def _pipeline_stage(self, module: StageModule, ids: Tensor) -> StageWithFewBuffers:
         stage, hidden = module.stage, self._empty_hidden_states(ids, "meta").requires_grad_()
-        return StageWithFewBuffers(
+        made = StageWithFewBuffers(
             module,
             stage.index,
             stage.count,
@@ -179,6 +180,8 @@ class PipelineSchedule:
             output_args=torch.empty(1, device="meta", requires_grad=True) if stage.last else hidden,
             group=self._group,
         )
+        made.link_groups = self._link_groups
+        return made
 
 
 def _overlapped_pair(passes: OverlappedPasses, action: Any, context: Any) -> None:

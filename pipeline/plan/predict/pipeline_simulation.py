@@ -1,16 +1,21 @@
 """Simulates a step of a pipeline: every rank executes its program, and waits for what others send.
 
 A message is on its way from the moment when the sender has sent it and the receiver has asked for it (rendezvous, as
-NCCL and gloo do), and takes a given time. A pass begins when the rank is free and its input has arrived. Not simulated:
-messages that share a link, collectives within a stage, the host's own time between two passes.
+NCCL and gloo do), and takes a given time. A pass begins when the rank is free and its input has arrived. Under NCCL the
+messages of a rank in one process group pass one after another, in the order of the program: those of the link to a
+neighbour where ranks have several stages (`Mesh.link_groups`), else all; the rank's next one in that group waits. Not
+simulated: messages of several groups that share a cable, collectives within a stage, the host's own time between two
+passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pipeline.config.topology import link_of
 from pipeline.plan.predict.passes import RECEIVES, SENDS, Instruction, PassKind, Program
 
 
@@ -104,7 +109,9 @@ class Timeline:
         return peak
 
 
-def simulate_pipeline(program: Program, times: Sequence[PassTimes], *, transfers: Sequence[float]) -> Timeline:
+def simulate_pipeline(
+    program: Program, times: Sequence[PassTimes], *, transfers: Sequence[float], in_order: bool = False
+) -> Timeline:
     """Simulates one step.
 
     Args:
@@ -112,9 +119,11 @@ def simulate_pipeline(program: Program, times: Sequence[PassTimes], *, transfers
         times: of every virtual stage.
         transfers: seconds of a micro-batch's hidden states from each virtual stage to the next; its gradients take as
             long on the way back.
+        in_order: messages of a rank in one group pass one after another (NCCL).
     """
     assert len(times) == program.stages == len(transfers) + 1
-    mail = _Mail(transfers)
+    # a rank that waits for what it sends has nothing behind it
+    mail = _Mail(transfers, program, in_order and not program.waits_for_sends)
     ranks = [_Rank(rank, program, times, mail) for rank in range(len(program.ranks))]
     while not all(rank.finished for rank in ranks):
         # each rank goes on until it waits for another: its own clock, so that the order of ranks does not matter
@@ -129,18 +138,48 @@ _Message = tuple[bool, int, int]
 
 @dataclass
 class _Mail:
-    """Messages between stages: when they were sent and asked for."""
+    """Messages between stages, and when they have been received.
+
+    Attributes:
+        arrivals: of what has been sent, asked for, and had its turn on both ranks.
+    """
 
     transfers: Sequence[float]
-    sent: dict[_Message, float] = field(default_factory=dict)
-    asked: dict[_Message, float] = field(default_factory=dict)
+    program: Program
+    in_order: bool
+    arrivals: dict[_Message, float] = field(default_factory=dict)
+    _sides: dict[_Message, list[tuple[Hashable, float]]] = field(default_factory=dict)
+    _streams: dict[Hashable, deque[_Message]] = field(default_factory=dict)
+    _free: dict[Hashable, float] = field(default_factory=dict)
 
-    def arrival(self, message: _Message) -> float | None:
-        """When it has been received; None while that is not known."""
-        if message not in self.sent or message not in self.asked:
-            return None
+    def post(self, rank: int, message: _Message, now: float) -> None:
+        """Puts a send, or the receive that belongs to it, behind those of its stream; a stream has one at a time."""
+        stream = self._stream(rank, message)
+        self._sides.setdefault(message, []).append((stream, now))
+        self._streams.setdefault(stream, deque()).append(message)
+        heads = [message]
+        while heads:
+            first = heads.pop()
+            sides = self._sides[first]
+            has_turn = first not in self.arrivals and all(self._streams[each][0] == first for each, _ in sides)
+            if len(sides) < 2 or not has_turn:
+                continue
+            forward, stage, _ = first
+            start = max(max(asked, self._free.get(each, 0.0)) for each, asked in sides)
+            self.arrivals[first] = start + self.transfers[stage - 1 if forward else stage]
+            for each, _ in sides:
+                self._free[each] = self.arrivals[first]
+                self._streams[each].popleft()
+                heads += list(self._streams[each])[:1]
+
+    def _stream(self, rank: int, message: _Message) -> Hashable:
+        """Where a message waits on a rank; alone, where messages may overtake each other."""
+        if not self.in_order:
+            return rank, message
         forward, stage, _ = message
-        return max(self.sent[message], self.asked[message]) + self.transfers[stage - 1 if forward else stage]
+        ranks, ends = len(self.program.ranks), (stage - 1 if forward else stage + 1, stage)
+        several = self.program.stages > ranks
+        return rank, link_of(*map(self.program.rank_of, ends), pp=ranks) if several else 0
 
 
 @dataclass
@@ -176,14 +215,14 @@ class _Rank:
         if instruction.kind in SENDS:
             forward = instruction.kind is PassKind.SEND_FORWARD
             message = (forward, stage + 1 if forward else stage - 1, micro_batch)
-            self.mail.sent[message] = self.now
+            self.mail.post(self.rank, message, self.now)
             self.unfinished_sends.append(message)
             return True
         if instruction.kind in RECEIVES:
-            self.mail.asked[instruction.kind is PassKind.RECEIVE_FORWARD, stage, micro_batch] = self.now
+            self.mail.post(self.rank, (instruction.kind is PassKind.RECEIVE_FORWARD, stage, micro_batch), self.now)
             return True
         needed = [self._input(instruction)] + (self.unfinished_sends if self.program.waits_for_sends else [])
-        arrivals = [self.mail.arrival(message) for message in needed if message is not None]
+        arrivals = [self.mail.arrivals.get(message) for message in needed if message is not None]
         known = [arrival for arrival in arrivals if arrival is not None]
         if len(known) < len(arrivals):
             return False

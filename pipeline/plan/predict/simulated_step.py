@@ -98,7 +98,7 @@ def pipeline_timeline(run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates)
     transfers = [
         send_s(rates.topology, size=size, same_node=nodes[a] == nodes[b]) if a != b else 0.0 for a, b in borders
     ]
-    return simulate_pipeline(program, times, transfers=transfers)
+    return simulate_pipeline(program, times, transfers=transfers, in_order=rates.gpu)
 
 
 def _stage_times(rank: RankTime, number: int) -> StageTimes:
