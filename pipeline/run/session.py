@@ -215,9 +215,11 @@ class Session:
     @cached_property
     def files(self) -> RestartFiles:
         """Finds and opens the files of checkpoints: copies in memory, or the run's directory. Collective at first."""
+        master, _, port = self.launch.master.rpartition(":")
         return RestartFiles(
             self.copies.memory,
-            master=self.launch.master.rpartition(":")[0],
+            master=master,
+            port=int(port),
             warn=lambda line: print(line, file=sys.stderr, flush=True),
             on_progress=self.watchdog.report_progress,
         )

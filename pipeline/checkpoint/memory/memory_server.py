@@ -1,7 +1,7 @@
 """Serves parts of checkpoint files in this node's memory to the ranks of other nodes, while a run is restarted.
 
-A request is one line of JSON: the server's token, file name, first byte, number of bytes. The answer is the byte 1 and
-the bytes; the connection is closed where they cannot be had. It is used again and again.
+A request is one line: the server's token, a space, and JSON: file name, first byte, number of bytes. The answer is the
+byte 1 and the bytes; the connection is closed where they cannot be had. It is used again and again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from pipeline.runtime.faults.heartbeat_messages import listening_socket
+from headrace.base.listening import listening_socket
 
 _TIMEOUT_S, _IDLE_S = 30.0, 600.0
 """Without a byte for so long a reader takes the file from the run's directory; a server ends an idle connection."""
@@ -42,12 +42,13 @@ class MemoryServerAddress:
 
 
 @contextmanager
-def served(files: Mapping[str, Path], *, master: str) -> Iterator[MemoryServerAddress]:
+def served(files: Mapping[str, Path], *, master: str, port: int = 0) -> Iterator[MemoryServerAddress]:
     """Serves files until the block ends.
 
     Args:
         files: name -> path.
         master: rank 0's host, which tells by which network the hosts reach each other.
+        port: of the rendezvous there, whose connections tell it, too; 0 where there is none.
 
     Raises:
         OSError: no port is free.
@@ -61,9 +62,10 @@ def served(files: Mapping[str, Path], *, master: str) -> Iterator[MemoryServerAd
         def handle(self) -> None:
             with suppress(OSError, ValueError, KeyError, TypeError):  # the peer reads from the run's directory then
                 while line := self.rfile.readline(_LINE_BYTES):
-                    given, name, begin, length = json.loads(line)
-                    if not hmac.compare_digest(str(given), token):
+                    given, _, request = line.partition(b" ")
+                    if not hmac.compare_digest(given, token.encode()):
                         return
+                    name, begin, length = json.loads(request)
                     with files[name].open("rb") as file:
                         self.connection.sendall(b"\1")
                         if length and self.connection.sendfile(file, int(begin), int(length)) < length:
@@ -71,11 +73,12 @@ def served(files: Mapping[str, Path], *, master: str) -> Iterator[MemoryServerAd
 
     with _Server(("", 0), Handler, bind_and_activate=False) as server:
         server.socket.close()
-        server.socket = listening_socket(master, _BACKLOG)
-        port = server.socket.getsockname()[1]
+        server.socket = listening_socket(master, _BACKLOG, port=port)
+        bound, own_port, *_ = server.socket.getsockname()
+        hosts = (() if bound in ("::", "0.0.0.0") else (bound,)) + _own_addresses(master)
         threading.Thread(target=server.serve_forever, args=(0.05,), name="checkpoint-server", daemon=True).start()
         try:
-            yield MemoryServerAddress(_own_addresses(master), port, token)
+            yield MemoryServerAddress(tuple(dict.fromkeys(hosts)), own_port, token)
         finally:
             server.shutdown()
 
@@ -103,7 +106,7 @@ class Client:
             self._connection = self._connected()
             self._stream = cast("IO[bytes]", self._connection.makefile("rb"))
         assert self._stream is not None
-        self._connection.sendall(json.dumps([self._address.token, name, begin, length]).encode() + b"\n")
+        self._connection.sendall(f"{self._address.token} {json.dumps([name, begin, length])}\n".encode())
         if self._stream.read(1) != b"\1":
             raise ConnectionError(f"{self._address.hosts[0]} does not serve {name}")
         data = self._stream.read(length)

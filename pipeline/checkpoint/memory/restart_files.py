@@ -47,6 +47,7 @@ class RestartFiles:
     Args:
         memory: the folder of the run on this node; None to read from the run's directory alone.
         master: rank 0's host.
+        port: of the rendezvous there; 0 where there is none.
         warn: takes lines for people, on every rank.
         on_progress: called while copies are read.
 
@@ -59,11 +60,13 @@ class RestartFiles:
         memory: MemoryFolder | None = None,
         *,
         master: str = "127.0.0.1",
+        port: int = 0,
         warn: Callable[[str], None] = lambda _line: None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.reads = ReadBytes()
-        self._memory, self._master, self._say, self._on_progress = memory, master, warn, on_progress
+        self._memory, self._master, self._port = memory, master, port
+        self._say, self._on_progress = warn, on_progress
         self._warnings: list[str] = []
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         nodes = _gathered(memory.identity()) if memory is not None else [None]
@@ -153,7 +156,8 @@ class RestartFiles:
         own: MemoryServerAddress | None = None
         try:
             if found.own:
-                own = stack.enter_context(served({name: folder / name for name in found.own}, master=self._master))
+                files = {name: folder / name for name in found.own}
+                own = stack.enter_context(served(files, master=self._master, port=self._port))
         except OSError as error:
             self._warn(f"the checkpoint copies of this node cannot be served to other nodes: {error}")
         servers = _gathered(own)

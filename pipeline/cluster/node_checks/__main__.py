@@ -64,9 +64,8 @@ class NodeChecks:
         deadline = time.monotonic() + self.terms.timeout
         self.directory.mkdir(parents=True, exist_ok=True)
         free, payload = threading.Lock(), self.terms.payload_mb * 1_000_000
-        record = NodeRecord(
-            self.node, self.attempt, socket.gethostname(), LinkServer(self.attempt, payload, free).start()
-        )
+        server = LinkServer(self.attempt, payload, free, self.addresses[self.node])
+        record = NodeRecord(self.node, self.attempt, socket.gethostname(), server.start())
         write_record(self.directory, record)
         with free:  # links are not measured while this node is busy with itself
             found = check_host(

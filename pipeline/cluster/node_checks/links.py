@@ -21,10 +21,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from headrace.base.listening import bound_socket
 from pipeline.cluster.node_checks.records import NodeLink
 
 _CHUNK = 1 << 18
-_SEND_S, _TIMEOUT_S, _ANSWER_S = 1.0, 10.0, 3.0
+_SEND_S, _TIMEOUT_S, _ANSWER_S, _AGAIN_S = 1.0, 10.0, 3.0, 0.2
 _EXCHANGES, _REPEATS = 8, 2
 _DOUBLE, _SIZE, _RECEIVED = struct.Struct("!d"), struct.Struct("!I"), struct.Struct("!Qd")
 
@@ -41,26 +42,31 @@ class LinkServer:
         attempt: of the checks; others are refused.
         payload: bytes per direction.
         free: held by whoever measures a link of this node.
+        address: of this node, as the others are given it.
     """
 
     attempt: str
     payload: int
     free: threading.Lock
+    address: str = ""
 
     def start(self) -> int:
         """Starts to answer; returns the port."""
-        listener = socket.create_server(("", 0), backlog=64)
+        listener = bound_socket(self.address, 64)
         threading.Thread(target=self._accept, args=(listener,), name="link server", daemon=True).start()
         port: int = listener.getsockname()[1]
         return port
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=self._answer, args=(connection,), name="link", daemon=True).start()
+            try:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), name="link", daemon=True).start()
+            except (OSError, RuntimeError):  # no file descriptors or threads left for now, or closed again already
+                time.sleep(_AGAIN_S)
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, ValueError):  # the other end tells its user what went wrong
+        with connection, suppress(OSError, ValueError, RecursionError):  # the other end tells its user what went wrong
             connection.settimeout(_TIMEOUT_S)
             if _read_line(connection) != self.attempt:
                 connection.sendall(b"W")

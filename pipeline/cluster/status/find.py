@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.base import configfile
@@ -71,10 +72,28 @@ def submitted_logs(run_dir: Path) -> list[Path]:
 def not_begun(run_dir: Path) -> DataError:
     """The error that says so, and where the output of its jobs is: they may have been refused at their start."""
     logs = submitted_logs(run_dir)
+    if not logs and (submitted := _newest_submission(run_dir)) is not None:
+        folder, jobs = submitted
+        listed = ", ".join(f"{name} (job {', '.join(numbers)})" for name, numbers in jobs.items())
+        corpus, first = folder / "configs" / "data.json", next(iter(jobs.values()))[0]
+        remedy = f"headrace prep status --config {corpus}" if "data" in jobs else f"scontrol show job {first}"
+        why = f"no run has begun there: {folder} was submitted as {listed}, and no job of it has written a log"
+        return DataError(f"{run_dir}: {why}\n  try: {remedy}")
     if not logs:
         return DataError(f"{run_dir}: no run has begun there\n  try: the directory that run.dir names in its config")
     why = f"no run has begun there: its last job wrote {logs[-1]}"
     return DataError(f"{run_dir}: {why}\n  try: headrace status {run_dir} --log")
+
+
+def _newest_submission(run_dir: Path) -> tuple[Path, dict[str, list[str]]] | None:
+    """The folder of the newest submission, and stage -> its jobs; None where there is none that can be read."""
+    folders = [path for path in (run_dir / SUBMISSIONS).glob("*") if path.name.isdecimal()]
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        newest = max(folders, key=lambda path: int(path.name))
+        raw = json.loads((newest / "submission.json").read_text(encoding="utf-8"))
+        jobs = {str(name): [str(number) for number in numbers] for name, numbers in raw["jobs"].items() if numbers}
+        return (newest, jobs) if jobs else None
+    return None
 
 
 def _written(run_dir: Path) -> float:

@@ -61,7 +61,7 @@ def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = 
     try:
         status = RunReader(run_dir, slurm=False).read()
     except DataError as error:
-        return _unbegun(code, _first(str(error)))
+        return _unbegun(code, _first(str(error)) if code is not None else " ".join(str(error).split()))
     if code == 0:
         return "finished"
     job, last = environ.get("SLURM_JOB_ID"), status.attempts[-1] if status.attempts else None
@@ -76,8 +76,9 @@ def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = 
 
 
 def _unbegun(code: int | None, why: str) -> str:
-    ended = "" if code is None else f" (exit code {code})"
-    return f"refused or ended before training began{ended}: the error is above; {why}"
+    if code is None:  # asked later, from outside of the job: there is nothing above
+        return f"refused or ended before training began: {why}"
+    return f"refused or ended before training began (exit code {code}): the error is above; {why}"
 
 
 def _kept(status: RunStatus) -> str:

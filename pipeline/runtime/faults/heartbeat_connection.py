@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headrace.base.listening import listening_socket
 from pipeline.config.sections.run import WatchdogSection
-from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, listening_socket
+from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
 from pipeline.runtime.faults.monitor import ServerAddress
 from pipeline.runtime.launch import Launch, Rendezvous
 from pipeline.runtime.launch.rendezvous import store_call
@@ -23,6 +24,10 @@ _START_S = 60.0
 """How long a rank waits for rank 0 to publish the server's address, and for the server to confirm a registration."""
 _CONNECT_S = 5.0
 """Connection timeout for each address of the server."""
+_MOST_ANSWER = 4096
+"""Bytes without an end of line after which the other side is another program."""
+_STRANGERS = 128
+"""Connections of other programs that may wait to be accepted beside those of all ranks."""
 _HEARTBEATS_PER_SECOND = 256
 """Heartbeats that the server takes per second at most; with more ranks each sends fewer."""
 
@@ -37,12 +42,13 @@ def start_heartbeat_server(
     Raises:
         OSError: no port is free, or the process cannot be started.
     """
-    host = launch.master.rsplit(":", 1)[0]
+    host, _, rendezvous_port = launch.master.rpartition(":")
     root = str(Path(__file__).resolve().parents[3])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     address: ServerAddress | None = None
     try:
-        with listening_socket("localhost" if rendezvous is None else host, launch.world_size) as listener:
+        reached = "localhost" if rendezvous is None else host
+        with listening_socket(reached, launch.world_size + _STRANGERS, port=int(rendezvous_port)) as listener:
             interval_s = heartbeat_interval(launch.world_size)
             port = listener.getsockname()[1]
             address = ServerAddress(port, secrets.token_hex(8), _addresses(host), interval_s)
@@ -72,8 +78,11 @@ def start_heartbeat_server(
 
 def find_heartbeat_server(rendezvous: Rendezvous) -> ServerAddress | None:
     """The address that rank 0 has published; None where there is no server."""
-    value = store_call(lambda: rendezvous.store.get(_KEY).decode(), default="", timeout_s=_START_S)
-    return ServerAddress.from_json(json.loads(value)) if value else None
+    value = store_call(lambda: rendezvous.store.get(_KEY), default=b"", timeout_s=_START_S)
+    try:
+        return ServerAddress.from_json(json.loads(value)) if value else None
+    except (ValueError, RecursionError, KeyError, TypeError):  # not written by rank 0
+        return None
 
 
 def heartbeat_interval(world_size: int) -> float:
@@ -93,14 +102,14 @@ def connect(
 
     Args:
         address: of the server.
-        registration: the first message; the token is added.
+        registration: the first message.
         local: the server is on this host.
     """
-    for host in ("127.0.0.1", "::1") if local else address.hosts:
+    for host in ("127.0.0.1", "::1", *address.hosts) if local else address.hosts:
         with suppress(OSError):
             connection = socket.create_connection((host, address.port), timeout=_CONNECT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(encode({**registration, "token": address.token}))
+            connection.sendall(greeting(address.token) + encode(registration))
             decoder = MessageDecoder()
             try:
                 connection.settimeout(_START_S)  # the socket listens before the server process is ready
@@ -116,7 +125,7 @@ def connect(
 
 def _registered(connection: socket.socket, decoder: MessageDecoder, token: str) -> bool:
     """Whether this is our server: a host name may lead to another host, and the port there to another program."""
-    while data := connection.recv(4096):
+    while (data := connection.recv(4096)) and len(decoder.incomplete) < _MOST_ANSWER:
         for message in decoder.feed(data):
             return isinstance(message, dict) and message.get("registered") == token
     return False

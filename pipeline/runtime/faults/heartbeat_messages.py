@@ -1,9 +1,11 @@
-"""Heartbeat protocol between ranks and heartbeat server: one JSON object per line; other lines are kept as text."""
+"""Heartbeat protocol between ranks and heartbeat server: one JSON object per line; other lines are kept as text.
+
+A rank's first line is the server's token: nothing of a connection is decoded before it has been compared.
+"""
 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,11 @@ DIAGNOSIS = b'{"diagnosis":'
 def encode(message: dict[str, Any]) -> bytes:
     """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def greeting(token: str) -> bytes:
+    """The first line of a rank."""
+    return token.encode() + b"\n"
 
 
 class MessageDecoder:
@@ -44,21 +51,6 @@ def _decode(line: bytes) -> dict[str, Any] | str:
     text = line.decode(errors="replace")
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
-
-
-def listening_socket(address: str, backlog: int) -> socket.socket:
-    """A listening socket on a free port: of all interfaces, or of the loopback if `address` is a loopback address.
-
-    IPv6 and IPv4 both where the host has both.
-    """
-    if address in ("localhost", "::1") or address.startswith("127."):
-        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-        except OSError:  # compiled in, but disabled
-            pass
-    return socket.create_server(("", 0), backlog=backlog)

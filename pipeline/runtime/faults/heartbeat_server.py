@@ -6,6 +6,7 @@ holds the interpreter lock does not delay it. It needs no torch, and exits when 
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import selectors
@@ -23,7 +24,7 @@ from headrace.base.cli import ERROR_FILE
 from headrace.base.processes import STOPPED, TRACED, machine, raise_file_limit, state_of
 from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
 from pipeline.runtime.faults.end_processes import Process, kill_ranks, ranks_to_kill
-from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
 from pipeline.runtime.faults.report import append_fault_once, describe_fault, fault_row, print_report, with_timeout
 from pipeline.runtime.faults.stack_dumps import parse_faulthandler_dump
 
@@ -33,6 +34,8 @@ _EXIT_S = 5.0
 """Seconds in which ranks exit after a diagnosis; those left on this machine are then killed."""
 _SEND_S = 5.0
 """Seconds for sending a diagnosis; a rank that is stopped takes none."""
+_STRANGER_S = 30.0
+"""Seconds in which a connection has to present the token."""
 _LOST = {"died", "silent", "stuck", "lost"}
 
 
@@ -59,8 +62,15 @@ class ServerConfig:
 
 @dataclass
 class _Connection:
-    """State of a connection; `status` is None until the rank has registered."""
+    """State of a connection; `status` is None until the rank has registered.
 
+    Attributes:
+        since: when it was accepted, by `time.monotonic`.
+        first: what it has sent until it presents the token; None from then on.
+    """
+
+    since: float = 0.0
+    first: bytes | None = b""
     decoder: MessageDecoder = field(default_factory=MessageDecoder)
     status: RankStatus | None = None
     dump: list[str] = field(default_factory=list)
@@ -98,6 +108,7 @@ class HeartbeatServer:
                 return
             if now >= next_heartbeat:
                 next_heartbeat = now + self._config.interval_s
+                self._disconnect_strangers(now)
                 self._broadcast(encode({"heartbeat": 1}))
             if not warned and now - start > REGISTRATION_S:
                 warned = self._warn_of_missing_ranks()
@@ -136,7 +147,7 @@ class HeartbeatServer:
             client, _ = self._listener.accept()
             client.setblocking(False)
             self._selector.register(client, selectors.EVENT_READ)
-            self._connections[client] = _Connection()
+            self._connections[client] = _Connection(since=time.monotonic())
 
     def _read(self, client: socket.socket) -> None:
         connection = self._connections[client]
@@ -147,6 +158,17 @@ class HeartbeatServer:
         except OSError:  # reset: the kernel closed it for a process that had unread data
             data = b""
         now = time.monotonic()
+        if connection.first is not None and data:
+            expected = greeting(self._config.token)
+            first = connection.first = connection.first + data
+            if len(first) < len(expected) and b"\n" not in first:
+                return
+            if not hmac.compare_digest(first[: len(expected)], expected):
+                self._disconnect(client, now)
+                return
+            connection.first, data = None, first[len(expected) :]
+            if not data:
+                return
         for message in connection.decoder.feed(data):
             if not self._handle(client, connection, message, now):
                 data = b""
@@ -158,7 +180,7 @@ class HeartbeatServer:
     ) -> bool:
         """Handles one message; False when the client is not a rank of this run and is to be disconnected."""
         if connection.status is None:
-            if isinstance(message, str) or message.pop("token", None) != self._config.token:
+            if isinstance(message, str):
                 return False
             connection.status = RankStatus(**message, last_heartbeat=now, last_progress=now)
             with suppress(OSError):  # closed again already: noticed on receiving
@@ -180,6 +202,12 @@ class HeartbeatServer:
         if (status := connection.status) is not None:
             self._disconnected.append(replace(status, disconnected=True, error_time=status.error_time or now))
             self._diagnose_now = True
+
+    def _disconnect_strangers(self, now: float) -> None:
+        """Connections without the token keep their file descriptors for a while only."""
+        for client, connection in list(self._connections.items()):
+            if connection.first is not None and now - connection.since > _STRANGER_S:
+                self._disconnect(client, now)
 
     def _reset_timers(self, now: float) -> None:
         """Restarts the heartbeat and hang timeouts of all ranks."""

@@ -68,8 +68,8 @@ class Rendezvous:
 
         def read() -> list[int]:
             key = _marks(flag)
-            marked = {int(rank) for rank in self.store.get(key).split()} if self.store.check([key]) else set()
-            return [rank for rank in candidates if rank not in marked]
+            marked = set(self.store.get(key).split()) if self.store.check([key]) else set()
+            return [rank for rank in candidates if str(rank).encode() not in marked]
 
         candidates = list(ranks)
         return store_call(read, default=[0])
@@ -90,14 +90,20 @@ class Rendezvous:
 
         none: list[bytes] = []
         found = store_call(read, default=none) if others else none
-        return {0: self.rank_zero_host} | {r: name.decode() for r, name in zip(others, found, strict=False)}
+        return {0: self.rank_zero_host} | {
+            r: name.decode(errors="replace") for r, name in zip(others, found, strict=False)
+        }
 
     def _hosts(self, ranks: Iterable[int]) -> dict[int, str]:
         """Rank -> host, of those that have joined; in one call, since a store that does not answer takes time."""
         keys = {rank: f"host/{rank}" for rank in ranks if rank}
 
         def read() -> dict[int, str]:
-            return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+            return {
+                rank: self.store.get(key).decode(errors="replace")
+                for rank, key in keys.items()
+                if self.store.check([key])
+            }
 
         none: dict[int, str] = {}
         return {0: self.rank_zero_host} | (store_call(read, default=none) if keys else none)

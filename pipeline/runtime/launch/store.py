@@ -123,7 +123,7 @@ def _serve_prefix(store: Store, prefix: str) -> None:
     answered: set[str] = set()
     with suppress(RuntimeError):  # torchrun is gone
         while not store.check([f"{prefix}/notes/complete"]):
-            requests = set(store.get(_REQUESTS).decode().split()) if store.check([_REQUESTS]) else set()
+            requests = set(store.get(_REQUESTS).decode(errors="replace").split()) if store.check([_REQUESTS]) else set()
             for request in requests - answered:
                 store.set(f"headrace/prefix/{request}", prefix)
             answered |= requests

@@ -114,6 +114,23 @@ def test_an_earlier_jobs_attempt_is_never_given_as_this_jobs_reason(twice_starte
     assert job_reason(twice_started / "nowhere", code=2, environ={}).startswith("refused or ended before")
 
 
+def test_a_run_whose_jobs_wrote_nothing_is_told_by_its_submission(tmp_path: Path) -> None:
+    (tmp_path / "submissions/10").mkdir(parents=True)
+    (tmp_path / "submissions/9").mkdir()
+    (tmp_path / "submissions/9/submission.json").write_text('{"jobs": {"train": ["1"]}}')
+    newest = tmp_path / "submissions/10/submission.json"
+    newest.write_text('{"jobs": {"data": ["12", "14"], "train": ["15"]}}')
+    told = job_reason(tmp_path, code=None, environ={})
+    assert "no run has begun there" in told
+    assert "data (job 12, 14), train (job 15)" in told
+    assert told.endswith(f"try: headrace prep status --config {tmp_path}/submissions/10/configs/data.json")
+    assert "above" not in told
+    newest.write_text('{"jobs": {"train": ["15"]}}')
+    assert job_reason(tmp_path, code=None, environ={}).endswith("try: scontrol show job 15")
+    newest.write_text("[" * 100_000)
+    assert job_reason(tmp_path, code=None, environ={}).endswith("the directory that run.dir names in its config")
+
+
 def test_a_damaged_line_of_the_journals_is_skipped_and_told_of(twice_started: Path) -> None:
     journal = twice_started / NAME
     lines = journal.read_text().splitlines(keepends=True)

@@ -16,7 +16,7 @@ from headrace.base.errors import EXIT_LOST
 from pipeline.config.sections.run import WatchdogSection
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 from pipeline.runtime.faults.heartbeat_connection import connect, start_heartbeat_server
-from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
 from pipeline.runtime.faults.heartbeat_server import HeartbeatServer, ServerConfig, _Connection
 from pipeline.runtime.faults.monitor import Monitor, RankPosition, ServerAddress, registration
 from pipeline.runtime.faults.report import read_faults
@@ -56,7 +56,8 @@ def has_exited(address: ServerAddress) -> bool:
 
 def test_a_connection_without_the_token_does_not_disturb_the_run(address: ServerAddress, tmp_path: Path) -> None:
     found = connect(address, registration(0), local=True)
-    for data in (b"GET / HTTP/1.0\r\n\r\n", encode({**registration(0), "token": "guessed"}), encode({"error": "no"})):
+    wrong = (encode(registration(0)), greeting("0" * 16) + encode(registration(0)), encode({"error": "no"}))
+    for data in (b"GET / HTTP/1.0\r\n\r\n", *wrong, b"[" * 100_000 + b"\n"):
         other = socket.create_connection(("127.0.0.1", address.port))
         other.sendall(data)
         assert is_closed(other)

@@ -14,13 +14,14 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from headrace.base.listening import listening_socket
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.elastic.leader import Terms
 from pipeline.cluster.elastic.local_ranks import Command
 from pipeline.config.sections.run import WatchdogSection
 from pipeline.runtime.faults.heartbeat_connection import heartbeat_interval, heartbeat_timeout
-from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, listening_socket
+from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
 from tests.scale.measuring import Figures, cpu_s, measured, measured_process
 from tests.scale.part import Part
 
@@ -69,7 +70,7 @@ class Ranks:
         for rank in range(self._count):
             client = socket.create_connection(self._listener.getsockname(), timeout=60)
             about = {"rank": rank, "host": f"node{rank // 8:04}", "pid": 10_000 + rank, "machine": f"m{rank // 8}"}
-            client.sendall(encode({**about, "start_ticks": 1, "main_thread": 1, "token": _TOKEN}))
+            client.sendall(greeting(_TOKEN) + encode({**about, "start_ticks": 1, "main_thread": 1}))
             decoders[client] = MessageDecoder()
             self.connections.append(client)
         for client, decoder in decoders.items():

@@ -186,7 +186,7 @@ def authenticated(
     refused: list[str] = []
     for each in sorted(participants, key=lambda each: str(each.replica_id)):
         member = None
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(KeyError, TypeError, ValueError, RecursionError):
             data, code = str(each.data["report"]), str(each.data["code"])
             if hmac.compare_digest(code, _code(secret, each.replica_id, each.store_address, data)):
                 member = parse(json.loads(data))
