@@ -144,7 +144,7 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_whole_ones(tokens: Path, tm
     wait_until((tmp_path / "run/checkpoints").exists, process=process)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "stopped by SIGINT" in said
     assert "Traceback" not in said

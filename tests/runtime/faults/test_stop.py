@@ -41,7 +41,7 @@ def stopped_at_step(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
     wait_until(lambda: last_step(run_dir) >= step, process=process, said=lambda: process.communicate()[0])
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     return process.returncode, output
 
 
@@ -83,7 +83,7 @@ def test_a_run_stopped_while_it_starts_does_no_step_and_builds_no_engine(tokens:
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_until((run_dir / ".lock").exists, process=process, poll_s=0.001)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "stopped by SIGTERM before it had begun: start it again to go on" in output
     assert not (run_dir / "metrics.jsonl").exists()
@@ -105,7 +105,7 @@ def test_a_signal_that_arrives_while_the_main_thread_prints_is_recorded_like_any
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
-    output = process.communicate(timeout=60)[1].decode()
+    output = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 75, output[-2000:]
     assert "SIGTERM: the step is finished and saved first" in output
 
