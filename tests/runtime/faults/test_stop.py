@@ -45,20 +45,12 @@ def stopped_at_step(
     return process.returncode, output
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        pytest.param(signal.SIGTERM, 75, id="TERM"),
-        pytest.param(signal.SIGUSR1, 75, id="USR1", marks=pytest.mark.sweep),
-        pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.sweep),
-    ],
-)
 def test_a_stopped_run_saves_a_checkpoint_and_resumes_to_the_same_loss_curve(
-    uninterrupted: Path, tokens: Path, tmp_path: Path, number: signal.Signals, code: int
+    uninterrupted: Path, tokens: Path, tmp_path: Path
 ) -> None:
     config, run_dir = configured(tokens, tmp_path), tmp_path / "run"
-    exit_code, output = stopped_at_step(config, run_dir, 4, number, processes=2)
-    assert exit_code == code, output
+    exit_code, output = stopped_at_step(config, run_dir, 4, signal.SIGTERM, processes=2)
+    assert exit_code == 75, output  # other signals: test_campaign.py
     assert "start it again to go on" in output
     assert "Traceback" not in output
     done = max(losses(run_dir))
