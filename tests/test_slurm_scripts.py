@@ -79,7 +79,7 @@ def run_script(
         **variables,
     }
     done = subprocess.run(
-        ["bash", spool, *arguments], cwd=work, env=env, capture_output=True, text=True, timeout=60, check=False
+        ["bash", spool, *arguments], cwd=work, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     calls = (work / "calls").read_text().splitlines() if (work / "calls").exists() else []
     return done, calls

@@ -357,13 +357,13 @@ def test_packing_is_refused_while_another_process_packs_the_same_tokens(tokens: 
     try:
         assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1]), first.communicate()[1]
         second = packing_process(directory, "-m", "data_prep")
-        _, output = second.communicate(timeout=60)
+        _, output = second.communicate(timeout=300)
         assert second.returncode == 2, output
         assert "another process is packing" in output
         assert "try: wait" in output
     finally:
         first.send_signal(signal.SIGCONT)
-    _, output = first.communicate(timeout=60)
+    _, output = first.communicate(timeout=300)
     assert first.returncode == 0, output
     assert_whole(directory)
 
@@ -371,7 +371,7 @@ def test_packing_is_refused_while_another_process_packs_the_same_tokens(tokens: 
 def test_processes_that_pack_concurrently_leave_a_whole_packing_and_no_traceback(tokens: Path, tmp_path: Path) -> None:
     directory = unpacked(tokens, tmp_path)
     racing = [packing_process(directory, "-m", "data_prep") for _ in range(3)]
-    output = [process.communicate(timeout=60)[1] for process in racing]
+    output = [process.communicate(timeout=300)[1] for process in racing]
     codes = {process.returncode for process in racing}
     assert {0} <= codes <= {0, 2}, output
     assert "Traceback" not in "".join(output)

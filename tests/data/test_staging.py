@@ -59,7 +59,7 @@ def test_a_copy_is_read_in_place_of_the_original_and_used_again(tokens: Path, tm
 
 def test_of_several_processes_one_copies_and_the_others_wait(tokens: Path, tmp_path: Path) -> None:
     processes = [staging(tokens, tmp_path / "local", pause_s=0.05) for _ in range(3)]
-    copied = [int(process.communicate(timeout=60)[0]) for process in processes]
+    copied = [int(process.communicate(timeout=300)[0]) for process in processes]
     assert sorted(copied)[:2] == [0, 0]
     assert sorted(copied)[2] > 0
 
@@ -102,7 +102,7 @@ def test_a_killed_copy_is_absent_and_the_next_start_makes_it(tokens: Path, tmp_p
     killed.communicate()
     assert not final.exists()
     assert list(to.glob(".*.partial"))
-    assert int(staging(tokens, to).communicate(timeout=60)[0]) > 0
+    assert int(staging(tokens, to).communicate(timeout=300)[0]) > 0
     assert final.is_dir()
     assert not list(to.glob(".*.partial"))
 
@@ -130,7 +130,7 @@ def test_what_the_copy_removes_first_counts_as_free(tokens: Path, tmp_path: Path
         killed.communicate()
         assert free_bytes(to) < needed
         check_space(to, original, manifest)
-        assert int(staging(original, to).communicate(timeout=60)[0]) == needed
+        assert int(staging(original, to).communicate(timeout=300)[0]) == needed
         copy = copy_path(to, original, manifest)
         with (copy / "train/shard-00000.bin").open("ab") as shard:
             shard.write(b"\0")  # damaged, so that it is made again

@@ -155,7 +155,7 @@ def test_ctrl_c_ends_a_run_soon_and_it_resumes(mixed_config: str, work: Path) ->
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130
-    assert time.monotonic() - began < 20  # 0.03 s on a quiet machine; 3 beside many other processes
+    assert time.monotonic() - began < 60  # 0.03 s on a quiet machine
     assert "Traceback" not in output
     wait_for_exit(process.pid)
     assert "were finished before" in cli("--config", mixed_config).stderr

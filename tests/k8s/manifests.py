@@ -34,7 +34,7 @@ def need_kubectl() -> str:
 def build(folder: Path) -> list[dict[str, Any]]:
     """The documents that kustomize makes of a folder."""
     command = [need_kubectl(), "kustomize", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return list(yaml.safe_load_all(done.stdout))
 
 

@@ -297,13 +297,13 @@ def test_a_spare_process_leaves_with_those_that_train_and_not_before(how: str, m
             rendezvous.set_flag(RUN_STOPPED)
         else:
             del rendezvous, store
-        assert spare.wait(timeout=60) == 0
+        assert spare.wait(timeout=300) == 0
 
 
 def test_a_spare_process_of_torchrun_leaves_at_once_when_it_is_asked_to(rendezvous_port: int) -> None:
     with spare_process(rendezvous_port, launcher="torchrun") as spare:
         spare.terminate()
-        assert spare.wait(timeout=60) == 0
+        assert spare.wait(timeout=300) == 0
 
 
 def test_a_rank_0_that_is_silent_for_less_than_the_timeout_is_no_end_to_a_spare_process() -> None:
@@ -314,7 +314,7 @@ def test_a_rank_0_that_is_silent_for_less_than_the_timeout_is_no_end_to_a_spare_
                 os.kill(warm_python.real_pid(host.pid), signal.SIGSTOP)
                 time.sleep(5.7)  # one question is given up after 5 s elsewhere
                 assert spare.poll() is None
-                assert spare.wait(timeout=60) == 0
+                assert spare.wait(timeout=300) == 0
                 assert "rank 0 has not answered for 7 s" in spare.stderr.read()
         finally:
             host.kill()

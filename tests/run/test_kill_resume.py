@@ -15,7 +15,6 @@ from headrace.base.directory import read_manifest, verify
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import ROOT, command_line, launch, losses, start, tiny_config, write_config
-from tests.engines.comparison import EXPERTS
 from tests.support import flip_a_byte, kill_group, last_step, refusal_of, wait_until
 
 
@@ -70,18 +69,6 @@ def test_a_run_killed_and_resumed_has_undisturbed_losses(uninterrupted: Path, to
     for name in names:
         checkpoint = run_dir / "checkpoints" / name
         assert all(whole for _, whole in verify(checkpoint, read_manifest(checkpoint, kind="checkpoint")))
-
-
-@pytest.mark.sweep  # tests/parity resumes its states in layouts with and without it
-def test_a_killed_run_with_expert_parallelism_resumes_without_it_and_with_it(tokens: Path, tmp_path: Path) -> None:
-    config = tiny_config(tokens, tmp_path / "run", engine="torch", parallel={"ep": 2})
-    config["model"]["config"] |= EXPERTS
-    path = write_config(tmp_path / "c.json", config)
-    launch("train.py", path, "parallel.ep=1", f"run.dir={tmp_path / 'alone'}", processes=1)
-    kill_at_step(deepspeed(path), tmp_path / "run", step=8)
-    kill_at_step(deepspeed(path, "parallel.ep=1"), tmp_path / "run", step=14)
-    assert "resuming after step 10" in launch("train.py", path, processes=2)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 def copy_of(run: Path, tmp_path: Path) -> Path:
@@ -144,7 +131,7 @@ def test_ctrl_c_while_checkpoints_are_written_leaves_whole_ones(tokens: Path, tm
     wait_until((tmp_path / "run/checkpoints").exists, process=process)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "stopped by SIGINT" in said
     assert "Traceback" not in said

@@ -163,7 +163,7 @@ def test_a_share_that_is_killed_while_it_writes_the_plan_leaves_nothing_broken(j
     assert plans(work) == set()
     began = time.monotonic()
     share(job, "reduce")
-    assert time.monotonic() - began < 20, "its lock ended with it"
+    assert time.monotonic() - began < 120, "its lock ended with it"
     assert plans(work) == {"reduce"}
     phases.commit_prepared_job(load(job))
     made = tree(work / "tokens")

@@ -86,7 +86,7 @@ def test_a_share_waits_for_share_0_and_leaves_the_job_to_it(config: Path) -> Non
 
 def test_a_number_that_is_not_among_the_shares_is_refused(config: Path) -> None:
     share = start(config, SHARES)
-    output, _ = share.communicate(timeout=60)
+    output, _ = share.communicate(timeout=300)
     assert share.returncode == 2
     assert "--task from 0 to 2" in output
 

@@ -180,10 +180,10 @@ def test_the_remedy_eager_names_what_eager_does_not_have() -> None:
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma3_text"])
 def test_supported_combinations_are_accepted_quickly(name: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     every = {"parallel": {"pp": 2, "tp": 2, "cp": 2}, **CHUNK, **MASKED, **RECOMPUTE}
     check_layout(resolved(world_size=8, **every), meta_of(name))
-    assert time.perf_counter() - began < 10  # under a second on an idle machine
+    assert time.process_time() - began < 10  # under a second on an idle machine
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe"])

@@ -198,7 +198,7 @@ def luminance(color: str) -> float:
 def test_a_browser_shows_the_table_and_the_curves(made: tuple[Path, str], tmp_path: Path) -> None:
     how = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *QUIET, f"--user-data-dir={tmp_path}"]
     command = [str(CHROMIUM), *how, "--dump-dom", made[0].as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     before, heading, _ = dom.partition("<h2>Goodput</h2>")
     assert heading
     assert len(re.findall(r"<tr>", before)) == 2 * 2  # the heads and one model: its quality, and its generation

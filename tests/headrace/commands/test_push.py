@@ -44,7 +44,7 @@ def environment(hub: WritableHub, tmp: Path, token: str | None = TOKEN, **more: 
 
 def push(*arguments: str | Path, env: dict[str, str], code: int = 0) -> str:
     command = [sys.executable, "-m", "headrace", "push", *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout + done.stderr
@@ -67,7 +67,7 @@ def test_a_pushed_directory_is_one_commit_and_read_back_byte_equal(
 
     back = tmp_path / "back"
     command = [sys.executable, "-c", READ_BACK, "me/river", repo_type, revision, str(back)]
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=300)
     read = contents(back)
     read.pop(".gitattributes")
     assert read == contents(made)

@@ -92,5 +92,5 @@ def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
         began = time.monotonic()
         waiting.kill()
         waiting.stderr.read()  # ends when no process has it any more: the step would have slept for 600 s
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
     assert step != waiting.pid

@@ -149,5 +149,5 @@ server.sendall(encode({"diagnosis": {"kind": "silent", "ranks": [0], "kill": []}
 server.close()
 monitor.join()
 """
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300, check=False)
     assert ended.returncode == EXIT_LOST

@@ -41,24 +41,16 @@ def stopped_at_step(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent)
     wait_until(lambda: last_step(run_dir) >= step, process=process, said=lambda: process.communicate()[0])
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     return process.returncode, output
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        pytest.param(signal.SIGTERM, 75, id="TERM"),
-        pytest.param(signal.SIGUSR1, 75, id="USR1", marks=pytest.mark.sweep),
-        pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.sweep),
-    ],
-)
 def test_a_stopped_run_saves_a_checkpoint_and_resumes_to_the_same_loss_curve(
-    uninterrupted: Path, tokens: Path, tmp_path: Path, number: signal.Signals, code: int
+    uninterrupted: Path, tokens: Path, tmp_path: Path
 ) -> None:
     config, run_dir = configured(tokens, tmp_path), tmp_path / "run"
-    exit_code, output = stopped_at_step(config, run_dir, 4, number, processes=2)
-    assert exit_code == code, output
+    exit_code, output = stopped_at_step(config, run_dir, 4, signal.SIGTERM, processes=2)
+    assert exit_code == 75, output  # other signals: test_campaign.py
     assert "start it again to go on" in output
     assert "Traceback" not in output
     done = max(losses(run_dir))
@@ -83,7 +75,7 @@ def test_a_run_stopped_while_it_starts_does_no_step_and_builds_no_engine(tokens:
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_until((run_dir / ".lock").exists, process=process, poll_s=0.001)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "stopped by SIGTERM before it had begun: start it again to go on" in output
     assert not (run_dir / "metrics.jsonl").exists()
@@ -105,7 +97,7 @@ def test_a_signal_that_arrives_while_the_main_thread_prints_is_recorded_like_any
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
-    output = process.communicate(timeout=60)[1].decode()
+    output = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 75, output[-2000:]
     assert "SIGTERM: the step is finished and saved first" in output
 

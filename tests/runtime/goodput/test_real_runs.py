@@ -162,5 +162,4 @@ def test_a_slow_source_of_data_shows_as_data_wait(tokens: Path, tmp_path: Path) 
     spent = goodput_of(tmp_path / "run").spent
     reading_s = 0.05 * 8 * 20  # of which only what computing does not hide is waited for
     hidden_s = spent.productive + spent.checkpoint + spent.evaluation
-    assert reading_s - hidden_s < spent.data_wait < reading_s + 2.0, spent
-    assert spent.data_wait > 2.0, spent
+    assert spent.data_wait > max(2.0, reading_s - hidden_s), spent

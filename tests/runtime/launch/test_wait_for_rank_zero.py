@@ -24,13 +24,13 @@ def work():
         raise ZeroDivisionError('ratio')
     if sys.argv[1] == 'died':
         os._exit(9)
-    time.sleep(4)  # twice as long as any collective of this group may take
+    time.sleep(8)  # longer than any collective of this group may take
     return {'hidden_size': 64}, 0.25
 
 silence_s = 4.0 if sys.argv[1] == 'died' else 100.0
 
 def main():
-    with process_group(launch, gpu=None, timeout_s=2.0) as rendezvous:
+    with process_group(launch, gpu=None, timeout_s=6.0) as rendezvous:
         torch.distributed.barrier()  # as preflight: a rank that leaves before others have connected is their error
         found = wait_for_rank_zero.wait_for_rank_zero(work, rendezvous, what='measuring', silence_s=silence_s)
         assert found == ({'hidden_size': 64}, 0.25)

@@ -306,7 +306,7 @@ except TimeoutError:
     print("left")
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, site.address], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, site.address], capture_output=True, text=True, timeout=300, check=False
     )
     other.close()
     assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
