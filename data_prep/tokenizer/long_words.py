@@ -24,14 +24,22 @@ def _longer_than(characters: int) -> re.Pattern[str]:
 _TRAINED, _NAMED = _longer_than(TRAINED_CHARACTERS), _longer_than(NAMED_CHARACTERS - 1)
 
 
-def cut_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yields texts with no word of more than `TRAINED_CHARACTERS`; one with longer words becomes several."""
+def cut_long_words(texts: Iterable[str], *, longest: int | None = None) -> Iterator[str]:
+    """Yields texts with no word of more than `TRAINED_CHARACTERS`; one with longer words becomes several.
+
+    Args:
+        longest: characters of a word after which the rest of it is left out; None: no limit.
+    """
     for text in texts:
         begin = 0
         for run in _TRAINED.finditer(text):
-            for at in range(run.start() + TRAINED_CHARACTERS, run.end(), TRAINED_CHARACTERS):
+            end = run.end() if longest is None else min(run.end(), run.start() + longest)
+            for at in range(run.start() + TRAINED_CHARACTERS, end, TRAINED_CHARACTERS):
                 yield text[begin:at]
                 begin = at
+            if end < run.end():
+                yield text[begin:end]
+                begin = run.end()
         yield text[begin:]
 
 

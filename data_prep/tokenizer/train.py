@@ -7,6 +7,7 @@ floats per thread, so its number of threads is a constant.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from data_prep.config.corpus import TokenizerSection
 from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.fingerprint import MODEL_FILE, TOKENIZER_JSON
 from data_prep.tokenizer.load import REFERENCE, TOKENIZER_CONFIG
-from data_prep.tokenizer.long_words import cut_long_words
+from data_prep.tokenizer.long_words import NAMED_CHARACTERS, cut_long_words
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 
@@ -44,7 +45,9 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
     Raises:
         ConfigError: the texts are too few for a vocabulary of that size.
     """
-    texts = cut_long_words(texts)
+    # to unigram every substring of a word is a candidate: a line of DNA of 1 MB would take minutes, cut or not
+    unigram = section.train == "sentencepiece-unigram"
+    texts = cut_long_words(texts, longest=NAMED_CHARACTERS if unigram else None)
     if section.train == "bpe":
         tokenizer = _train_bpe(texts, section)
     else:
@@ -106,11 +109,14 @@ def _train_sentencepiece(texts: Iterable[str], section: TokenizerSection) -> byt
             **_special_token_ids(section),
         )
     except RuntimeError as error:
-        remedy = "set a smaller vocab_size, or give more text"
+        remedy = "set another vocab_size, or give more text"
+        if (found := _TOO_SMALL.search(str(error))) is not None:
+            remedy = f"{found[1]} or more: one for each different character of the training text"
         raise ConfigError("tokenizer.vocab_size", section.vocab_size, why=str(error), remedy=remedy) from None
     return model.getvalue()
 
 
+_TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 _LOSSLESS: dict[str, Any] = {
     "normalization_rule_name": "identity",
     "add_dummy_prefix": False,

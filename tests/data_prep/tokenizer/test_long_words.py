@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from data_prep.tokenizer.load import load
 from data_prep.tokenizer.long_words import NAMED_CHARACTERS, TRAINED_CHARACTERS, cut_long_words, longest_word
 from data_prep.tokenizer.train import train
 from headrace.base.directory import read_manifest
+from headrace.base.errors import ConfigError
 from tests.data_prep.conftest import cli, write_config
 from tests.data_prep.in_process import run_job
 
@@ -32,7 +34,7 @@ def dna(characters: int) -> str:
     return "".join(random.Random(0).choices("acgt", k=characters))
 
 
-@pytest.mark.parametrize("kind", ["bpe", "sentencepiece-bpe"])
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece-bpe", "sentencepiece-unigram"])
 def test_a_tokenizer_is_trained_on_a_word_of_a_million_letters_in_linear_time(kind: Any, tmp_path: Path) -> None:
     began = time.process_time()
     train([*TEXTS, dna(1_000_000)], tmp_path, TokenizerSection(train=kind, vocab_size=500))
@@ -43,6 +45,21 @@ def test_a_tokenizer_is_trained_on_a_word_of_a_million_letters_in_linear_time(ki
 def test_words_up_to_the_bound_are_trained_on_as_they_are() -> None:
     texts = [*TEXTS, "ab" * (TRAINED_CHARACTERS // 2), " " * TRAINED_CHARACTERS]
     assert list(cut_long_words(texts)) == texts
+
+
+def test_of_a_word_over_the_limit_the_rest_is_left_out_and_what_follows_it_is_not() -> None:
+    word = "ab" * TRAINED_CHARACTERS
+    pieces = list(cut_long_words([f"a {word * 3} b {word} c"], longest=5000))
+    assert "".join(pieces) == f"a {(word * 3)[:5000]} b {word} c"
+
+
+def test_more_characters_than_ids_are_refused_with_a_vocabulary_that_is_enough(tmp_path: Path) -> None:
+    texts = [*TEXTS, *("".join(chr(0x4E00 + i) for i in range(at, at + 50)) for at in range(0, 500, 50))]
+    with pytest.raises(ConfigError) as refused:
+        train(texts, tmp_path, TokenizerSection(train="sentencepiece-unigram", vocab_size=400))
+    enough = re.search(r"try: (\d+) or more", str(refused.value))
+    assert enough is not None, refused.value
+    train(texts, tmp_path, TokenizerSection(train="sentencepiece-unigram", vocab_size=int(enough[1])))
 
 
 @given(text=st.text(st.sampled_from("ab \n"), max_size=60))
