@@ -50,8 +50,8 @@ def start_heartbeat_server(
         reached = "localhost" if rendezvous is None else host
         with listening_socket(reached, launch.world_size + _STRANGERS, port=int(rendezvous_port)) as listener:
             interval_s = heartbeat_interval(launch.world_size)
-            port = listener.getsockname()[1]
-            address = ServerAddress(port, secrets.token_hex(8), _addresses(host), interval_s)
+            bound, port, *_ = listener.getsockname()
+            address = ServerAddress(port, secrets.token_hex(8), _addresses(host, bound), interval_s)
             server_config = {
                 "listener": listener.fileno(),
                 "token": address.token,
@@ -131,10 +131,12 @@ def _registered(connection: socket.socket, decoder: MessageDecoder, token: str) 
     return False
 
 
-def _addresses(master: str) -> tuple[str, ...]:
+def _addresses(master: str, bound: str) -> tuple[str, ...]:
     """Names and IP addresses of this host, in the order in which other hosts should try them."""
     name = socket.gethostname()
     found = [master, name]
     with suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    if bound not in ("::", "0.0.0.0"):  # this host's own name may lead to its loopback alone
+        found.append(bound)
     return tuple(dict.fromkeys(found))

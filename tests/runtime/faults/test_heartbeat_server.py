@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -151,3 +153,36 @@ monitor.join()
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300, check=False)
     assert ended.returncode == EXIT_LOST
+
+
+OWN_NAME = """
+import socket, subprocess
+from types import SimpleNamespace
+from pathlib import Path
+from pipeline.config.sections.run import WatchdogSection
+from pipeline.runtime.faults.heartbeat_connection import connect, start_heartbeat_server
+from pipeline.runtime.faults.monitor import registration
+from pipeline.runtime.launch import Launch
+subprocess.run("ip link set lo up; ip address add 10.77.0.1/24 dev lo", shell=True, check=True)
+subprocess.run("mount --bind hosts /etc/hosts; hostname node01", shell=True, check=True)
+store = socket.create_server(("", 0))
+port = store.getsockname()[1]
+kept = [socket.create_connection((peer, port)) for peer in ("node01", "10.77.0.1")]
+launch = Launch("environment", 0, 2, 0, f"node01:{port}")
+rendezvous = SimpleNamespace(store=SimpleNamespace(set=print))
+address = start_heartbeat_server(launch, rendezvous, config=WatchdogSection(), run_dir=Path("."))
+for rank, local in ((0, True), (1, False)):
+    found = connect(address, registration(rank), local=local)
+    assert found[0].getpeername() == ("10.77.0.1", address.port)
+    kept.append(found[0])
+    found[0].sendall(b'{"finished":true}\\n')
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
+def test_ranks_of_a_host_whose_own_name_is_its_loopback_reach_the_server_on_the_network(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 node01\n")
+    command = ["unshare", "--net", "--uts", "--mount", sys.executable, "-c", OWN_NAME]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
