@@ -46,10 +46,6 @@ ON_TWO = {
         3, zero={"offload_optimizer": ON_THE_CPU, "offload_param": ON_THE_CPU, **SMALL}
     ),
     "stage 3, bf16, reduced in bf16": layout(3, zero=SMALL, communication_data_type="bf16", **BF16),
-    # weights are released behind a layer's forward pass, and gathered by its recomputation
-    "stage 3, selective activation checkpointing": layout(
-        3, zero={**SMALL, "stage3_max_live_parameters": 0}, memory={"activation_checkpointing": "selective"}
-    ),
     "tp 2, stage 3": parallel(3, tp=2, zero=SMALL),
     "tp 2, stage 0, bf16": parallel(0, tp=2, more=BF16),
     "cp 2, stage 2": parallel(2, cp=2),
@@ -80,7 +76,6 @@ LARGE_EXPERTS = {**EXPERTS, "moe_intermediate_size": 128}
 ALWAYS = {
     "stage 1, bf16, optimizer on the cpu",
     "stage 3, optimizer and weights on the cpu",
-    "stage 3, selective activation checkpointing",
     "experts, stage 3",
     "pp 2, stage 1, 3 times as fast on the first rank",
     "stage 3, bf16, reduced in bf16",
