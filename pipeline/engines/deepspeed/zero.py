@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
@@ -22,6 +26,7 @@ from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.groups import ModelParallelUnit
 from pipeline.engines.deepspeed.local_model import Zero3, build_local_model
+from pipeline.engines.parallel.activation_checkpointing import not_restored
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.engines.parallel.conditional_modules import conditional_blocks
 from pipeline.models.build.initial_values import ParameterValues
@@ -47,6 +52,8 @@ class DeepSpeedZero(DeepSpeedBase):
             set_z3_leaf_modules(self._local_model.decoder, blocks, raise_if_not_found=False)
         tp_group = mesh.group("tp") if mesh else None
         self._initialize(run, self._local_model.decoder, config=config, model_group=tp_group, unit=unit)
+        if zero3 is not None:
+            _gather_in_recomputations(self._engine.optimizer.parameter_offload)
         # DeepSpeed would count the micro-batches of its config, and ranks with other shares run other numbers of them
         self._uneven = run.batch.shares is not None
 
@@ -77,3 +84,17 @@ class DeepSpeedZero(DeepSpeedBase):
     def _score(self, batch: MicroBatch, objective: Objective) -> Tensor:
         total: Tensor = self._engine(batch.input_ids, batch, objective)[0]
         return total
+
+
+def _gather_in_recomputations(offload: Any) -> None:
+    """Keeps what ZeRO-3's hooks within a layer do out of what selective activation checkpointing counts.
+
+    A recomputation gathers weights that the forward pass still had, and torch knows no results of those operators.
+    """
+    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
+        setattr(offload, name, partial(_run_not_restored, getattr(offload, name)))
+
+
+def _run_not_restored(hook: Callable[[nn.Module], None], module: nn.Module) -> None:
+    with not_restored():
+        hook(module)

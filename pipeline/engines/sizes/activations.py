@@ -257,8 +257,8 @@ def _selected(step: StepSizes) -> float:
     products = (w.query + 2 * w.key_value + 2 * w.intermediate) / tp + 2 * w.hidden + 2 * w.shared + w.latent
     if step.run.topology.ep > 1:
         products += (1 + step.load) * w.experts * w.hidden / tp
-    if tp > 1:  # no collective is repeated: what two gathered, what two scattered, and a sum with it
-        products += 2 * w.hidden + 3 * w.hidden / tp
+    if tp > 1:  # what two reduce-scatters gave, and a sum with it; gathers are repeated
+        products += 3 * w.hidden / tp
     return step.tokens * s * (products + (w.output or w.query) / tp + w.hidden / tp)
 
 

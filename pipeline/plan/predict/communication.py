@@ -92,8 +92,9 @@ def _weights(layout: TrafficLayout) -> float:
 
 def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
     run, layers = layout.run, len(layout.rank.layers) * layout.micro_batches
-    full = run.config.memory.activation_checkpointing == "full"
-    repeated = 1 / run.config.memory.every_n_layers if full else 0.0
+    mode, every = run.config.memory.activation_checkpointing, run.config.memory.every_n_layers
+    repeated = 1 / every if mode == "full" else 0.0
+    gathered_again = 0.0 if mode == "none" else 1 / every  # selective keeps what the others give
     if run.topology.tp > 1:
         ranks = group_of(run.topology, ("tp",))
         inside = layout.micro_batches * layout.hidden * 2 * len(layout.rank.layers)
@@ -102,7 +103,8 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
             "reduce_scatter": traffic.tensor_scatters(layout),
         }
         for kind, size in sizes.items():
-            yield Transfer("tensor", kind, size + repeated * inside, round(layers * (4 + 2 * repeated)), ranks)
+            again = gathered_again if kind == "all_gather" else repeated
+            yield Transfer("tensor", kind, size + again * inside, round(layers * (4 + 2 * again)), ranks)
     if run.topology.cp > 1:
         ranks = group_of(run.topology, ("cp",))
         exchanged = traffic.attention_exchanges(layout) * (1 + repeated / 2)

@@ -8,8 +8,12 @@ import torch
 from pipeline.config.sections.run import MemorySection
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
+from pipeline.engines.parallel.assemble import assemble
+from pipeline.engines.parallel.mesh import Mesh
 from tests.engines.parallel.allocations import AllocationRecorder
-from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder
+from tests.engines.parallel.layouts import fill_weights, resolved
+from tests.engines.parallel.ranks import WORLD, Ranks
+from tests.models.architectures import assert_same, batch_of, gradients, meta_of, plain_decoder
 
 MODES = {
     "none": MemorySection(),
@@ -50,3 +54,23 @@ def test_more_recomputation_needs_less_memory() -> None:
 def test_selective_checkpointing_recomputes_no_matrix_product_and_no_attention() -> None:
     products = {mode: passes("llama", memory)[2] for mode, memory in MODES.items()}
     assert products["selective"] == products["none"] < products["every second"] < products["full"]
+
+
+def kept_by_a_rank(_rank: int, mode: str) -> int:
+    """Bytes that a tensor-parallel rank saves in a forward pass."""
+    run = resolved(world_size=WORLD, parallel={"tp": WORLD}, memory={"activation_checkpointing": mode})
+    model, mesh = meta_of("llama", num_key_value_heads=4), Mesh(run.topology, device_type="cpu")
+    local, batch = assemble(run, model, mesh), batch_of(length=32)
+    fill_weights(local, model)
+    local.decoder.train()
+    with AllocationRecorder() as recorder:
+        total = local.decoder(batch.input_ids, batch, CrossEntropy())[0]
+        kept = recorder.alive_bytes
+        total.backward()
+    return kept
+
+
+def test_selective_checkpointing_keeps_less_than_none_under_tensor_parallelism(ranks: Ranks) -> None:
+    # what all-gathers give is as large on every rank as without tensor parallelism
+    none, selective = (max(ranks.run(kept_by_a_rank, mode)) for mode in ("none", "selective"))
+    assert selective < 0.9 * none
