@@ -153,8 +153,11 @@ def _write(output: Path | None, text: str) -> None:
     if output is None:
         print(text, end="", flush=True)
         return
-    with output.open("a") as file:
-        file.write(text)
+    try:
+        with output.open("a") as file:
+            file.write(text)
+    except OSError:  # a full disk must not end the agent: its own log may be on another
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

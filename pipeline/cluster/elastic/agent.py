@@ -6,13 +6,12 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.base.errors import EXIT_REQUEUE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
-from pipeline.cluster.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
+from pipeline.cluster.elastic.leader import Terms, first_plan, grown, newest, next_plan, reconciled, welcomed
 from pipeline.cluster.elastic.local_ranks import Command, LocalRanks
 from pipeline.cluster.elastic.slurm_requeue import SlurmJob
 from pipeline.cluster.elastic.warm_ranks import WarmRanks
@@ -131,11 +130,15 @@ class Agent:
         if any(map(self.files.unknown, others)):
             return None  # this node has just begun to lead, and has not looked at all others long enough
         alive = {self.node: self._state, **{node: state for node, state in others.items() if state is not None}}
-        plan = max((state.plan for state in alive.values()), key=lambda each: each.version)
-        if plan.version > self._state.plan.version:
-            return plan  # of another leader
-        made = self._first(alive) if plan.version == 0 else self._next(plan, alive)
+        plan, rivals = newest([state.plan for state in alive.values()])
+        if plan.version > self._state.plan.version or self.files.failing:
+            return plan  # of another leader; what this one would decide, the others could not read
+        if rivals:
+            made: RanksPlan | None = reconciled(self.terms, plan, alive, rivals)
+        else:
+            made = self._first(alive) if plan.version == 0 else self._next(plan, alive)
         if made is not None:
+            made = replace(made, leader=self.node)
             self._tell(made, alive)
             self._decided, self._alive_at_end = made.outcome is not None, alive
             if self._decided and self.slurm is not None:
@@ -256,5 +259,9 @@ class Agent:
     def _change(self, **fields: Any) -> None:
         count, self._written = self._state.count + 1, time.monotonic()
         self._state = replace(self._state, count=count, stop=self._stop is not None, **fields)
-        with suppress(OSError):  # a full disk, a file system that fails for a moment: the next look writes again
+        failing = self.files.failing
+        try:
             self.files.write(self._state)
+        except OSError as error:  # a full disk, a file system that fails for a moment: the next look writes again
+            if not failing:
+                self.say(f"{self.node} cannot write its heartbeat ({error}): it takes no node for dead until it can")

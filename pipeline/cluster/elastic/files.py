@@ -2,8 +2,9 @@
 
 Each file has one writer, which replaces it about once a second. A reader takes a node for alive once it has seen its
 count change, and for dead when it has not changed for some time by the reader's own clock: clocks need not agree, and
-files of an earlier job say nothing. A file is opened anew for every look,
-since NFS asks the server then (close-to-open consistency). No directory is listed, but for that of the guests.
+files of an earlier job say nothing. The silence of others counts only while this node's own file could be written: on a
+full disk all fall silent, and none is dead. A file is opened anew for every look, since NFS asks the server then
+(close-to-open consistency). No directory is listed, but for that of the guests.
 A plan names every node: it is a file of its own, written once, and the nodes' files have its name.
 """
 
@@ -44,6 +45,7 @@ class RanksPlan:
         guests: node -> address of those that came from other jobs.
         short: whether the outcome is for want of nodes.
         checking: whether the members are to check each other before the next start.
+        leader: the node that made it.
     """
 
     version: int = 0
@@ -61,6 +63,7 @@ class RanksPlan:
     guests: Mapping[str, str] = field(default_factory=dict)
     short: bool = False
     checking: bool = False
+    leader: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,18 +107,39 @@ class StateFiles:
         node: this one.
         nodes: all that are known at first, this one too, in the order in which they lead.
         dead_s: seconds of silence after which a node is dead.
+
+    Attributes:
+        failing: whether this node's file could not be written the last time.
     """
 
     def __init__(self, directory: Path, *, node: str, nodes: Sequence[str], dead_s: float = DEAD_S) -> None:
         self._directory, self._node, self.nodes, self._dead_s = directory, node, tuple(nodes), dead_s
-        self._heard: dict[str, tuple[int, float | None]] = {}
+        self._heard: dict[str, tuple[NodeState, float | None]] = {}
         self._looked: dict[str, float] = {}
+        self.failing, self._failed_at, self._failed_s = False, 0.0, 0.0
         self._guests = directory / "guests"
         self._guests.mkdir(parents=True, exist_ok=True)
         self._plans = _PlanFiles(directory, self._node)
 
     def write(self, state: NodeState) -> None:
-        """Replaces this node's file."""
+        """Replaces this node's file.
+
+        Raises:
+            OSError: it could not; the others' silence does not count until it can (`_now`).
+        """
+        try:
+            self._replace(state)
+        except OSError:
+            self._failed_at, self.failing = self._now(), True
+            raise
+        if self.failing:
+            self._failed_s, self.failing = time.monotonic() - self._failed_at, False
+
+    def _now(self) -> float:
+        """This node's clock, which stands still while its own file cannot be written."""
+        return self._failed_at if self.failing else time.monotonic() - self._failed_s
+
+    def _replace(self, state: NodeState) -> None:
         fields = asdict(replace(state, plan=RanksPlan())) | {"plan": self._plans.name_of(state.plan)}
         temporary = self._directory / f".{self._node}.new"
         temporary.write_text(json.dumps(fields))
@@ -139,22 +163,27 @@ class StateFiles:
         self.nodes = tuple(dict.fromkeys([*self.nodes, *nodes]))
 
     def read(self, node: str) -> NodeState | None:
-        """The state of a node; None of one that is dead or has not been seen to live yet (see `unknown`)."""
-        self._looked.setdefault(node, time.monotonic())
+        """The state of a node; None of one that is dead or has not been seen to live yet (see `unknown`).
+
+        A file that cannot be read just now is as it was: the node has the rest of its time.
+        """
+        self._looked.setdefault(node, self._now())
+        before, since = self._heard.get(node, (None, None))
         try:
             state = _read(self._file(node), self._plans)
         except (OSError, ValueError):  # not there, or on a file system that fails for a moment
-            return None
-        count, since = self._heard.get(node, (state.count, None))
-        if state.count != count:
-            since = time.monotonic()
-        self._heard[node] = state.count, since
-        return state if since is not None and time.monotonic() - since <= self._dead_s else None
+            if before is None:
+                return None
+            state = before
+        if before is not None and state.count != before.count:
+            since = self._now()
+        self._heard[node] = state, since
+        return state if since is not None and self._now() - since <= self._dead_s else None
 
     def unknown(self, node: str) -> bool:
         """Whether a node has been looked at for too short a time to tell a dead one from one that lives."""
-        _, since = self._heard.get(node, (0, None))
-        return since is None and time.monotonic() - self._looked.get(node, time.monotonic()) < self._dead_s / 2
+        _, since = self._heard.get(node, (None, None))
+        return since is None and self._now() - self._looked.get(node, self._now()) < self._dead_s / 2
 
     def leader(self) -> NodeState | None:
         """The state of the first node that is alive, or may be; None where this one leads."""

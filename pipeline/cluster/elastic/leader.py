@@ -113,6 +113,32 @@ def _after_checks(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState])
     return _after_loss(terms, left, alive, reason, begun=dead)
 
 
+def newest(plans: Sequence[RanksPlan]) -> tuple[RanksPlan, tuple[str, ...]]:
+    """The newest plan of all nodes, and the leaders of different plans of its version: none where there is one plan.
+
+    Two nodes that lead at once, each of which takes the other for dead, make such plans. The later name wins, on every
+    node that looks.
+    """
+    version = max(plan.version for plan in plans)
+    last = sorted((plan for plan in plans if plan.version == version), key=lambda plan: (plan.leader, plan.start))
+    rivals = tuple(dict.fromkeys(plan.leader for plan in last)) if any(plan != last[0] for plan in last) else ()
+    return last[-1], rivals
+
+
+def reconciled(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], rivals: Sequence[str]) -> RanksPlan:
+    """A start on all nodes that are there, in the place of plans that several leaders made at once.
+
+    Args:
+        terms: of the job.
+        plan: the one of them that counts (`newest`).
+        alive: the nodes that are.
+        rivals: the nodes that made them.
+    """
+    starts = max(state.plan.start for state in alive.values())
+    why = f"{' and '.join(rivals)} led at the same time, and made different plans"
+    return _start(terms, replace(plan, start=starts, checking=False, step=terms.step()), alive, why)
+
+
 def welcomed(plan: RanksPlan, announced: Mapping[str, str]) -> RanksPlan | None:
     """The plan that knows the guests; None where it knows them already.
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,6 +138,40 @@ def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(ho
     assert [hosts.code(name) for name in ("a", "b")] == [75, 75]
     assert "the run ends with code 75: stopped" in hosts.text()
     assert "stopped by SIGUSR1" in hosts.text()
+
+
+def test_a_full_disk_makes_no_agent_take_another_for_dead(hosts: Hosts) -> None:
+    folder = hosts.work / "agents"
+    folder.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode
+    ):
+        pytest.skip("mounting a tmpfs takes root")
+    try:
+        config = json.loads(hosts.config.read_text())
+        config["run"]["steps"] = 100_000
+        write_config(hosts.config, config)
+        hosts.start("a")
+        hosts.start("b")
+        hosts.wait_for_step(10)
+        with suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        hosts.wait_for(lambda: hosts.text().count("cannot write its heartbeat") == 2)
+        time.sleep(12)  # more than twice --dead
+        (folder / "filler").unlink()
+        hosts.wait_for_step(last_step(hosts.work / "run") + 50)
+        for name in ("a", "b"):
+            hosts.agents[name].send_signal(signal.SIGUSR1)
+        assert [hosts.code(name) for name in ("a", "b")] == [75, 75]
+        assert "start 1 on a, b" in hosts.text()
+        assert "start 2" not in hosts.text()
+    finally:
+        for agent in hosts.agents.values():
+            agent.kill()
+            agent.wait()
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def test_a_host_whose_ranks_cannot_start_is_left_out(hosts: Hosts, tmp_path: Path) -> None:

@@ -52,6 +52,42 @@ def test_a_node_is_dead_when_its_count_stands_still_and_alive_when_it_moves_agai
     assert reader.leader() is not None
 
 
+def test_a_node_that_cannot_write_its_own_file_takes_no_other_for_dead(
+    tmp_path: Path, wait: Callable[[float], None]
+) -> None:
+    """On a full disk all nodes fall silent; each has its whole time again when there is room."""
+    writer, reader = files_of(tmp_path, "a"), files_of(tmp_path, "b")
+    for count in (1, 2):
+        writer.write(NodeState("a", count))
+        assert (reader.read("a") is not None) == (count == 2)
+    wait(0.2)
+    (tmp_path / ".b.new").mkdir()  # the file of its next heartbeat cannot be written
+    for _ in range(3):
+        with pytest.raises(OSError, match="directory"):
+            reader.write(NodeState("b", 1))
+        assert reader.failing
+        wait(45)
+        assert reader.read("a") is not None
+        assert reader.leader() is not None
+    (tmp_path / ".b.new").rmdir()
+    reader.write(NodeState("b", 2))
+    assert not reader.failing
+    assert reader.read("a") is not None
+    wait(0.2)
+    assert reader.read("a") is None  # 0.2 s of silence before the disk was full, and 0.2 s after it
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_as_it_was(tmp_path: Path, wait: Callable[[float], None]) -> None:
+    writer, reader = files_of(tmp_path, "a"), files_of(tmp_path, "b")
+    for count in (1, 2):
+        writer.write(NodeState("a", count))
+        reader.read("a")
+    (tmp_path / "a.json").write_text('{"node": "a", "cou')
+    assert reader.read("a") == NodeState("a", 2)
+    wait(0.4)
+    assert reader.read("a") is None
+
+
 def test_a_node_leads_only_when_those_before_it_have_had_time_to_come(
     tmp_path: Path, wait: Callable[[float], None]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan
-from pipeline.cluster.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
+from pipeline.cluster.elastic.leader import Terms, first_plan, grown, newest, next_plan, reconciled, welcomed
 from pipeline.cluster.elastic.verdict import CAUSE_S, FOLLOWED_S, SAVED_S
 
 NODES = ("a", "b", "c")
@@ -289,3 +289,25 @@ def test_a_guest_takes_part_from_the_next_checkpoint_on() -> None:
     codes = {n: replace(state, codes={k: 75}, running=False) for k, (n, state) in enumerate(states(growing).items())}
     made = next_plan(terms, growing, {**codes, "g": alive["g"]}, waited_s=0)
     assert made.members == (*NODES, "g")
+
+
+def test_plans_that_several_leaders_made_at_once_give_way_to_one_start_of_all_nodes() -> None:
+    """Each of three nodes took the others for dead, and began alone."""
+    world = World(step=40)
+    plan = world.start()
+    alone = [
+        replace(decided(world, plan, without="".join({*NODES} - {node})), leader=node, start=plan.start + 1 + number)
+        for number, node in enumerate(NODES)
+    ]
+    assert len({each.version for each in alone}) == 1
+    alive = {node: NodeState(node, 1, own, own.start, True) for node, own in zip(NODES, alone, strict=True)}
+    for order in (alone, alone[::-1]):
+        last, rivals = newest(order)
+        assert (last, rivals) == (alone[2], NODES)
+        made = reconciled(world.terms, last, alive, rivals)
+        assert made.members == NODES
+        assert made.version == last.version + 1
+        assert made.start > max(each.start for each in alone)
+        assert "a and b and c led at the same time" in made.reason
+    assert newest([made, *alone]) == (made, ())
+    assert newest([plan, plan, RanksPlan()]) == (plan, ())
