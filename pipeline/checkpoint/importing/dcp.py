@@ -160,7 +160,8 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
 
 def _members(name: str, group: Mapping[str, Any]) -> list[str]:
     """Of a numbered group those that it lists; a flat state has the parameter's name in the place of the number."""
-    return [*map(hugging_face_name, group.get("params") or ())] if name.isdecimal() else [hugging_face_name(name)]
+    names = group.get("params") or () if name.isdecimal() else [name]
+    return [hugging_face_name(str(each)) for each in names]  # a plain `Optimizer.state_dict()` lists numbers
 
 
 def _sort_in(found: _Collected, path: tuple[str, ...], value: Any, where: Path) -> None:
@@ -171,7 +172,7 @@ def _sort_in(found: _Collected, path: tuple[str, ...], value: Any, where: Path) 
     while len(path) > 1 and path[0] in _AROUND_ALL:
         path = path[1:]
     dotted, own = ".".join(path), path[0].startswith("optim")
-    if state and state["kind"] == "step" and not tensor:
+    if state and state["kind"] == "step" and not tensor and (own or not _NO_WEIGHTS.match(path[0])):
         found.counters.append(plain)
     elif state and tensor and (own or state["kind"] in STATES):
         _put(found.states.setdefault(state["kind"], {}), hugging_face_name(state["name"]), value, where)

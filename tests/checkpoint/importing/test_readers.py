@@ -213,11 +213,18 @@ def saved_dcp(folder: Path, **more: Any) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_by_number_in_a_dcp_keep_their_numbers_as_names_which_no_model_has(tmp_path: Path) -> None:
+    by_number = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0], "lr": torch.tensor(1e-3)}]}
+    found = read_dcp(saved_dcp(tmp_path / "there", optimizer=by_number), target())
+    assert found.members == [[*found.states["exp_avg"]]] == [["0"]]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("more", "step"),
     [
         ({"step": 4, "dataloader": {"step": 16}, "meta": {"iteration": 900}}, 4),
-        ({"dataloader": {"step": 16}}, 4),
+        ({"dataloader": {"step": 16, "state": {"worker": {"step": 16}}}}, 4),
         ({"train_state": {"step": torch.tensor(4)}}, 4),
         (
             {"step": 4, "iteration": 900},
