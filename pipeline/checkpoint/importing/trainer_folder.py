@@ -14,6 +14,7 @@ with transformers 5.23, accelerate 1.15.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ from pipeline.models.folder.weight_files import stored_tensors
 STATE = "trainer_state.json"
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
 _SAVED = ("optimizer.pt", "optimizer.bin")
+_SECOND = re.compile(r"_\d+\.bin$")
+"""Weights of a second model of accelerate, which may have the names of the first one's."""
 _LEFT_OUT = {
     "scheduler.[pb]*": "scheduler.pt, .bin: the config's schedule goes on at the step",
     "rng_state*.pth": "rng_state*.pth: nothing in a run is drawn but first weights and the order of samples",
@@ -114,7 +117,7 @@ def _replicated(folder: Path, wanted: TargetModel, step: int | None) -> SourceCh
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
     """Of safetensors files, or of what older versions and FSDP saved by torch.save."""
-    saved = sorted(folder.glob("pytorch_model*.bin"))
+    saved = [path for path in sorted(folder.glob("pytorch_model*.bin")) if not _SECOND.search(path.name)]
     if saved and not any(folder.glob("*.safetensors")):
         opened: Iterable[Mapping[str, Any]] = map(open_saved, saved)
         return {hugging_face_name(name): stored(tensor) for each in opened for name, tensor in each.items()}
