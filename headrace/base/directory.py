@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError
-from headrace.base.foreign_folders import what_it_is
+from headrace.base.foreign_folders import leads_out, what_it_is
 from headrace.base.paths import refuse_url
 from headrace.base.version import __version__
 
@@ -206,8 +206,10 @@ def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> 
     try:
         raw = json.loads(text)
         manifest = _parse(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error!r}\n  try: {remedy}") from None
+    if outside := [name for name in manifest.files if leads_out(name)]:
+        raise DataError(f"{path} names {outside[0]}, which is not in its directory: refused\n  try: {remedy}")
     if raw.get(_CHECKSUM) not in (None, _checksum(raw)):
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with\n  try: {remedy}")
     return manifest

@@ -252,7 +252,12 @@ def sizes_below(directory: Path) -> dict[str, int]:
 
 
 def _is_copied(name: str) -> bool:
-    return name != MANIFEST and not any(part.startswith(".") for part in PurePosixPath(name).parts)
+    return name != MANIFEST and not is_hidden(name)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a relative path is hidden, or leads out of its directory, as the name of an object may."""
+    return any(part.startswith((".", "/")) for part in PurePosixPath(name).parts)
 
 
 def _is_manifest(name: str) -> bool:
