@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,10 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
         StorageError: the store cannot be written to.
     """
     token, place = secrets.token_hex(16), url.rstrip("/")
-    lock = lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}")
-    with lock if os.access(run_dir, os.W_OK) else nullcontext():  # a read-only copy is not trained in
+    lock: AbstractContextManager[object] = nullcontext()
+    if os.access(run_dir, os.W_OK):  # else no process trains there
+        lock = lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}")
+    with lock:
         if working_directory(place) == run_dir:  # what this host knows of the store is this copy
             claim(place, token)
         with held(place, token=token, silent_s=_SILENT_S, say=_say) as lease:
