@@ -87,7 +87,7 @@ def newest_lease(place: str) -> Lease | None:
         with suppress(FileNotFoundError):  # a later one has been taken meanwhile
             try:
                 return Lease(**json.loads(read_object(_url(place, number))))
-            except (ValueError, TypeError) as error:
+            except (ValueError, RecursionError, TypeError) as error:
                 why = f"{_url(place, number)} is damaged: {error!r}"
                 raise DataError(f"{why}\n  try: delete it, when no process writes to {place}") from None
     return None

@@ -13,7 +13,6 @@ with transformers 5.23, accelerate 1.15.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
+from headrace.base.foreign_json import read_json
 from pipeline.checkpoint.importing.dcp import read_folders
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import (
@@ -86,7 +86,7 @@ def read_trainer(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
 
 def _step(folder: Path) -> int:
     try:
-        return int(json.loads((folder / STATE).read_text())["global_step"])
+        return int(read_json(folder / STATE, remedy="another checkpoint", error=CheckpointError)["global_step"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / STATE} is damaged: {error!r}\n  try: another checkpoint") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 from headrace.base.remote_folder import local_folder
 from pipeline.models.build.buffers import buffer_shapes
 from pipeline.models.build.counter import CPU
@@ -201,7 +201,7 @@ def _whole(stored: TensorInfo) -> Tensor:
 def _block_size(folder: Path) -> tuple[int, int]:
     """Rows and columns of a block with one scale; DeepSeek-V3's where config.json does not say."""
     file = folder / "config.json"
-    fields = json.loads(file.read_text()) if file.is_file() else {}
+    fields = read_json(file) if file.is_file() else {}
     rows, columns = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     return int(rows), int(columns)
 
