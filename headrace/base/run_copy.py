@@ -106,7 +106,7 @@ def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None
     if (lease := patiently(partial(newest_lease, url))) is not None:
         wait_until_free(url, lease, say=_say)
     text, run = read_remote_manifest(url)
-    files = {name: entry for name, entry in files_beside(url).items() if is_small_name(name)}
+    files = files_beside(url, wanted=is_small_name)
     newest = {each.step: each for each in reversed(remote_checkpoints(url))}
     found = {f"step-{step:08d}": (each.url, read_remote_manifest(each.url)) for step, each in newest.items()}
     sizes = {name: int(entry["bytes"]) for name, entry in files.items()}
