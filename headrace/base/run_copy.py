@@ -72,7 +72,9 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
         with held(place, token=token, silent_s=_SILENT_S, say=_say) as lease:
             if find_manifest(place) is not None:  # before a checkpoint is sent, which a run that is there would resume
                 raise taken(place)
-            paths = [p for p in sorted((run_dir / CHECKPOINTS).glob("step-*")) if p.name[len("step-") :].isdecimal()]
+            # the newest first: from what a killed copy leaves, a run would resume
+            paths = sorted((run_dir / CHECKPOINTS).glob("step-*"), reverse=True)
+            paths = [path for path in paths if path.name.removeprefix("step-").isdecimal()]
             found = {path: local_manifest(path) for path in paths}
             there = {read_remote_manifest(each.url)[0]: each.url for each in remote_checkpoints(place)}
             if others := [url for text, url in there.items() if text not in {text for text, _ in found.values()}]:
