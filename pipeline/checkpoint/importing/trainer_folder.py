@@ -100,6 +100,9 @@ def _replicated(folder: Path, wanted: TargetModel, step: int | None) -> SourceCh
             "  try: give it as model.path, for its weights alone"
         )
     optimizer = open_saved(path)
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        why = f"{path} holds no state that a torch optimizer would load"
+        raise CheckpointError(f"{why}\n  try: give {folder} as model.path, for its weights alone")
     found = states_of(optimizer, wanted.parameters, path)
     counter = one_step_counter(found.counters, path)
     return SourceCheckpoint(

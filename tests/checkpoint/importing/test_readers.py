@@ -120,6 +120,9 @@ def test_the_weights_of_a_second_model_of_accelerate_do_not_replace_the_first_on
     torch.save({"state": state, "param_groups": [{"params": [*LAYERS]}]}, tmp_path / "optimizer.bin")
     found = read_trainer(tmp_path, target())
     assert {float(tensor.read().mean()) for tensor in found.weights.values()} == {1.0}
+    torch.save([state], tmp_path / "optimizer.bin")
+    with pytest.raises(CheckpointError, match=r"optimizer.bin holds no state that a torch optimizer would load"):
+        read_trainer(tmp_path, target())
 
 
 def numbered(groups: list[list[str]], **fields: Any) -> dict[str, Any]:
