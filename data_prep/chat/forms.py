@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.sources.conversation import ConversationError, joined_parts
+from headrace.base.foreign_json import json_row
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -136,11 +137,8 @@ def _with_strings(messages: Messages) -> list[Any]:
 
 def _as_object(value: Any) -> Any:
     """The object that a string of JSON holds; other values as they are."""
-    try:
-        parsed = json.loads(value) if isinstance(value, str) else None
-    except ValueError:
-        return value
-    return parsed if isinstance(parsed, dict) else value
+    parsed = json_row(value) if isinstance(value, str) else None
+    return value if parsed is None else parsed
 
 
 def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> list[Any]:

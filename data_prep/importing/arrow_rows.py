@@ -6,7 +6,6 @@ dropped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from data_prep.importing.columns import ATTENTION, IGNORED, LABELS, LOSS_MASKS, 
 from data_prep.importing.documents import Array, Documents
 from headrace.base.errors import DataError
 from headrace.base.foreign_folders import file_beside
+from headrace.base.foreign_json import read_json
 
 STATE = "state.json"
 _ROWS = 1024
@@ -124,10 +124,10 @@ def open_saved(folder: Path) -> tuple[list[ArrowRows], list[str]]:
     """
     state = folder / STATE
     try:
-        saved = json.loads(state.read_text(encoding="utf-8"))
+        saved = read_json(state)
         paths = [file_beside(state, each["filename"]) for each in saved["_data_files"]]
         indices = saved.get("_indices_data_files") or saved.get("_indices_files")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise DataError(f"{state} is damaged: {error!r}\n  try: save_to_disk again") from None
     if indices:
         raise DataError(f"{state} selects rows by indices, as old versions did\n  try: flatten_indices(), save again")

@@ -190,7 +190,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}\n  try: {_AGAIN}") from None
     return index if isinstance(index, dict) and ("chunks" in index or "shards" in index) else {}
 

@@ -158,7 +158,7 @@ def _read_claim(url: str) -> dict[str, Any]:
         found = json.loads(read_object(f"{url}/{CLAIM}"))
     except FileNotFoundError:  # released meanwhile
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{url}/{CLAIM} is damaged: {error}\n  try: delete it, when no job works for {url}") from None
     return found if isinstance(found, dict) else {}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from data_prep.config.corpus import Source
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.foreign_folders import file_beside
+from headrace.base.foreign_json import read_json
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
 
@@ -27,20 +28,27 @@ def saved_files(path: str, split: str | None, *, at: str) -> list[tuple[str, str
     """
     root = Path(path)
     if (root / _DICT).is_file():
-        known = json.loads((root / _DICT).read_text())["splits"]
+        known = _listed(root / _DICT, "splits")
         chosen = split or (known[0] if len(known) == 1 else None)
         if chosen is None or chosen not in known:
             why = f"{path} has several splits" if split is None else f"{path} has no such split"
             raise ConfigError(f"{at}.split", split, why=why, remedy=f"one of: {', '.join(known)}")
-        root /= chosen
+        root = file_beside(root / _DICT, chosen)
     if not (root / _STATE).is_file():
         why = f"it is not a dataset saved with save_to_disk: there is no {_STATE}"
         raise ConfigError(f"{at}.path", path, why=why, remedy='name the saved directory, or set another "type"')
-    names = [entry["filename"] for entry in json.loads((root / _STATE).read_text())["_data_files"]]
+    names = [entry["filename"] for entry in _listed(root / _STATE, "_data_files")]
     missing = [name for name in names if not file_beside(root / _STATE, name).is_file()]
     if missing:
         raise DataError(f"{root / missing[0]} is missing, and {_STATE} lists it\n  try: save the dataset again")
     return [(name, str(root / name)) for name in names]
+
+
+def _listed(file: Path, key: str) -> list[Any]:
+    found = read_json(file, remedy="save the dataset again").get(key)
+    if not isinstance(found, list):
+        raise DataError(f"{file} is damaged: {key} is no list\n  try: save the dataset again")
+    return found
 
 
 def materialize(source: Source, target: Path, *, at: str) -> None:

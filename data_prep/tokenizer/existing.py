@@ -20,6 +20,7 @@ from data_prep.tokenizer.load import REFERENCE, SPECIAL_TOKENS_MAP, TOKENIZER_CO
 from data_prep.tokenizer.train import write_folder
 from headrace.base.directory import write_json
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 
 
 def import_tokenizer(path: str, folder: Path) -> list[str]:
@@ -114,10 +115,10 @@ def _name_difference(path: str, folder: Path) -> list[str]:
 def _is_plain(folder: Path) -> bool:
     """Whether a folder has a tokenizer.json that `AutoTokenizer` loads without changes."""
     try:
-        config = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(folder / TOKENIZER_CONFIG)
+    except (OSError, DataError):
         return False
-    named = isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+    named = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
     return named and (folder / TOKENIZER_JSON).is_file()
 
 

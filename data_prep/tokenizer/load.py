@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer
 from data_prep.config.text_policy import TextPolicy
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, fingerprint_of_loaded
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -90,13 +90,7 @@ def special_ids(folder: Path, tokenizer: Any) -> dict[str, int | None]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} without the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if not isinstance(content, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}\n  try: download or copy the tokenizer again") from None
-    return content
+    return read_json(path, remedy="download or copy the tokenizer again") if path.is_file() else {}
 
 
 def describe(folder: Path, *, kind: str) -> dict[str, Any]:

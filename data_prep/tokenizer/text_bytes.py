@@ -6,7 +6,6 @@ In a byte-level vocabulary every character of a token is a byte. In one with byt
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer
 from data_prep.formats.indexed import IndexedTokens
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 
 _CHUNK_TOKENS = 1 << 24
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -86,7 +86,7 @@ def _check_ids(file: IndexedTokens, ids: npt.NDArray[Any], *, start: int, known:
 
 def _sizes(folder: Path) -> tuple[npt.NDArray[np.int64], int]:
     """Bytes of each id, int64 [ids], and the number of spaces that the tokenizer adds before each document."""
-    kinds = _decoders(json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))["decoder"])
+    kinds = _decoders(read_json(folder / TOKENIZER_JSON).get("decoder"))
     if not kinds & {"ByteLevel", "ByteFallback"}:
         found = ", ".join(sorted(kinds)) or "none"
         raise DataError(

@@ -28,14 +28,15 @@ import stat
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError
-from headrace.base.foreign_folders import what_it_is
+from headrace.base.foreign_folders import leads_out, what_it_is
+from headrace.base.foreign_json import read_json
 from headrace.base.paths import refuse_url
 from headrace.base.version import __version__
 
@@ -187,6 +188,14 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
     return manifest
 
 
+def kind_of(directory: Path) -> str | None:
+    """The kind that a directory's manifest tells; None where there is no manifest that can be read."""
+    with suppress(OSError, DataError):
+        kind = read_json(directory / MANIFEST).get("kind")
+        return kind if isinstance(kind, str) else None
+    return None
+
+
 def check_kind(directory: str | Path, manifest: Manifest, *, kind: str) -> None:
     """Raises DataError if a directory is of another kind."""
     if manifest.kind != kind:
@@ -206,8 +215,11 @@ def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> 
     try:
         raw = json.loads(text)
         manifest = _parse(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
+        outside = [name for name in {**manifest.files} if leads_out(name)]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {error!r}\n  try: {remedy}") from None
+    if outside:
+        raise DataError(f"{path} names {outside[0]}, which is not in its directory: refused\n  try: {remedy}")
     if raw.get(_CHECKSUM) not in (None, _checksum(raw)):
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with\n  try: {remedy}")
     return manifest

@@ -160,11 +160,16 @@ def file_beside(file: Path, name: str, error: type[HeadraceError] = DataError) -
     Raises:
         error: the name leads out of the folder.
     """
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts:
+    if leads_out(name):
         why = f"{file} names {name}, which is not in the folder: refused"
         raise error(f"{why}\n  try: copy or download the folder again; what a file names has to be in its folder")
-    return file.parent / path
+    return file.parent / name
+
+
+def leads_out(name: str) -> bool:
+    """Whether a relative path of a file that others have written leads out of the folder it is in."""
+    path = PurePath(name)
+    return path.is_absolute() or ".." in path.parts
 
 
 def is_trainer_checkpoint(folder: Path) -> bool:

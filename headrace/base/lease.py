@@ -87,7 +87,7 @@ def newest_lease(place: str) -> Lease | None:
         with suppress(FileNotFoundError):  # a later one has been taken meanwhile
             try:
                 return Lease(**json.loads(read_object(_url(place, number))))
-            except (ValueError, TypeError) as error:
+            except (ValueError, RecursionError, TypeError) as error:
                 why = f"{_url(place, number)} is damaged: {error!r}"
                 raise DataError(f"{why}\n  try: delete it, when no process writes to {place}") from None
     return None
@@ -150,7 +150,7 @@ def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None])
     Raises:
         LeaseTakenError: another process writes there.
         LeaseLostError: another process has taken it over meanwhile.
-        StorageError: the store cannot be read or written to.
+        StorageError: the store cannot be read or written to; that the lease cannot be given back is no error.
     """
     before = patiently(partial(newest_lease, place))
     if before is not None:
@@ -159,9 +159,15 @@ def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None])
 
     def renew_always() -> None:
         renewed = lease
-        while not ended.wait(lease.interval_s):
-            with suppress(StorageError):  # an upload tells whether it succeeds
-                renewed = renew(place, renewed, status={})
+        with suppress(LeaseLostError):  # giving it back raises it again
+            while not ended.wait(lease.interval_s):
+                with suppress(StorageError):  # an upload tells whether it succeeds
+                    renewed = renew(place, renewed, status={})
+
+    def give_back() -> None:
+        ended.set()
+        thread.join()  # a renewal that arrives after the release would undo it
+        renew(place, lease, status={}, released=True)
 
     thread = threading.Thread(target=renew_always, name="lease", daemon=True)
     thread.start()
@@ -169,12 +175,10 @@ def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None])
         yield lease
     except BaseException:
         with suppress(StorageError, LeaseLostError):  # the error in the block says more
-            renew(place, lease, status={}, released=True)
+            give_back()
         raise
-    finally:
-        ended.set()
-        thread.join()
-    patiently(partial(renew, place, lease, status={}, released=True))
+    with suppress(StorageError):  # everything is written, and the lease will soon be out of date
+        patiently(give_back)
 
 
 def renew(place: str, lease: Lease, *, status: Mapping[str, Any], released: bool = False) -> Lease:

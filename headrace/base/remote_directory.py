@@ -252,7 +252,12 @@ def sizes_below(directory: Path) -> dict[str, int]:
 
 
 def _is_copied(name: str) -> bool:
-    return name != MANIFEST and not any(part.startswith(".") for part in PurePosixPath(name).parts)
+    return name != MANIFEST and not is_hidden(name)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a relative path is hidden, or leads out of its directory, as the name of an object may."""
+    return any(part.startswith((".", "/")) for part in PurePosixPath(name).parts)
 
 
 def _is_manifest(name: str) -> bool:
@@ -330,14 +335,19 @@ def refuse_existing(final: Path) -> None:
         raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
 
 
-def files_beside(url: str) -> dict[str, dict[str, Any]]:
-    """What is known of all files below a URL: sizes, and checksums of those in finished directories further below.
+def files_beside(url: str, *, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, dict[str, Any]]:
+    """What is known of the files below a URL: sizes, and checksums of those in finished directories further below.
+
+    Args:
+        url: of a finished directory.
+        wanted: whether a file is listed; no manifest of a directory that is not wanted is read.
 
     Raises:
         DataError: a manifest there is damaged.
         StorageError: the store cannot be read.
     """
-    found: dict[str, dict[str, Any]] = {n: {"bytes": s.bytes} for n, s in objects_below(url).items() if _is_copied(n)}
+    objects = {name: stat for name, stat in objects_below(url).items() if _is_copied(name) and wanted(name)}
+    found: dict[str, dict[str, Any]] = {name: {"bytes": stat.bytes} for name, stat in objects.items()}
     for name in [name for name in found if _is_manifest(name)]:
         folder = PurePosixPath(name).parent
         found |= {f"{folder}/{n}": entry for n, entry in remote_manifest(f"{url.rstrip('/')}/{folder}").files.items()}

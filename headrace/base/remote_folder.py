@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.base.directory import MANIFEST, Manifest, fingerprint_of, staged
 from headrace.base.errors import DataError
+from headrace.base.foreign_folders import leads_out
 from headrace.base.paths import is_store_url
 from headrace.base.remote_directory import (
     cached,
@@ -77,7 +78,8 @@ def _copied(url: str) -> Path:
 
 def _plain(url: str, found: dict[str, Stat]) -> Path:
     """A copy of a folder without a manifest: its own files, and not those of folders in it except chat templates."""
-    wanted = {name: stat for name, stat in sorted(found.items()) if "/" not in name or name.startswith(_TEMPLATES)}
+    own = {name: stat for name, stat in sorted(found.items()) if not leads_out(name)}
+    wanted = {name: stat for name, stat in own.items() if "/" not in name or name.startswith(_TEMPLATES)}
     if not wanted:
         why = "there is no object of that prefix" if not found else f"its {len(found)} objects are all in folders of it"
         raise DataError(f"{url} is no folder: {why}\n  try: check the address")

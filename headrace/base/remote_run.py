@@ -38,6 +38,7 @@ from headrace.base.remote_directory import (
     check_room,
     fetch_files,
     give_name,
+    is_hidden,
     read_remote_manifest,
 )
 from headrace.base.storage import Stat, download, objects_below, patiently
@@ -232,7 +233,7 @@ def is_small(path: Path, run_dir: Path) -> bool:
 def is_small_name(name: str) -> bool:
     """As `is_small`, by the path in the run's directory."""
     parts = PurePosixPath(name).parts
-    return parts[0] not in (CHECKPOINTS, UPLOADS) and not any(part.startswith(".") for part in parts)
+    return parts[0] not in (CHECKPOINTS, UPLOADS) and not is_hidden(name)
 
 
 def _drop_others(run_dir: Path, remote: list[RemoteCheckpoint]) -> None:

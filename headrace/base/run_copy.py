@@ -6,14 +6,16 @@ refused. The manifest is the last object that is written.
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from headrace.base.directory import staged
+from headrace.base.errors import DataError
 from headrace.base.lease import held, newest_lease, wait_until_free
 from headrace.base.lock import lock_file
 from headrace.base.remote_directory import (
@@ -21,12 +23,14 @@ from headrace.base.remote_directory import (
     fetch,
     fetch_files,
     files_beside,
+    find_manifest,
     give_name,
     local_manifest,
     publish,
     read_remote_manifest,
     refuse_existing,
     require_room,
+    taken,
 )
 from headrace.base.remote_run import (
     CHECKPOINTS,
@@ -54,25 +58,34 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
         The bytes of every file that is there, without the run's manifest.
 
     Raises:
-        DataError: a process trains or writes there, a checkpoint is damaged, or see `publish`.
+        DataError: a process trains or writes there, the URL has checkpoints that the run has not, one of the run's is
+            damaged, or see `publish`.
         StorageError: the store cannot be written to.
     """
     token, place = secrets.token_hex(16), url.rstrip("/")
-    with lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}"):
+    lock: AbstractContextManager[object] = nullcontext()
+    if os.access(run_dir, os.W_OK):  # else no process trains there
+        lock = lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}")
+    with lock:
         if working_directory(place) == run_dir:  # what this host knows of the store is this copy
             claim(place, token)
         with held(place, token=token, silent_s=_SILENT_S, say=_say) as lease:
+            if find_manifest(place) is not None:  # before a checkpoint is sent, which a run that is there would resume
+                raise taken(place)
+            # the newest first: from what a killed copy leaves, a run would resume
+            paths = sorted((run_dir / CHECKPOINTS).glob("step-*"), reverse=True)
+            paths = [path for path in paths if path.name.removeprefix("step-").isdecimal()]
+            found = {path: local_manifest(path) for path in paths}
             there = {read_remote_manifest(each.url)[0]: each.url for each in remote_checkpoints(place)}
+            if others := [url for text, url in there.items() if text not in {text for text, _ in found.values()}]:
+                why = f"{others[0]} is there, and {run_dir} has no such checkpoint: a run would be mixed with another"
+                raise DataError(f"{why}\n  try: delete what is below {place}, or choose another place")
             sizes: dict[str, int] = {}
-            for checkpoint in sorted((run_dir / CHECKPOINTS).glob("step-*")):
-                if not checkpoint.name.removeprefix("step-").isdigit():
-                    continue
-                text, manifest = local_manifest(checkpoint)
+            for path, (text, manifest) in found.items():
                 sent = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
                 if text not in there:
-                    url = f"{place}/{CHECKPOINTS}/{checkpoint.name}.{lease.number}"
-                    sent = publish(checkpoint, url, progress=progress)
-                sizes |= {f"{CHECKPOINTS}/{checkpoint.name}/{name}": size for name, size in sent.items()}
+                    sent = publish(path, f"{place}/{CHECKPOINTS}/{path.name}.{lease.number}", progress=progress)
+                sizes |= {f"{CHECKPOINTS}/{path.name}/{name}": size for name, size in sent.items()}
             return sizes | publish(run_dir, place, progress=progress, beside=is_small_name)
 
 
@@ -95,7 +108,7 @@ def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None
     if (lease := patiently(partial(newest_lease, url))) is not None:
         wait_until_free(url, lease, say=_say)
     text, run = read_remote_manifest(url)
-    files = {name: entry for name, entry in files_beside(url).items() if is_small_name(name)}
+    files = files_beside(url, wanted=is_small_name)
     newest = {each.step: each for each in reversed(remote_checkpoints(url))}
     found = {f"step-{step:08d}": (each.url, read_remote_manifest(each.url)) for step, each in newest.items()}
     sizes = {name: int(entry["bytes"]) for name, entry in files.items()}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.base import configfile
-from headrace.base.directory import MANIFEST
+from headrace.base.directory import kind_of
 from pipeline.cluster.status import command
 
 add_arguments = command.add_arguments
@@ -31,7 +31,7 @@ def data_prep_lines(path: Path, overrides: Sequence[str] = ()) -> list[str] | No
         DataError: it has not begun, or its files are damaged.
         ConfigError: the config cannot be read.
     """
-    if _is_job(path) or _is_job(path.absolute().parent / f".{path.name}.job") or _kind(path) == "tokens":
+    if _is_job(path) or _is_job(path.absolute().parent / f".{path.name}.job") or kind_of(path) == "tokens":
         from data_prep.job.status import report_of  # noqa: PLC0415
 
         return report_of(path.absolute())
@@ -47,11 +47,3 @@ def data_prep_lines(path: Path, overrides: Sequence[str] = ()) -> list[str] | No
 
 def _is_job(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(".job") and path.is_dir()
-
-
-def _kind(path: Path) -> str | None:
-    try:
-        kind = json.loads((path / MANIFEST).read_text())["kind"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return kind if isinstance(kind, str) else None

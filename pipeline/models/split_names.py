@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.foreign_json import read_json
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -70,7 +71,7 @@ def pre_tokenizer(folder: Path) -> str:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise refused(f"{folder} has no tokenizer.json", "save it with transformers' fast tokenizer")
-    raw = json.loads(file.read_text(encoding="utf-8"))
+    raw = read_json(file)
     if not (folder / "tokenizer.model").is_file():
         return split_name(raw)
     sentencepiece_bpe(folder, raw)

@@ -80,3 +80,10 @@ def test_invalid_metadata_is_a_checkpoint_error(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(content)
             with pytest.raises(CheckpointError, match="has no readable metadata"):
                 read_metadata(tmp_path)
+
+
+def test_metadata_of_earlier_versions_executes_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"cos\nmkdir\n(S'" + str(tmp_path / "made").encode() + b"'\ntR.")
+    with pytest.raises(CheckpointError, match=r"has no readable metadata: it names os.mkdir, which opening it would"):
+        read_metadata(tmp_path)
+    assert not (tmp_path / "made").exists()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_json, write_text
+from headrace.base.directory import MANIFEST, Manifest, kind_of, read_manifest, write_json, write_text
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 from headrace.base.remote_directory import cache_root
 from pipeline.models.card import croissant, sbom, training_summary
 from pipeline.models.card.card import NAME, model_card, run_card, weight_files
@@ -78,20 +78,12 @@ def _print_gaps(gaps: Gaps) -> None:
 
 
 def _papers(directory: Path, facts: CardFacts | None, gaps: Gaps) -> Papers:
-    kind = _kind_of(directory)
+    kind = kind_of(directory)
     if kind == "tokens":
         return _of_tokens(read_manifest(directory, kind="tokens"), facts or CardFacts(), gaps)
     if kind in ("run", "checkpoint"):
         return _of_run(directory, facts or CardFacts(), gaps)
     return _of_model(directory, facts, gaps)
-
-
-def _kind_of(directory: Path) -> str:
-    """What a manifest says; "model" where there is none that can be read, whose reader says what is wrong."""
-    try:
-        return str(json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "model"
 
 
 def _of_tokens(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> Papers:
@@ -167,7 +159,4 @@ def _check_target(out: Path, papers: Papers, *, replace: bool) -> None:
 def _listed_files(out: Path) -> set[str]:
     if not (out / MANIFEST).is_file():
         return set()
-    try:
-        return set(json.loads((out / MANIFEST).read_text(encoding="utf-8")).get("files") or ())
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{out / MANIFEST} is damaged: {error}\n  try: another folder") from None
+    return set(read_json(out / MANIFEST, remedy="another folder").get("files") or ())

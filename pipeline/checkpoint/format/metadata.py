@@ -12,7 +12,7 @@ the other, written by one rank after the other, become the same number again and
     position, length  bytes of the file in which `torch.save` has written the shard
 
 Unlike a pickle it cannot execute anything. Earlier versions wrote torch.distributed.checkpoint's own `.metadata`, a
-pickle; it is still read (like code, only from a source you trust).
+pickle; it is still read, and makes nothing but torch's classes of metadata.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed.checkpoint as dcp
 
 from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.format.pickled_metadata import read_pickled
 from pipeline.checkpoint.format.shard_table import (
     CheckpointMetadata,
     Ints,
@@ -77,7 +77,7 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
     try:
         if metadata_name(directory) == METADATA:
             return decode_metadata((directory / METADATA).read_bytes())
-        return from_torch_metadata(dcp.FileSystemReader(directory).read_metadata())
+        return from_torch_metadata(read_pickled(directory / TORCH_METADATA))
     except _READING_ERRORS as error:
         why = f"there is neither {METADATA} nor {TORCH_METADATA}" if isinstance(error, FileNotFoundError) else error
         raise CheckpointError(f"{directory} has no readable metadata: {why}") from None

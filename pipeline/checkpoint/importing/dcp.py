@@ -29,6 +29,7 @@ from torch import Tensor
 from headrace.base.errors import CheckpointError
 from headrace.base.foreign_folders import file_beside
 from pipeline.checkpoint.format.metadata import TORCH_METADATA, storage_errors
+from pipeline.checkpoint.format.pickled_metadata import read_pickled
 from pipeline.checkpoint.format.shard_table import StoredTensor
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
@@ -40,7 +41,6 @@ from pipeline.checkpoint.importing.source import (
     hugging_face_name,
     one_step_counter,
 )
-from pipeline.checkpoint.importing.unpickle import Opaque, enum_member
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.streamed import LazyTensor
 
@@ -52,26 +52,6 @@ _STEPS = ("step", "global_step", "iteration", "train_state.step")
 _COUNTER = "the optimizer's step counter"
 _NO_WEIGHTS = re.compile(r"optim|lr_scheduler|scheduler|dataloader|train_state|rng|random_state|ema|model_ema")
 """How the top of a path begins under which no weights are."""
-_CLASSES = {
-    "torch": ("Size", "device"),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-    "collections": ("OrderedDict",),
-}
-"""What `.metadata` may name."""
-_NOT_NEEDED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
-"""Modules of the plans that Megatron keeps in `.metadata`: nothing of them is made."""
 
 
 @dataclass
@@ -160,7 +140,8 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
 
 def _members(name: str, group: Mapping[str, Any]) -> list[str]:
     """Of a numbered group those that it lists; a flat state has the parameter's name in the place of the number."""
-    return [*map(hugging_face_name, group.get("params") or ())] if name.isdecimal() else [hugging_face_name(name)]
+    names = group.get("params") or () if name.isdecimal() else [name]
+    return [hugging_face_name(str(each)) for each in names]  # a plain `Optimizer.state_dict()` lists numbers
 
 
 def _sort_in(found: _Collected, path: tuple[str, ...], value: Any, where: Path) -> None:
@@ -171,7 +152,7 @@ def _sort_in(found: _Collected, path: tuple[str, ...], value: Any, where: Path) 
     while len(path) > 1 and path[0] in _AROUND_ALL:
         path = path[1:]
     dotted, own = ".".join(path), path[0].startswith("optim")
-    if state and state["kind"] == "step" and not tensor:
+    if state and state["kind"] == "step" and not tensor and (own or not _NO_WEIGHTS.match(path[0])):
         found.counters.append(plain)
     elif state and tensor and (own or state["kind"] in STATES):
         _put(found.states.setdefault(state["kind"], {}), hugging_face_name(state["name"]), value, where)
@@ -295,32 +276,10 @@ def _plain(file: io.BytesIO) -> Any:
         return None
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what torch's metadata consists of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class or function of a name.
-
-        Raises:
-            UnpicklingError: it is none of those.
-        """
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member
-        if module in _NOT_NEEDED:
-            return Opaque
-        known = name in _CLASSES.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if not known:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which opening it would execute: refused")
-        return super().find_class(module, name)
-
-
 def _metadata(folder: Path) -> Any:
     path = folder / TORCH_METADATA
     try:
-        with path.open("rb") as file:
-            return _Unpickler(file).load()
+        return read_pickled(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing\n  try: copy it here: without it nothing can be found") from None
     except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError) as error:

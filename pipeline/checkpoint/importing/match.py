@@ -14,6 +14,7 @@ from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.config.sections.optimizers import OptimizerKind
 from pipeline.models.build.stored_names import TensorGroup, groups_of_files
+from pipeline.models.build.stored_values import COMPUTED
 
 _SHOWN = 8
 _COMPUTED_WITH = (
@@ -54,9 +55,10 @@ def matched_state(
         CheckpointError: a tensor is missing, or has another shape, or no place in the run; its optimizer keeps other
             states.
     """
-    weights = _renamed(source.weights, wanted, source)
-    states = {moment: _renamed(tensors, wanted, source) for moment, tensors in source.states.items()}
     shapes = {**wanted.parameters, **wanted.buffers}
+    every = _renamed(source.weights, wanted, source)
+    weights = {name: tensor for name, tensor in every.items() if name in shapes or not COMPUTED.search(name)}
+    states = {moment: _renamed(tensors, wanted, source) for moment, tensors in source.states.items()}
     # a buffer that it lacks gets its first value, as where a run has none
     needed = {name: shape for name, shape in shapes.items() if name in wanted.parameters or name in weights}
     if lines := _differences({**_without_weight(states, needed), **weights}, needed):

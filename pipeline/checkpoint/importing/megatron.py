@@ -20,7 +20,6 @@ Seen with megatron-core 0.13.1, 0.16.1 and its source of 2026-08-22 (0.20).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from headrace.base.errors import CheckpointError
 from headrace.base.foreign_folders import file_beside
+from headrace.base.foreign_json import read_json
 from pipeline.checkpoint.format.megatron_names import BACKEND, COMMON, FAMILIES, LATEST, MegatronNames, Split
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
 from pipeline.checkpoint.importing.dcp import DcpFolder
@@ -114,15 +114,12 @@ def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
 def _newest(folder: Path) -> Path:
     """The folder of an iteration, with `.metadata`."""
     if (folder / LATEST).is_file():
-        latest = (folder / LATEST).read_text().strip()
+        latest = (folder / LATEST).read_text(errors="replace").strip()
         name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
         folder = file_beside(folder / LATEST, name, CheckpointError)
     backend = {}
     if (folder / BACKEND).is_file():
-        try:
-            backend = json.loads((folder / BACKEND).read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{folder / BACKEND} is damaged: {error}\n  try: copy it again") from None
+        backend = read_json(folder / BACKEND, error=CheckpointError)
     if backend.get("sharded_backend") != "torch_dist" or not (folder / TORCH_METADATA).is_file():
         raise CheckpointError(
             f"{folder} is no checkpoint of Megatron's format torch_dist\n"

@@ -13,7 +13,7 @@ with transformers 5.23, accelerate 1.15.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.base.errors import CheckpointError
+from headrace.base.foreign_json import read_json
 from pipeline.checkpoint.importing.dcp import read_folders
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import (
@@ -41,6 +42,8 @@ from pipeline.models.folder.weight_files import stored_tensors
 STATE = "trainer_state.json"
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
 _SAVED = ("optimizer.pt", "optimizer.bin")
+_SECOND = re.compile(r"_\d+\.bin$")
+"""Weights of a second model of accelerate, which may have the names of the first one's."""
 _LEFT_OUT = {
     "scheduler.[pb]*": "scheduler.pt, .bin: the config's schedule goes on at the step",
     "rng_state*.pth": "rng_state*.pth: nothing in a run is drawn but first weights and the order of samples",
@@ -83,7 +86,7 @@ def read_trainer(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
 
 def _step(folder: Path) -> int:
     try:
-        return int(json.loads((folder / STATE).read_text())["global_step"])
+        return int(read_json(folder / STATE, remedy="another checkpoint", error=CheckpointError)["global_step"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / STATE} is damaged: {error!r}\n  try: another checkpoint") from None
 
@@ -97,6 +100,9 @@ def _replicated(folder: Path, wanted: TargetModel, step: int | None) -> SourceCh
             "  try: give it as model.path, for its weights alone"
         )
     optimizer = open_saved(path)
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        why = f"{path} holds no state that a torch optimizer would load"
+        raise CheckpointError(f"{why}\n  try: give {folder} as model.path, for its weights alone")
     found = states_of(optimizer, wanted.parameters, path)
     counter = one_step_counter(found.counters, path)
     return SourceCheckpoint(
@@ -114,7 +120,7 @@ def _replicated(folder: Path, wanted: TargetModel, step: int | None) -> SourceCh
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
     """Of safetensors files, or of what older versions and FSDP saved by torch.save."""
-    saved = sorted(folder.glob("pytorch_model*.bin"))
+    saved = [path for path in sorted(folder.glob("pytorch_model*.bin")) if not _SECOND.search(path.name)]
     if saved and not any(folder.glob("*.safetensors")):
         opened: Iterable[Mapping[str, Any]] = map(open_saved, saved)
         return {hugging_face_name(name): stored(tensor) for each in opened for name, tensor in each.items()}

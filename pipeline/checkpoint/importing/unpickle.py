@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from enum import Enum, EnumMeta, IntEnum
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from headrace.base.errors import CheckpointError
-
-
-class Fields:
-    """Stands for an object of which only the attributes are wanted."""
-
-
-class Opaque(Fields):
-    """Stands for an object of any class or function, of which nothing but its attributes is made."""
-
-    def __init__(self, *_: Any) -> None:
-        """Takes what the class or function would have been called with."""
+from pipeline.checkpoint.format.pickled_metadata import Fields, Opaque, enum_member
 
 
 class Fragment(Fields):
@@ -63,18 +53,6 @@ class ZeroStage(IntEnum):
     gradients = 2
     weights = 3
     max_stage = 3
-
-
-def enum_member(owner: object, name: str) -> Enum:
-    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickles the members of enums: gives these, nothing else.
-
-    Raises:
-        UnpicklingError: the object is no enum, or has no such member.
-    """
-    if isinstance(owner, EnumMeta) and name in owner.__members__:
-        member: Enum = owner.__members__[name]
-        return member
-    raise pickle.UnpicklingError(f"it asks for the attribute {name!r} of {owner!r}, which is no member of an enum")
 
 
 _KNOWN: dict[str, Any] = {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from headrace.base import configfile
-from headrace.base.directory import MANIFEST
+from headrace.base.directory import kind_of
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.foreign_json import read_json
 from headrace.base.remote_run import up_to_date
 from pipeline.cluster.status.slurm import QueuedJob, own_jobs, run_dir_of_job
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
@@ -88,9 +88,9 @@ def not_begun(run_dir: Path) -> DataError:
 def _newest_submission(run_dir: Path) -> tuple[Path, dict[str, list[str]]] | None:
     """The folder of the newest submission, and stage -> its jobs; None where there is none that can be read."""
     folders = [path for path in (run_dir / SUBMISSIONS).glob("*") if path.name.isdecimal()]
-    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, DataError, KeyError, TypeError, AttributeError):
         newest = max(folders, key=lambda path: int(path.name))
-        raw = json.loads((newest / "submission.json").read_text(encoding="utf-8"))
+        raw = read_json(newest / "submission.json")
         jobs = {str(name): [str(number) for number in numbers] for name, numbers in raw["jobs"].items() if numbers}
         return (newest, jobs) if jobs else None
     return None
@@ -103,9 +103,7 @@ def _written(run_dir: Path) -> float:
 def _refuse_other_directory(path: Path) -> None:
     if (path / "job.json").exists() or (path.name.startswith(".") and path.name.endswith(".job")):
         raise DataError(f"{path} is the directory of a data-prep job\n  try: headrace prep status --config CORPUS.json")
-    try:
-        kind = json.loads((path / MANIFEST).read_text())["kind"]
-    except (OSError, ValueError, KeyError, TypeError):
+    if (kind := kind_of(path)) is None:
         return
     if kind in ("tokens", "packing"):
         raise DataError(f"{path} holds finished tokens\n  try: headrace prep stats {path}")

@@ -7,7 +7,6 @@ where they begin with one, and else that of the line before; of a file without a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from headrace.base.foreign_json import json_row
 from pipeline.cluster.status.agents import folders_of
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.goodput.attempts import fault_line
@@ -84,8 +84,8 @@ def _faults(run_dir: Path) -> Iterator[LogEntry]:
 def _metrics(run_dir: Path) -> Iterator[LogEntry]:
     path, shown = run_dir / METRICS, float("-inf")
     for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        row = json_row(text) or {}
         try:
-            row = json.loads(text)
             kind, step, time = row["kind"], row["step"], seconds_of(row["time"])
         except (ValueError, TypeError, KeyError):
             continue

@@ -5,7 +5,6 @@ The files are its manifest, metrics, journal of attempts, faults, checkpoints an
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, check_sizes, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 from headrace.base.remote_run import UPLOADS, pull, url_of
 from headrace.base.storage import StorageError
 from pipeline.checkpoint.format.naming import finished_checkpoints
@@ -259,10 +259,10 @@ def plain(value: Any) -> Any:
 def _uploads(run_dir: Path, now: float) -> Uploading | None:
     url = url_of(run_dir)
     try:
-        found = json.loads((run_dir / UPLOADS).read_text()) if url is not None else None
-    except (OSError, ValueError):
+        found = read_json(run_dir / UPLOADS) if url is not None else None
+    except (OSError, DataError):
         return None
-    if url is None or not isinstance(found, dict):
+    if url is None or found is None:
         return None
     told = found["status"]
     durable = seconds_of(told.get("durable_at"))

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 from pipeline.config.sections.optimizers import OPTIMIZERS
 
 OWNED = (
@@ -201,8 +203,8 @@ def _hidden_size(model: Any) -> int | None:
     config = model.get("config")
     if config is None and isinstance(model.get("path"), str):
         try:
-            config = json.loads((Path(model["path"]) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):  # told where the model is opened
+            config = read_json(Path(model["path"]) / "config.json")
+        except (OSError, DataError):  # told where the model is opened
             return None
     for each in (config, config.get("text_config") if isinstance(config, dict) else None):
         for key in ("hidden_size", "n_embd", "d_model"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import MANIFEST
+from headrace.base.foreign_json import read_json
 from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
 
 GGUF, FOLDER = "gguf", "folder"
@@ -55,7 +55,7 @@ def describe(path: Path) -> ModelDescription:
         DataError: neither is there, or it is damaged.
     """
     if (path / GGUF_FILE).is_file():
-        details = json.loads((path / MANIFEST).read_text())["details"] if (path / MANIFEST).is_file() else {}
+        details = read_json(path / MANIFEST).get("details", {}) if (path / MANIFEST).is_file() else {}
         return ModelDescription(GGUF, str(details.get("quantization", {}).get("scheme", "GGUF")), None)
     folder = ModelFolder.open(path)
     quantized = {name.rpartition(".")[0] for name in folder.tensors if name.endswith(".weight_scale")}

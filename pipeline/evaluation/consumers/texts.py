@@ -5,13 +5,13 @@ No torch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from headrace.base.foreign_json import read_json
 from pipeline.models.split_names import words_without_merges
 
 _MOST = 64
@@ -59,7 +59,7 @@ def _single_tokens(tokenizer: Tokenizer, file: Path) -> tuple[str, ...]:
 
     Tokens that windows lack are where a program that only knows merges, or other scores, gives other ids.
     """
-    model = json.loads(file.read_text(encoding="utf-8"))["model"]
+    model = read_json(file)["model"]
     words = words_without_merges({"model": model}) if model["type"] == "BPE" else []
     chosen = _spread([number for word in words if (number := tokenizer.token_to_id(word)) is not None])
     chosen += _spread(list(range(tokenizer.get_vocab_size())))

@@ -81,7 +81,7 @@ def read_questions(path: Path) -> list[Question]:
 def _question(line: str) -> Question:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError("no JSON object")

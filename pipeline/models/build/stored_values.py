@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 from headrace.base.remote_folder import local_folder
 from pipeline.models.build.buffers import buffer_shapes
 from pipeline.models.build.counter import CPU
@@ -26,7 +26,7 @@ _SCALE = "_scale_inv"
 """Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
 
 
-_COMPUTED = re.compile(r"inv_freq$|\.attn\.(masked_)?bias$")
+COMPUTED = re.compile(r"inv_freq$|\.attn\.(masked_)?bias$")
 """Rotary tables and masks that old files have, and models compute."""
 _WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What torch.compile, DDP and DeepSpeed, peft and FSDP put in front of the names of what they wrap."""
@@ -143,7 +143,7 @@ class FromSafetensors:
         used = {name for group in self._group_of.values() for name in group.names if group.key in known}
         extra = sorted({name for group in groups for name in group.names} - used)
         self._check_tied({group.key: group.names[0] for group in groups if group.converter is None})
-        self.left_out = [name for name in extra if _is_ignored(self._model, name) and not _COMPUTED.search(name)]
+        self.left_out = [name for name in extra if _is_ignored(self._model, name) and not COMPUTED.search(name)]
         extra = [] if partial else [name for name in extra if not _ignorable(name, self._model, parameters)]
         if missing or extra:
             raise DataError(
@@ -201,7 +201,7 @@ def _whole(stored: TensorInfo) -> Tensor:
 def _block_size(folder: Path) -> tuple[int, int]:
     """Rows and columns of a block with one scale; DeepSeek-V3's where config.json does not say."""
     file = folder / "config.json"
-    fields = json.loads(file.read_text()) if file.is_file() else {}
+    fields = read_json(file) if file.is_file() else {}
     rows, columns = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     return int(rows), int(columns)
 

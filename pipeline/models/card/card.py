@@ -6,12 +6,12 @@ the summary of the training content, where facts are given. No torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import Manifest, commit, sha256_of_file
+from headrace.base.foreign_json import read_json
 from headrace.base.task_figures import names_in, with_interval
 from pipeline.models.card import training_summary
 from pipeline.models.card.facts import KEY as FACTS
@@ -137,7 +137,7 @@ def _title(kind: str, details: Mapping[str, Any]) -> str:
 
 def _model_type(folder: Path, details: Mapping[str, Any]) -> str:
     config = folder / "config.json"
-    found = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
+    found = read_json(config).get("model_type") if config.is_file() else None
     return str(found or details.get("model_type") or "Language model")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from headrace.base.foreign_json import read_json
 
 _TRANSFORMERS = """### transformers
 
@@ -50,7 +51,7 @@ def how_to_load(
 
 def _needs(folder: Path) -> str:
     """What transformers needs for a quantized folder."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     return "It needs `pip install compressed-tensors`." if config.get("quantization_config") else ""
 
 

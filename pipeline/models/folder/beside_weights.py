@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import write_json
-from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 
 GENERATION = "generation_config.json"
 _REMOTE_CODE = "auto_map"
@@ -23,13 +22,7 @@ def read_generation(folder: Path) -> dict[str, Any] | None:
     file = folder / GENERATION
     if not file.is_file():
         return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}\n  try: download it again, or remove it") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{file} holds a {type(found).__name__}, not an object\n  try: download it again, or remove it")
-    return found
+    return read_json(file, remedy="download it again, or remove it")
 
 
 def copy_generation(source: Path, target: Path) -> None:
@@ -49,6 +42,6 @@ def drop_remote_code(folder: Path) -> None:
     """Removes the names of Python files that are not in a written folder: programs would look for them, or ask."""
     for name in ("config.json", "tokenizer_config.json"):
         file = folder / name
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        found = read_json(file) if file.is_file() else {}
         if found.pop(_REMOTE_CODE, None) is not None:
             write_json(file, found)

@@ -7,7 +7,6 @@ stay linear layers of their own, and inputs are rounded where the scheme says so
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
 from pipeline.models.build.buffers import keep_in_fp32
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
@@ -63,7 +63,7 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
 
 
 def _fields(folder: ModelFolder) -> dict[str, Any]:
-    section: dict[str, Any] = json.loads((folder.path / "config.json").read_text())["quantization_config"]
+    section: dict[str, Any] = read_json(folder.path / "config.json")["quantization_config"]
     return {name: value for name, value in section.items() if name in QuantizationConfig.model_fields}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -12,6 +11,7 @@ from typing import Any
 from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
 from headrace.base.errors import DataError
 from headrace.base.foreign_folders import what_it_is
+from headrace.base.foreign_json import read_json
 from headrace.base.remote_folder import local_folder
 from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.models.folder.weight_files import EXPORT, TensorInfo, refuse_adapter, stored_tensors
@@ -151,14 +151,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: no such directory\n  try: {EXPORT}")
     refuse_adapter(path)
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(path / CONFIG, remedy=EXPORT)
     except FileNotFoundError:
         why = f"{path}: not a Hugging Face folder (no {CONFIG})"
         raise DataError(f"{why}{what_it_is(path, EXPORT)}") from None
-    except ValueError as error:
-        raise DataError(f"{path / CONFIG} is not JSON: {error}\n  try: {EXPORT}") from None
-    if not isinstance(config, dict):
-        raise DataError(f"{path / CONFIG} holds a {type(config).__name__}, not an object\n  try: {EXPORT}")
     _refuse_remote_code(path, config)
     _refuse_two_ropes(path, config)
     return config

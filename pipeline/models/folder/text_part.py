@@ -7,10 +7,10 @@ plain rotation. Only families are here of which a test has compared the logits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from headrace.base.foreign_json import read_json
 from pipeline.models.folder.weight_files import TensorInfo
 
 TEXT_ALONE = {
@@ -34,7 +34,7 @@ _PREFIXES = {
 def text_is_nested(folder: Path, model_type: str) -> bool:
     """Whether a folder holds a model of several modalities, and the model that is built is its decoder."""
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json(file) if file.is_file() else {}
     outer = config.get("model_type")
     return outer in TEXT_ALONE and outer != model_type
 

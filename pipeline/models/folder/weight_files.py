@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError
 from headrace.base.foreign_folders import file_beside
+from headrace.base.foreign_json import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -90,10 +92,9 @@ def refuse_adapter(folder: Path) -> None:
     file = folder / ADAPTER
     if not file.is_file():
         return
-    try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or "BASE"
-    except (ValueError, AttributeError):
-        base = "BASE"
+    base = "BASE"
+    with suppress(DataError):
+        base = read_json(file).get("base_model_name_or_path") or base
     merge = (
         "from peft import AutoPeftModelForCausalLM as M;"
         f" M.from_pretrained('{folder}').merge_and_unload().save_pretrained('OUT')"
@@ -121,7 +122,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raw = json.loads(file.read(min(length, path.stat().st_size)))
         entries = {name: entry for name, entry in raw.items() if name != "__metadata__"}
         tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in entries.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: its header cannot be read ({error})\n  try: {EXPORT}") from None
     expected, found = 8 + length + sum(info.bytes for info in tensors.values()), path.stat().st_size
     if found != expected:
@@ -139,7 +140,7 @@ def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
     """Of all files that the index names; every tensor is in the file that it says, and no other one has another."""
     folder = index.parent
     try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        weight_map: dict[str, str] = dict(read_json(index)["weight_map"])
         names = sorted(set(weight_map.values()))
         missing = next((name for name in names if not file_beside(index, name).is_file()), None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -6,7 +6,6 @@ without a name, and sentencepiece's unigram, whose segmentation llama.cpp comput
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from gguf import GGUFWriter, Keys, TokenType
 
 from data_prep.tokenizer.fingerprint import NAMED_TEMPLATES
 from data_prep.tokenizer.load import read_config, token_text
+from headrace.base.foreign_json import read_json
 from pipeline.models.folder.beside_weights import GENERATION, read_generation
 from pipeline.models.split_names import refused, sentencepiece_bpe, split_name
 
@@ -96,7 +96,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise refused(f"{folder} has no tokenizer.json", "save it with transformers' fast tokenizer")
-    raw = json.loads(file.read_text(encoding="utf-8"))
+    raw = read_json(file)
     about = read_config(folder)
     if (folder / "tokenizer.model").is_file():
         return _sentencepiece(folder, raw, about, vocabulary=vocabulary)
@@ -168,7 +168,7 @@ def _ends(folder: Path) -> list[int]:
     """The tokens that end a generation, as transformers has them: of generation_config.json, else of config.json."""
     given = read_generation(folder)
     if given is None and (folder / "config.json").is_file():
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        given = read_json(folder / "config.json")
     ends = (given or {}).get("eos_token_id")
     return list(dict.fromkeys(ends)) if isinstance(ends, list) else [] if ends is None else [ends]
 

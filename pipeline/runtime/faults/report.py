@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.base.cli import ERROR_FILE
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
+from headrace.base.foreign_json import json_row
 from headrace.base.processes import STOPPED, TRACED, machine, state_of
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 
@@ -111,11 +111,8 @@ def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str) -> b
 def read_faults(run_dir: str | Path) -> list[dict[str, Any]]:
     """The faults of a run, oldest first."""
     path = Path(run_dir) / FILE_NAME
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError):  # a partial line, written to a full disk
-            rows.append(json.loads(line))
-    return rows
+    rows = map(json_row, path.read_bytes().splitlines() if path.exists() else ())
+    return [row for row in rows if row is not None]  # without partial lines, written to a full disk
 
 
 def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:

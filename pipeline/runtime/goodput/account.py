@@ -9,7 +9,6 @@ their sum is the wall clock: what is not measured is in `other`. Where each is r
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +16,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DataError
+from headrace.base.foreign_json import read_json
 from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
 from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
 from pipeline.runtime.metrics.time_sums import TimeSums
@@ -142,8 +142,8 @@ def submission_time(run_dir: Path) -> float | None:
 
 
 def _submitted(path: Path) -> float | None:
-    with suppress(OSError, ValueError, AttributeError):
-        found = json.loads(path.read_bytes())
+    with suppress(OSError, DataError, AttributeError):
+        found = read_json(path)
         return seconds_of(found.get("submitted")) if len(found.get("jobs", {})) == 1 else None
     return None
 

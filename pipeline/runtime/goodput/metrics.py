@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.base.foreign_json import json_row
 from pipeline.runtime.metrics.journal import NAME
 from pipeline.runtime.metrics.sinks import TASK
 from pipeline.runtime.metrics.task_figures import newest_figures
@@ -82,8 +82,8 @@ class MetricsReader:
 
 
 def _add(metrics: Metrics, line: bytes) -> None:
+    row = json_row(line) or {}
     try:
-        row = json.loads(line)
         kind, step = row["kind"], int(row["step"])
     except (ValueError, TypeError, KeyError):
         metrics.damaged += 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.base.foreign_json import json_row
 from pipeline.runtime.metrics.times import iso_time
 
 NAME = "attempts.jsonl"
@@ -44,8 +44,5 @@ def read_events(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
 
 def parse_row(line: bytes, *, key: str = "event") -> dict[str, Any] | None:
     """The JSON object of a line that has a time and a text under `key`; None of any other line."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, Mapping) and isinstance(row.get(key), str) and "time" in row else None  # type: ignore[return-value]
+    row = json_row(line)
+    return row if row is not None and isinstance(row.get(key), str) and "time" in row else None

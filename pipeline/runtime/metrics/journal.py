@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.base.errors import TrainingError
+from headrace.base.foreign_json import json_row
 from pipeline.runtime.metrics.time_sums import SumsByAttempt, TimeSums
 from pipeline.runtime.metrics.times import iso_time
 
@@ -165,8 +166,5 @@ def _bytes_until(file: BinaryIO, step: int) -> int:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """The row of a line; None if the line is damaged."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "kind" in row and isinstance(row.get("step"), int) else None
+    row = json_row(line)
+    return row if row is not None and "kind" in row and isinstance(row.get("step"), int) else None

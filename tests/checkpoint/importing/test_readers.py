@@ -23,6 +23,7 @@ from pipeline.checkpoint.importing.match import matched_state
 from pipeline.checkpoint.importing.megatron import read_megatron
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, stored
+from pipeline.checkpoint.importing.trainer_folder import read_trainer
 from pipeline.checkpoint.importing.zero import newest_tag, with_adam_mode
 from pipeline.config.sections.optimizers import ADAMW, OptimizerParams
 from pipeline.models.build.meta import build_meta
@@ -104,6 +105,24 @@ def test_a_tensor_for_every_expert_becomes_the_stacked_one(states_too: bool) -> 
     del single["model.layers.0.block_sparse_moe.experts.3.w2.weight"]
     with pytest.raises(CheckpointError, match="holds another model than the config's"):
         matched_state(source(single), wanted, lambda _: ADAMW)
+
+
+def test_rotary_tables_that_old_versions_saved_are_passed_over() -> None:
+    wanted = target()
+    old = {**drawn(wanted), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert matched_state(source(old, exp_avg=drawn(wanted), exp_avg_sq=drawn(wanted)), wanted, lambda _: ADAMW)
+
+
+def test_the_weights_of_a_second_model_of_accelerate_do_not_replace_the_first_ones(tmp_path: Path) -> None:
+    for name, value in (("pytorch_model.bin", 1.0), ("pytorch_model_1.bin", 2.0)):
+        torch.save({n: torch.full(shape, value) for n, shape in LAYERS.items()}, tmp_path / name)
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": torch.ones(shape)} for n, shape in LAYERS.items()}
+    torch.save({"state": state, "param_groups": [{"params": [*LAYERS]}]}, tmp_path / "optimizer.bin")
+    found = read_trainer(tmp_path, target())
+    assert {float(tensor.read().mean()) for tensor in found.weights.values()} == {1.0}
+    torch.save([state], tmp_path / "optimizer.bin")
+    with pytest.raises(CheckpointError, match=r"optimizer.bin holds no state that a torch optimizer would load"):
+        read_trainer(tmp_path, target())
 
 
 def numbered(groups: list[list[str]], **fields: Any) -> dict[str, Any]:
@@ -213,11 +232,18 @@ def saved_dcp(folder: Path, **more: Any) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_by_number_in_a_dcp_keep_their_numbers_as_names_which_no_model_has(tmp_path: Path) -> None:
+    by_number = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0], "lr": torch.tensor(1e-3)}]}
+    found = read_dcp(saved_dcp(tmp_path / "there", optimizer=by_number), target())
+    assert found.members == [[*found.states["exp_avg"]]] == [["0"]]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("more", "step"),
     [
         ({"step": 4, "dataloader": {"step": 16}, "meta": {"iteration": 900}}, 4),
-        ({"dataloader": {"step": 16}}, 4),
+        ({"dataloader": {"step": 16, "state": {"worker": {"step": 16}}}}, 4),
         ({"train_state": {"step": torch.tensor(4)}}, 4),
         (
             {"step": 4, "iteration": 900},

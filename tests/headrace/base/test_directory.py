@@ -23,6 +23,7 @@ from headrace.base.directory import (
     read_manifest,
     staging_path,
     verify,
+    write_manifest,
 )
 from headrace.base.errors import DataError
 from tests.conftest import ROOT
@@ -140,7 +141,14 @@ def test_files_get_the_mode_that_open_would_give_them(tmp_path: Path) -> None:
     assert (tmp_path / "out/private").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "tokens"}', "\x00\xff"])
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/hostname"])
+def test_a_manifest_that_names_files_outside_its_directory_is_refused(tmp_path: Path, name: str) -> None:
+    write_manifest(tmp_path, kind="tokens", config={}, files={name: {"bytes": 1, "sha256": "0"}})
+    with pytest.raises(DataError, match=f"json names {name}, which is not in its directory: refused"):
+        read_manifest(tmp_path, kind="tokens")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "tokens"}', "\x00\xff", "[" * 100_000])
 def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     build(tmp_path / "out")
     (tmp_path / "out/manifest.json").write_text(text)

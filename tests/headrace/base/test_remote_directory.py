@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
-from headrace.base.directory import MANIFEST, commit, fresh_staging, read_manifest
+from headrace.base.directory import MANIFEST, commit, fresh_staging, read_manifest, write_manifest
 from headrace.base.errors import DataError
+from headrace.base.lease import newest_lease
 from headrace.base.remote_directory import CACHE, check_can_publish, fetch, publish
 from headrace.base.remote_output import local_output, published
+from headrace.base.remote_run import remote_checkpoints
+from headrace.base.run_copy import publish_run
 from headrace.base.storage import StorageError, objects_below, patiently
 from headrace.commands.app import run
 from tests.conftest import ROOT
@@ -127,6 +130,26 @@ def test_nothing_here_is_deleted_where_the_store_has_lost_a_file(
     with pytest.raises(StorageError), published(f"{URL}/page.html") as page:
         page.write_text("page")
     assert local_output(f"{URL}/page.html").read_text() == "page"
+
+
+@pytest.mark.usefixtures("store")
+def test_a_run_is_not_mixed_with_checkpoints_of_another_that_a_killed_copy_has_left(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        run_dir = tmp_path / name
+        staging = fresh_staging(final := run_dir / "checkpoints/step-00000003")
+        (staging / "weights").write_text(name)
+        commit(staging, final, kind="checkpoint", config={})
+        write_manifest(run_dir, kind="run", config={})
+    publish(tmp_path / "one/checkpoints/step-00000003", f"{URL}/checkpoints/step-00000003.1")
+    with pytest.raises(DataError, match=r"step-00000003.1 is there, and .*/other has no such checkpoint"):
+        publish_run(tmp_path / "other", URL)
+    assert publish_run(tmp_path / "one", URL) == {"checkpoints/step-00000003/weights": 3}
+    with pytest.raises(DataError, match="exists already"):
+        publish_run(tmp_path / "other", URL)  # a run has been written there since `check_can_publish`
+    assert [each.step for each in remote_checkpoints(URL)] == [3]
+    lease = newest_lease(URL)
+    assert lease is not None
+    assert lease.released
 
 
 @pytest.mark.usefixtures("store")

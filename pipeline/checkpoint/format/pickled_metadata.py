@@ -1,0 +1,87 @@
+"""Opens `.metadata` of torch.distributed.checkpoint, a pickle: makes the classes it consists of, and nothing else."""
+
+from __future__ import annotations
+
+import pickle
+from enum import Enum, EnumMeta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CLASSES = {
+    "torch": ("Size", "device"),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    "collections": ("OrderedDict",),
+}
+"""What `.metadata` may name."""
+_NOT_NEEDED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
+"""Modules of the plans that Megatron keeps in `.metadata`: nothing of them is made."""
+
+
+class Fields:
+    """Stands for an object of which only the attributes are wanted."""
+
+
+class Opaque(Fields):
+    """Stands for an object of any class or function, of which nothing but its attributes is made."""
+
+    def __init__(self, *_: Any) -> None:
+        """Takes what the class or function would have been called with."""
+
+
+def enum_member(owner: object, name: str) -> Enum:
+    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickles the members of enums: gives these, nothing else.
+
+    Raises:
+        UnpicklingError: the object is no enum, or has no such member.
+    """
+    if isinstance(owner, EnumMeta) and name in owner.__members__:
+        member: Enum = owner.__members__[name]
+        return member
+    raise pickle.UnpicklingError(f"it asks for the attribute {name!r} of {owner!r}, which is no member of an enum")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but what torch's metadata consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function of a name.
+
+        Raises:
+            UnpicklingError: it is none of those.
+        """
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
+        if module in _NOT_NEEDED:
+            return Opaque
+        known = name in _CLASSES.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        )
+        if not known:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which opening it would execute: refused")
+        return super().find_class(module, name)
+
+
+def read_pickled(path: Path) -> Any:
+    """The metadata in a file.
+
+    Raises:
+        UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError: it is damaged, or names a class
+            or function that metadata does not consist of.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return _Unpickler(file).load()
