@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+from data_prep.sources.storage import is_compressed
+from headrace.base.storage import is_remote
+
 HEAD_BYTES = 512
 _TAR_AT = 257
 _BEGINNINGS: tuple[tuple[bytes, str], ...] = (
@@ -36,6 +39,8 @@ def described(raw: bytes, path: str) -> str | None:
     if not head.startswith(b"WARC/") and b"\0" not in raw and _is_utf8(raw):
         return None
     if (encoding := _encoding(head)) is not None:
+        if is_remote(path) or is_compressed(path):
+            return f"{encoding}: convert it to UTF-8, or exclude it"
         name, new = shlex.quote(path), shlex.quote(f"{path}.utf8")
         return f"{encoding}: iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}"
     if head[_TAR_AT:].startswith(b"ustar"):
