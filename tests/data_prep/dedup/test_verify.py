@@ -159,6 +159,15 @@ def test_what_is_seen_is_not_written_and_its_duplicates_are_dropped(dedup: dict[
     assert len((work / "tokens" / "dropped.jsonl").read_text().splitlines()) == 8
 
 
+def test_what_is_seen_comes_before_all_others_also_where_repeated_lines_are_removed(work: Path) -> None:
+    old, new = [text(i) for i in range(20)], [text(i) for i in range(100, 120)]
+    lines("new.jsonl", [*(f"{text(i)}\n{text(i + 100)}" for i in range(20)), *old])
+    lines("old.jsonl", old)
+    sources = [{"path": "new.jsonl", "name": "new"}, {"path": "old.jsonl", "name": "old", "seen": True}]
+    run_job(write_config(sources=sources, dedup={"lines": {}}, task_bytes=3000, heldout_fraction=0.3))
+    assert kept_texts(work / "tokens") == sorted(new)
+
+
 @pytest.mark.usefixtures("work")
 def test_seen_is_refused_where_it_would_have_no_effect() -> None:
     seen = {"path": "a.jsonl", "seen": True}
