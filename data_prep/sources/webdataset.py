@@ -47,7 +47,7 @@ class _Member(tarfile.TarInfo):
 
 
 class _Sample:
-    """The members of one key so far. problem: of the first that cannot be used."""
+    """The members of one key so far. problem: why the first unusable one cannot be used; None without one."""
 
     def __init__(self, key: str) -> None:
         self.key = key

@@ -192,7 +192,7 @@ def test_an_arrow_stream_that_is_cut_within_its_schema_is_not_called_no_arrow_st
 def test_a_nul_byte_makes_a_text_file_binary_and_the_message_says_what_to_do(work: Path) -> None:
     (bad,) = read(one(work, "a.txt", b"text\0text"))[1]
     config = write_config(sources=[{"path": "a.txt"}])
-    with pytest.raises(DataError, match=r"binary, it has NUL bytes: exclude it\)\n  try: do what is said of each, or"):
+    with pytest.raises(DataError, match=r"binary, it has NUL bytes: exclude it\)\n  try: do what each line says, or"):
         BadRecordCount(load(config)).add_all([bad])
 
 
