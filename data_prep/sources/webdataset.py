@@ -89,7 +89,7 @@ def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[
 def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_Sample]:
     sample: _Sample | None = None
     for member in archive:
-        archive.members.clear()  # it lists all that have been read, which an index would need
+        archive.members.clear()  # type: ignore[attr-defined]  # a list of all that were read, for an index
         folder, slash, base = member.name.rpartition("/")
         stem, _, extension = base.partition(".")
         if not member.isfile() or not stem:
