@@ -71,7 +71,9 @@ class ComponentsTask(DirectoryTask):
     def _find_duplicates(self, scratch: Path) -> tuple[Numbers, NDArray[np.uint8], dict[str, Any]]:
         """The numbers of all documents in a pair, ascending, and the decision for each; sizes of the clusters."""
         paired = _PairedDocuments([*self.exact, *self.near], self.runs)
-        position = _positions(_ranks_of(paired, self.runs))
+        ranks = _ranks_of(paired, self.runs)
+        position, seen = _positions(ranks), int((ranks < 0).sum())
+        del ranks
         numbers = paired.numbers()  # made again: they need not be kept beside the ranks
         parents = np.arange(len(numbers), dtype=position.dtype)
         for directory in self.exact:
@@ -83,7 +85,7 @@ class ComponentsTask(DirectoryTask):
         near = _roots(parents)
         del parents
         if self.section is not None and self.section.clusters == "verified":
-            near = self._verified(near, exact, numbers, position, scratch)
+            near = self._verified(near, exact, numbers, position, scratch, seen=seen)
         reasons = np.full(len(numbers), KEEP, dtype=np.uint8)
         reasons[_are_attached(near)] = NEAR_DUPLICATE
         reasons[exact] = EXACT_DUPLICATE
@@ -92,9 +94,20 @@ class ComponentsTask(DirectoryTask):
         return numbers, reasons[position], _sizes(kept_for, numbers, position)
 
     def _verified(
-        self, roots: NDArray[Any], exact: NDArray[np.bool_], numbers: Numbers, position: NDArray[Any], scratch: Path
+        self,
+        roots: NDArray[Any],
+        exact: NDArray[np.bool_],
+        numbers: Numbers,
+        position: NDArray[Any],
+        scratch: Path,
+        *,
+        seen: int,
     ) -> NDArray[Any]:
-        """The position of the document that is kept for each; that of an exact duplicate is its own."""
+        """The position of the document that is kept for each; that of an exact duplicate is its own.
+
+        Args:
+            seen: how many documents are seen already; their positions are the first.
+        """
         assert self.section is not None
         order = np.flatnonzero(~exact).astype(roots.dtype)
         order = order[np.argsort(roots[order], kind="stable")]
@@ -103,7 +116,7 @@ class ComponentsTask(DirectoryTask):
         signatures = self._signatures(scratch / SIGNATURES, numbers, place, position, len(order))
         del place
         kept_for = np.arange(len(roots), dtype=roots.dtype)
-        kept_for[order] = order[find_kept(roots[order], signatures, section=self.section)]
+        kept_for[order] = order[find_kept(roots[order], signatures, seen=order < seen, section=self.section)]
         (scratch / SIGNATURES).unlink()
         return kept_for
 

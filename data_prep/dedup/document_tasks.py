@@ -25,7 +25,7 @@ from data_prep.task import Counts, DirectoryTask, Report
 
 EXACT, NEAR, RANK, SIGNATURES = "exact", "near", "rank.npy", "signatures.npy"
 SEEN_RANKS = 1 << 62
-"""Is taken off the ranks of documents that are seen already: negative, they come before all others."""
+"""Subtracted from the ranks of seen documents: negative ranks come before all others."""
 
 
 def write_dedup_tables(

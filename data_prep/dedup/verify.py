@@ -29,12 +29,15 @@ def shortened(minima: NDArray[np.uint32]) -> Signatures:
     return minima.astype(np.uint8)
 
 
-def find_kept(cluster: NDArray[Any], signatures: Signatures, *, section: NearSection) -> NDArray[Any]:
+def find_kept(
+    cluster: NDArray[Any], signatures: Signatures, *, seen: NDArray[np.bool_], section: NearSection
+) -> NDArray[Any]:
     """For each document the one that is kept for it, itself if it is kept.
 
     Args:
         cluster: int [documents], the component of each, ascending; within one in the order of the input.
         signatures: of the documents; may be a memory map.
+        seen: bool [documents]: those of an earlier corpus, which count as kept, also where they are similar to others.
     """
     share = section.threshold * (1 - _EQUAL_BY_CHANCE) + _EQUAL_BY_CHANCE
     least = math.ceil(share * section.slots - 1e-9)
@@ -47,10 +50,10 @@ def find_kept(cluster: NDArray[Any], signatures: Signatures, *, section: NearSec
         undecided = undecided[~first]
         if not len(undecided):
             return kept_for
-        similar = _similar(signatures, undecided, kept, least)
+        similar = _similar(signatures, undecided, kept, least) & ~seen[undecided]
         kept_for[undecided[similar]] = kept[similar]
         undecided = undecided[~similar]
-    _compare_by_bands(kept_for, undecided, cluster, signatures, least, section)
+    _compare_by_bands(kept_for, undecided, cluster, signatures, seen, least, section)
     return kept_for
 
 
@@ -67,6 +70,7 @@ def _compare_by_bands(
     undecided: NDArray[Any],
     cluster: NDArray[Any],
     signatures: Signatures,
+    seen: NDArray[np.bool_],
     least: int,
     section: NearSection,
 ) -> None:
@@ -81,7 +85,7 @@ def _compare_by_bands(
         keys = [(band, part.tobytes()) for band, part in enumerate(own.reshape(section.bands, section.rows))]
         near = sorted({other for key in keys for other in buckets.get(key, ())})
         similar = np.flatnonzero((signatures[near] == own).sum(axis=1) >= least)
-        if len(similar):
+        if len(similar) and not seen[document]:
             kept_for[document] = near[similar[0]]
             continue
         for key in keys:

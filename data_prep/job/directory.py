@@ -44,7 +44,7 @@ from headrace.base.paths import is_store_url
 from headrace.base.remote_directory import find_manifest
 from headrace.base.remote_output import local_output
 
-FORMAT = 3
+FORMAT = 4
 """Version of what tasks compute and of the files they leave for other tasks; a job of another one is not resumed.
 
 It is raised when the same config and inputs would give other bytes. The version of the package does not decide that.

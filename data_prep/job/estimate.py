@@ -69,6 +69,7 @@ class Estimate:
         tokens_per_byte: of input as stored.
         training_s: seconds to train the tokenizer, on one machine before the map phase; 0 for a given one.
         long_words: documents of the measured part with very long words, see `finish.name_long_words`.
+        seen_bytes: of the whole input, what is read and not written.
     """
 
     mb_per_s: float
@@ -76,6 +77,7 @@ class Estimate:
     tokens_per_byte: float
     training_s: float = 0.0
     long_words: tuple[dict[str, Any], ...] = ()
+    seen_bytes: int = 0
 
     def map_seconds(self, workers: int) -> float:
         """Duration of the map phase on so many workers of this speed."""
@@ -87,8 +89,8 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the whole corpus, if it is like the measured part."""
-        return round(self.tokens_per_byte * self.stored_bytes)
+        """Number of tokens of the whole corpus, if it is like the measured part; without what is not written."""
+        return round(self.tokens_per_byte * (self.stored_bytes - self.seen_bytes))
 
 
 def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
@@ -96,8 +98,10 @@ def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
 
     A tokenizer that is still to be trained is replaced by one that is trained on less text, which is about as fast.
     """
-    total = sum(unit.end - unit.start for task in plan for unit in task)
-    units = [unit for task in plan for unit in task]
+    seen = {source.label for source in config.sources if source.seen}
+    units = [unit for task in plan for unit in task if unit.source not in seen]
+    total = _bytes_of(units)
+    seen_bytes = sum(map(_bytes_of, plan)) - total
     warm_up, timed = list(_take_bytes(units, _WARM_UP_BYTES)), list(_take_bytes(list(reversed(units)), _TIMED_BYTES))
     stored = _bytes_of(timed)
     if not warm_up or stored < _MIN_BYTES:
@@ -125,7 +129,8 @@ def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
         text = int(counted.text_bytes / stored * total * (1 - config.heldout_fraction))
         training_s = training.seconds(read_bytes=_read_bytes(wanted, total), text_bytes=min(wanted, text))
     long_words = tuple(name_long_words(markers))
-    return Estimate(stored / 1e6 / seconds, total, counted.tokens / stored, training_s, long_words)
+    speed, tokens = stored / 1e6 / seconds, counted.tokens / stored
+    return Estimate(speed, total + seen_bytes, tokens, training_s, long_words, seen_bytes)
 
 
 def estimate_or_reason(config: CorpusConfig, plan: Plan) -> Estimate | str:

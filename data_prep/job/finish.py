@@ -207,7 +207,7 @@ def count_by_reason(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
 
 
 def name_long_words(markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The documents with the longest words, the longest first: {characters, source, file, "line" or "row"}."""
+    """The documents with the longest words, longest first: {characters, source, file, "line", "row" or "record"}."""
     found = {tuple(document) for marker in markers for document in marker.get("long_words", ())}
     longest = sorted(found, key=lambda document: (-document[0], document[1:]))[:NAMED_DOCUMENTS]
     return [

@@ -128,6 +128,8 @@ def tokenizer_identity(config: CorpusConfig) -> str | None:
 def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     """Reads documents until every split has one: about 1 / heldout_fraction of them, or all if a split stays empty.
 
+    Those of an earlier corpus (`seen`) are not written, and so not read here.
+
     Raises:
         DataError: no documents at all, none in a split, or more unreadable records than the config allows.
     """
@@ -135,7 +137,7 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     found: Counter[str] = Counter()
     bad = BadRecordCount(config)
     damaged: list[str] = []
-    for unit in units:
+    for unit in (unit for unit in units if not sources[unit.source].seen):
         for record in read_unit(unit, wanted_fields(sources[unit.source], max_bytes=config.max_record_bytes)):
             if isinstance(record, BadRecord):
                 bad.add(record)

@@ -204,7 +204,10 @@ def _plan(inspected: InspectedJob) -> Plan:
 
 
 def _group_into_tasks(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
-    return group(units(sources, task_bytes=config.task_bytes), task_bytes=config.task_bytes)
+    """The plan. Sources that are `seen` come first: of equal lines the first stay, and theirs are not written."""
+    seen = {source.label for source in config.sources if source.seen}
+    ordered = sorted(sources, key=lambda source: source.label not in seen)
+    return group(units(ordered, task_bytes=config.task_bytes), task_bytes=config.task_bytes)
 
 
 def _build(job: Job, index: int) -> ResolvedSource:

@@ -23,7 +23,7 @@ def shorten(bounds: I64, mask: npt.NDArray[np.uint8] | None, *, length: int, lon
         bounds: int64 [documents + 1], as `TokenFile.document_starts` gives it.
         mask: loss mask of the shard; None counts all tokens.
         length: T, tokens per sample.
-        long: "auto" truncates if the mask leaves tokens out, and cuts otherwise.
+        long: "auto" truncates if the mask leaves tokens out, other than the first and the last, and cuts otherwise.
 
     Returns:
         int64 [documents].
@@ -35,7 +35,7 @@ def shorten(bounds: I64, mask: npt.NDArray[np.uint8] | None, *, length: int, lon
         learnt = None if mask is None else mask[bounds[i] : bounds[i + 1]]
         if long == "drop":
             tokens[i] = 0
-        elif learnt is not None and not learnt.all():
+        elif learnt is not None and not learnt[1:-1].all():  # BOS and EOS seldom count, even where all else does
             tokens[i] = _whole_answers(learnt[: length + 2])
         elif long == "truncate":
             tokens[i] = length + 1

@@ -63,7 +63,7 @@ class BadRecordCount:
         shown = _listed(first, found)
         remedy = f"repair them, or set max_bad_{noun} to {found} or more to skip them"
         if all(bad.reason == NOT_TEXT for bad in first):
-            remedy = f"do what is said of each, or set max_bad_{noun} to {found} or more to skip them"
+            remedy = f"do what each line says, or set max_bad_{noun} to {found} or more to skip them"
         if all(bad.reason == NO_TEXT for bad in first):
             chats = {source.label for source in self._config.sources if source.messages_field is not None}
             talks = any(bad.source in chats for bad in first)

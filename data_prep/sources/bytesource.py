@@ -125,7 +125,7 @@ class _Bzip2Stream:
 
 
 class _Lz4Frame:
-    """A `lz4.frame.LZ4FrameDecompressor` that reports damage as an `EOFError`, and of what package it comes."""
+    """A `lz4.frame.LZ4FrameDecompressor` that reports damage as an `EOFError`."""
 
     def __init__(self) -> None:
         self._stream = lz4_frame().LZ4FrameDecompressor()

@@ -12,7 +12,7 @@ from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.magic import HEAD_BYTES, described
 from data_prep.sources.records import BadRecord, TextBatch, WantedFields
 
-_FILE = b"ARROW1"
+_FILE, _STREAM = b"ARROW1", b"\xff\xff\xff\xff"
 
 
 def check(path: str, *, at: str, wanted: WantedFields) -> bool:
@@ -50,7 +50,7 @@ def _open(path: str) -> Any:
         opened = pa.memory_map(path) if source is path else pa.PythonFile(source, mode="r")
         return (pa.ipc.open_file if head.startswith(_FILE) else pa.ipc.open_stream)(opened)
     except (pa.ArrowInvalid, OSError) as error:
-        what = None if head.startswith(_FILE) else described(head, path)
+        what = None if head.startswith((_FILE, _STREAM)) else described(head, path)
         raise DamagedFileError(f"no Arrow IPC but {what}" if what else str(error)) from None
 
 

@@ -1,8 +1,11 @@
-"""Names what a file is by its first bytes, where it was given as text and is none, and says what to do with it."""
+"""Says what a file is by its first bytes, if it was given as text and is not, and what to do with it."""
 
 from __future__ import annotations
 
 import shlex
+
+from data_prep.sources.storage import is_compressed
+from headrace.base.storage import is_remote
 
 HEAD_BYTES = 512
 _TAR_AT = 257
@@ -24,9 +27,9 @@ _UTF16, _UTF32 = (b"\xff\xfe", b"\xfe\xff"), (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 
 
 def described(raw: bytes, path: str) -> str | None:
-    """What the bytes are and what to do; None where they are text or nothing that is known.
+    """What the bytes are and what to do; None if they are text, or of an unknown kind.
 
-    A WARC file is none of text's, though it may be UTF-8: its headers are no text.
+    A WARC file is not taken for text even if it is UTF-8: its headers would be learnt.
 
     Args:
         raw: the beginning of the decompressed file, or all of it.
@@ -36,6 +39,8 @@ def described(raw: bytes, path: str) -> str | None:
     if not head.startswith(b"WARC/") and b"\0" not in raw and _is_utf8(raw):
         return None
     if (encoding := _encoding(head)) is not None:
+        if is_remote(path) or is_compressed(path):
+            return f"{encoding}: convert it to UTF-8, or exclude it"
         name, new = shlex.quote(path), shlex.quote(f"{path}.utf8")
         return f"{encoding}: iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}"
     if head[_TAR_AT:].startswith(b"ustar"):

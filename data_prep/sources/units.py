@@ -1,9 +1,9 @@
 """Division of the input into units, and of the units into map tasks.
 
 A unit is the input of one reader call: a file, a byte range of an uncompressed jsonl file, or some row groups of a
-parquet file. Units are ordered by source, file name and position; a map task is a run of consecutive units, so the
-order of tasks is the order of documents. The plan depends only on names, sizes and the config, and for `.json` on
-whether the file holds an array, which is read as a whole.
+parquet file. Units are ordered by source (those that are `seen` first), file name and position; a map task is a run of
+consecutive units, so the order of tasks is the order of documents. The plan depends only on names, sizes and the
+config, and for `.json` on whether the file holds an array, which is read as a whole.
 """
 
 from __future__ import annotations

@@ -20,9 +20,13 @@ _TEXT_TYPES = re.compile(r"text/|application/(xhtml\+xml|xml|json)")
 _META = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w-]+)", re.IGNORECASE)
 _META_BYTES = 1024
 _LINE_BYTES, _PIECE_BYTES, _UNLIMITED = 1 << 16, 1 << 20, 1 << 62
-_CHUNK = re.compile(rb"[0-9a-fA-F]+[^\n]{0,64}\r\n")
+_CHUNK = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
 _ZLIB_OR_GZIP = zlib.MAX_WBITS + 32
 _OK = b"200"
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_NO_CHARSETS = frozenset({"idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape", "utf-7"})
+"""Python's encodings that are no charset of a page: they may give half of a surrogate pair, which is not text, or raise
+an error of their own. (HTML forbids UTF-7.)"""
 
 
 def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
@@ -64,7 +68,7 @@ def _headers(stream: io.BufferedIOBase, number: int) -> dict[str, str] | None:
     if not line.startswith(b"WARC/"):
         raise DamagedFileError(f"record {number} does not begin with WARC/ but with {line[:20]!r}")
     headers = _header_lines(stream)
-    if not _get(headers, "content-length").isdecimal():
+    if not _LENGTH.fullmatch(_get(headers, "content-length")):
         raise DamagedFileError(f"record {number} has no Content-Length, or no number there")
     return headers
 
@@ -120,11 +124,13 @@ def _dechunked(content: bytes, page: dict[str, str]) -> bytes:
     """The body of a response; crawlers that store it without its transfer encoding keep the header."""
     if _get(page, "transfer-encoding").lower() != "chunked" or not _CHUNK.match(content):
         return content
-    parts, rest = list[bytes](), content
-    while size := int((line := rest.partition(b"\r\n"))[0].partition(b";")[0], 16):
-        parts.append(line[2][:size])
-        rest = line[2][size + 2 :]
-    return b"".join(parts)
+    parts, at = list[bytes](), 0
+    while (line := _CHUNK.match(content, at)) is not None:
+        if not (size := int(line[1], 16)):
+            return b"".join(parts)
+        parts.append(content[line.end() : line.end() + size])
+        at = line.end() + size + len(b"\r\n")
+    raise ValueError(f"byte {at:,} of the page begins no chunk")
 
 
 def _decompressed(content: bytes, page: dict[str, str], limit: int) -> bytes:
@@ -154,6 +160,8 @@ def _decoded(content: bytes, mime: str) -> str | Problem:
     try:
         # browsers, and so pages, take these two for windows-1252
         codec = codecs.lookup(charset).name
+        if codec in _NO_CHARSETS:
+            return "unknown charset", charset
         return content.decode("cp1252" if codec in ("iso8859-1", "ascii") else codec).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         return f"not {charset}", f"byte {content[error.start]:#04x} at offset {error.start}"

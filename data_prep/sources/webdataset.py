@@ -16,6 +16,7 @@ from data_prep.sources.jsonl import checked
 from data_prep.sources.records import TOO_LONG, BadRecord, Problem, TextBatch, WantedFields, in_batches, too_long
 
 _PIECE_BYTES = 1 << 20
+_ERRORS = "backslashreplace"  # of names that are not UTF-8: two that differ stay so, and each is text
 
 
 def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
@@ -41,12 +42,12 @@ class _Member(tarfile.TarInfo):
             return super().fromtarfile(archive)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             raise
-        except tarfile.HeaderError as error:
+        except (tarfile.HeaderError, ValueError, RecursionError) as error:  # the latter two of hostile headers
             raise DamagedFileError(f"byte {archive.offset:,}: {error}, where a member or the end should be") from None
 
 
 class _Sample:
-    """The members of one key so far. problem: of the first that cannot be used."""
+    """The members of one key so far. problem: why the first unusable one cannot be used; None without one."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -74,7 +75,7 @@ def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[
     try:
         with (
             open_bytes(path, digest) as stream,
-            tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member, bufsize=_PIECE_BYTES) as archive,
+            tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member, bufsize=_PIECE_BYTES, errors=_ERRORS) as archive,
         ):
             for number, sample in enumerate(_samples(archive, wanted)):
                 yield number, number, sample.record(wanted)
@@ -88,6 +89,7 @@ def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[
 def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_Sample]:
     sample: _Sample | None = None
     for member in archive:
+        archive.members.clear()  # type: ignore[attr-defined]  # a list of all that were read, for an index
         folder, slash, base = member.name.rpartition("/")
         stem, _, extension = base.partition(".")
         if not member.isfile() or not stem:

@@ -124,7 +124,7 @@ class _Mapper:
                 found.append(framed.without(self._encoder.prefix_ids, self._encoder.suffix_ids))
                 ends.append(found[-1].end_learnt)
                 kept.append(i)
-                self._unprinted.update(framed.unprinted)
+                self._unprinted.update({} if self._seen[number] else framed.unprinted)
             except ConversationError as error:
                 unit = self._task.units[number]
                 where = record_position(unit, position)
@@ -218,7 +218,7 @@ class _Mapper:
         )
 
     def _named_long_words(self) -> list[list[Any]]:
-        """[characters, source, file, "line" or "row", its number] of the documents with the longest words."""
+        """[characters, source, file, "line", "row" or "record", its number] of documents with the longest words."""
         longest = sorted(self._long_words, key=lambda found: (-found[0], found[1:]))[:NAMED_DOCUMENTS]
         named: list[list[Any]] = []
         for length, number, at in sorted(longest, key=lambda found: found[1:]):  # lines are counted in their order

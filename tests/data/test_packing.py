@@ -186,11 +186,12 @@ def test_a_conversation_keeps_its_prompts_and_ends_with_a_whole_answer(
     mask, bounds = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
     kept = shorten(bounds, mask, length=T, long=long)
     for i, (stays, part) in enumerate(zip(kept.tolist(), parts, strict=True)):
-        if len(part) <= T + 1 or long == "cut" or (long == "auto" and part.all()):
+        text = part[1:-1].all()
+        if len(part) <= T + 1 or long == "cut" or (long == "auto" and text):
             assert stays == len(part)
         elif long == "drop":
             assert stays == 0
-        elif part.all():
+        elif text:
             assert stays == T + 1
         else:
             ends = [n for n in range(1, T + 2) if part[n - 1] and not part[n]]
@@ -199,6 +200,14 @@ def test_a_conversation_keeps_its_prompts_and_ends_with_a_whole_answer(
     expected = sum(int(mask[a + 1 : a + n].sum()) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True))
     assert count_targets(mask, starts, sizes) == expected
     assert count_targets(None, starts, sizes) == int((sizes - 1).sum())
+
+
+@pytest.mark.parametrize("frame", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_conversation_of_which_all_but_bos_and_eos_counts_is_cut_as_a_text_is(frame: tuple[int, int]) -> None:
+    mask = np.array([frame[0], *[1] * (2 * T), frame[1]], np.uint8)
+    bounds = np.array([0, len(mask)])
+    for long, stays in (("auto", len(mask)), ("cut", len(mask)), ("truncate", T + 1), ("drop", 0)):
+        assert shorten(bounds, mask, length=T, long=long).tolist() == [stays]
 
 
 def test_texts_are_cut_and_conversations_truncated_unless_asked_otherwise(tmp_path: Path) -> None:

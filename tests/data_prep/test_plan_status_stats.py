@@ -108,6 +108,18 @@ def test_plan_estimates_tokens_and_time(work: Path) -> None:
     assert re.search(r"about \d+ s on \d+ workers", given), given
 
 
+def test_the_estimate_has_the_tokens_of_what_is_written_and_not_of_what_is_seen(work: Path) -> None:
+    rows = [json.dumps({"text": f"{i} la rivière turns the wheel of the mill. " * 40}) + "\n" for i in range(2000)]
+    for name, count in (("old", 3), ("new", 1)):
+        (work / f"{name}.jsonl").write_text("".join(rows * count))
+    sources = [{"path": "old.jsonl", "seen": True}, {"path": "new.jsonl"}]
+    config = load(write_config(sources=sources, tokenizer={"train": "bpe", "vocab_size": 300}, dedup={"exact": True}))
+    found = estimate.estimate(config, prepare.inspect(config).plan_map_tasks())
+    assert found is not None
+    assert found.tokens == round(found.tokens_per_byte * (work / "new.jsonl").stat().st_size)
+    assert found.stored_bytes == 4 * (work / "new.jsonl").stat().st_size
+
+
 def test_the_estimate_has_the_time_of_training_on_the_whole_sample(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Extrapolated from trainings on a third and on a twelfth of it; each takes 0.1 s and 0.5 s per MB in this test."""
     rows = (json.dumps({"text": f"{i} la rivière turns the wheel of the mill. " * 40}) + "\n" for i in range(1800))

@@ -13,7 +13,7 @@ import pytest
 from data_prep.config.corpus import load
 from data_prep.config.dedup import DedupSection, NearSection
 from data_prep.dedup import document_tasks, minhash, verify
-from data_prep.dedup.components import KEEP, ComponentsTask, drops_path
+from data_prep.dedup.components import KEEP, NEAR_DUPLICATE, SEEN, ComponentsTask, drops_path
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError
 from tests.data_prep.conftest import cli, tree, write_config
@@ -25,17 +25,17 @@ SECTION = NearSection()
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprst"]
 
 
-def drops_of(work: Path, documents: list[list[int]], *, runs: int, section: NearSection) -> list[int]:
-    """The decision for each document, in a job of so many runs."""
+def drops_of(work: Path, documents: list[list[int]], *, runs: int, section: NearSection, seen: int = 0) -> list[int]:
+    """The decision for each document, in a job of so many runs; the last ones are `seen`."""
     minima = minhash.signatures(*vars(batch_of(documents)).values(), section=section)
     order = random.Random(runs).sample(range(len(documents)), len(documents))
     cut = [np.array(order[n::runs]) for n in range(runs)]
     paths = [work / f"{runs}-run{n}" for n in range(runs)]
     for path, which in zip(paths, cut, strict=True):
-        path.mkdir()
+        path.mkdir(parents=True)
         document_tasks.write_dedup_tables(
             path,
-            rank=which,
+            rank=which - np.where(which >= len(documents) - seen, document_tasks.SEEN_RANKS, 0),
             bands=minhash.bands_of(minima[which], section=section),
             signatures=verify.shortened(minima[which]),
         )
@@ -98,10 +98,23 @@ def test_documents_beyond_the_first_kept_ones_are_decided_as_if_all_were_compare
     documents = centres[rng.integers(0, 30, 400)]
     documents[np.arange(400), rng.integers(0, SECTION.slots, 400)] += 1
     cluster = np.repeat([0, 1], 200)
-    expected = verify.find_kept(cluster, documents, section=SECTION)
+    how: dict[str, Any] = {"seen": np.zeros(400, dtype=bool), "section": SECTION}
+    expected = verify.find_kept(cluster, documents, **how)
     monkeypatch.setattr(verify, "_FIRST_KEPT", 3)
-    np.testing.assert_array_equal(verify.find_kept(cluster, documents, section=SECTION), expected)
+    np.testing.assert_array_equal(verify.find_kept(cluster, documents, **how), expected)
     assert len(set(expected.tolist())) == 60
+
+
+@pytest.mark.parametrize("first_kept", [64, 1])
+def test_what_is_seen_counts_as_kept_also_where_it_is_similar_to_what_is_seen(
+    first_kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two are seen, and the new one is a copy of the second alone."""
+    monkeypatch.setattr(verify, "_FIRST_KEPT", first_kept)
+    *seen, new = chain(3, shift=28)
+    for runs in (1, 3):
+        assert drops_of(tmp_path, [new, *seen], runs=runs, section=SECTION, seen=2) == [NEAR_DUPLICATE, SEEN, SEEN]
+    assert drops_of(tmp_path / "none", [*seen, new], runs=1, section=SECTION) == [KEEP, NEAR_DUPLICATE, KEEP]
 
 
 def test_the_estimate_from_8_bits_of_each_minimum_is_that_of_the_whole() -> None:
@@ -144,6 +157,15 @@ def test_what_is_seen_is_not_written_and_its_duplicates_are_dropped(dedup: dict[
     assert details["dropped"] == {f"dedup: {kind}": 8, "dedup: seen": 41}
     assert details["clusters"]["sources"] == {"new": {kind: 8}}
     assert len((work / "tokens" / "dropped.jsonl").read_text().splitlines()) == 8
+
+
+def test_what_is_seen_comes_before_all_others_also_where_repeated_lines_are_removed(work: Path) -> None:
+    old, new = [text(i) for i in range(20)], [text(i) for i in range(100, 120)]
+    lines("new.jsonl", [*(f"{text(i)}\n{text(i + 100)}" for i in range(20)), *old])
+    lines("old.jsonl", old)
+    sources = [{"path": "new.jsonl", "name": "new"}, {"path": "old.jsonl", "name": "old", "seen": True}]
+    run_job(write_config(sources=sources, dedup={"lines": {}}, task_bytes=3000, heldout_fraction=0.3))
+    assert kept_texts(work / "tokens") == sorted(new)
 
 
 @pytest.mark.usefixtures("work")
