@@ -80,16 +80,23 @@ def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
             ("gcc",),
             r"includes Python.h, which is not in /nowhere\n  try: install python3-dev, or set it to false",
         ),
-        (False, ("clang++",), r"Python.h"),
+        (False, ("clang++",), r"there is no g\+\+"),  # which inductor takes where CXX names it
+        (False, ("g++",), r"Python.h"),
     ],
 )
 def test_inductor_without_what_it_compiles_with_is_refused(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, found: tuple[str, ...], missing: str
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: "there")
     monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr("sysconfig.get_path", lambda *_names: "/nowhere")
     with pytest.raises(ConfigError, match=missing):
         check_compile(CompileSection(enabled=True))
+    if "clang++" in found:
+        monkeypatch.setenv("CXX", "clang++")
+        with pytest.raises(ConfigError, match=r"Python\.h"):
+            check_compile(CompileSection(enabled=True))

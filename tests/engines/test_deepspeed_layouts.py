@@ -11,6 +11,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.deepspeed import Fp16Section, ZeroSection
+from pipeline.engines.deepspeed import machine
 from pipeline.engines.deepspeed.machine import check_machine
 from tests.engines.comparison import EXPERTS, assert_within_tolerance, compare_layouts, differences_fixture, layout
 
@@ -58,6 +59,26 @@ def test_nvme_offload_follows_one_process_and_its_state_is_saved_and_loaded(tmp_
     for name, differences in compare_layouts(tmp_path, "deepspeed", cases, processes=2).items():
         assert_within_tolerance(differences, name)
     assert list(tmp_path.glob("headrace-*/zero_stage_3/optimizer/rank1/*.swp"))
+
+
+def test_nvme_offload_is_refused_on_a_gpu_without_the_toolkit_that_compiles_its_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed.git_version_info import installed_ops  # noqa: PLC0415
+
+    zero = ZeroSection.model_validate({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}})
+    monkeypatch.setattr(machine, "_has_libaio", lambda: True)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    check_machine(zero, Fp16Section())  # compiled for the CPU
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"(?s)offload_param\.device.*the CUDA toolkit 13\.0, and set CUDA_HOME"):
+        check_machine(zero, Fp16Section())
+    with monkeypatch.context() as compiled:
+        compiled.setitem(installed_ops, "async_io", True)
+        check_machine(zero, Fp16Section())
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/usr/local/cuda")
+    check_machine(zero, Fp16Section())
 
 
 def test_fp16_with_zero_is_refused_on_a_machine_without_fp16() -> None:

@@ -97,13 +97,21 @@ def test_a_host_that_the_machine_does_not_know_is_said_and_not_checked() -> None
 
 
 def test_offload_to_nvme_takes_the_disks_time_and_room() -> None:
-    cpu = report("llama_8b_8gpu.json", "engine=deepspeed", "zero_optimization.stage=3", *OFFLOAD[:2], processes=8)
+    common = ("engine=deepspeed", "zero_optimization.stage=3")
+    cpu = report("llama_8b_8gpu.json", *common, *OFFLOAD[:2], processes=8)
     on_disk = [word.replace("=cpu", "=nvme") for word in OFFLOAD[:2]]
     paths = [word.replace("device=cpu", "nvme_path=/local") for word in OFFLOAD[:2]]
-    nvme = report("llama_8b_8gpu.json", "engine=deepspeed", "zero_optimization.stage=3", *on_disk, *paths, processes=8)
+    nvme = report("llama_8b_8gpu.json", *common, *on_disk, *paths, processes=8)
     parameters = nvme.planned.costs.shares(nvme.planned.run).footprint.ranks[0].parameters
     assert nvme.plan.memory.node.disk == pytest.approx((12 + 4 + 2) * parameters, rel=1e-3)
     assert cpu.plan.memory.node.disk == 0
+    assert nvme.plan.memory.node.memory["offload"] == pytest.approx(4 * parameters, rel=1e-3)  # sums of gradients
+    # eight ranks with 4 buffers of a subgroup in fp32; of weights in bf16 5 buffers, and those that stay in memory
+    for sub_group, elements in ((None, 1e9), (10**7, 1e7)):
+        sets = () if sub_group is None else (f"zero_optimization.sub_group_size={sub_group}",)
+        found = report("llama_8b_8gpu.json", *common, *on_disk, *paths, *sets, processes=8).plan.memory.node.memory
+        expected = 8 * (4 * 4 * min(elements, parameters / 8) + 2 * 5 * 100e6 + 2 * min(1e9, parameters / 8))
+        assert found["buffers of offload to NVMe"] == pytest.approx(expected, rel=1e-3)
     assert nvme.plan.memory.node.memory.keys() - cpu.plan.memory.node.memory.keys() == {"buffers of offload to NVMe"}
     # states and gradients are read and written once a step, by eight ranks from the same disks
     least = 2 * 16 * parameters / nvme.planned.machine.host.disk_bytes_per_s[2]

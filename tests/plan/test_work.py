@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from pipeline.config.load import changed
+from pipeline.config.load import as_overrides, changed
 from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.predict.communication import transfers
 from pipeline.plan.predict.model_costs import ModelCosts
@@ -65,6 +65,26 @@ def test_bytes_of_collectives_are_those_of_the_executed_step(name: str) -> None:
     assert set(found) == set(sent)
     for purpose, size in sent.items():
         assert found[purpose] == pytest.approx(size, rel=0.15), purpose
+
+
+def test_messages_of_ring_attention_are_repeated_by_selective_checkpointing_too_and_exchanges_of_ulysses_are_not() -> (
+    None
+):
+    found = {}
+    for method in ("ring", "ulysses"):
+        for mode in ("none", "selective", "full"):
+            sets = {"parallel.cp": 2, "parallel.cp_method": method, "memory.activation_checkpointing": mode}
+            case = StepCase(
+                "ds_configs/llama_8b_8gpu.json", 8, overrides=(*as_overrides(sets), "data.sequence_length=8192")
+            )
+            found[method, mode] = sum(
+                each.bytes for each in transfers(planned(case).layout) if each.purpose == "context"
+            )
+    ring = [found["ring", mode] / found["ring", "none"] for mode in ("selective", "full")]
+    # keys and values of 2 bytes to the other rank in three passes rather than two, and gradients of 4 bytes in 2 hops
+    assert ring == pytest.approx([(3 * 2 + 2 * 4) / (2 * 2 + 2 * 4)] * 2)
+    ulysses = [found["ulysses", mode] / found["ulysses", "none"] for mode in ("selective", "full")]
+    assert ulysses == pytest.approx([1.0, 1.5])
 
 
 @pytest.mark.parametrize("row", [name for name, row in ROWS.items() if "1b" not in name and "moe" not in name])

@@ -92,8 +92,10 @@ def _with_experts(config: Config, topology: Topology) -> Topology:
     ep, ranks = _expert_size(config), topology.stage_ranks
     if ranks % ep:
         why = f"it does not divide the {ranks} ranks of a pipeline stage (dp {topology.dp} x cp {topology.cp} x tp"
-        fits = largest_divisor(gcd(ranks, _experts(config) or ranks), most=ep)
-        near = f"use {fits}, or start {topology.pp * -(-ranks // ep) * ep} processes"
+        experts = _experts(config) or ranks * ep  # where their number is not known, any size divides them
+        near = f"use {largest_divisor(gcd(ranks, experts), most=ep)}"
+        if experts % ep == 0:
+            near += f", or start {topology.pp * -(-ranks // ep) * ep} processes"
         raise ConfigError("parallel.ep", ep, why=f"{why} {topology.tp})", remedy=near)
     return replace(topology, ep=ep)
 

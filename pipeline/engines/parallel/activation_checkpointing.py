@@ -41,9 +41,9 @@ _SAVED_OPERATORS = {
     torch.ops._c10d_functional.all_to_all_single.default,
     host_sizes._opoverload,
 }
-"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. The only collectives
-that are repeated are the all-gathers of tensor parallelism: what they give is tp times what a rank has, and for tp 8
-more than all other recomputation saves."""
+"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. Repeated are the
+all-gathers of tensor parallelism, whose outputs are tp times what a rank has (for tp 8 more than all other
+recomputation saves), and the messages of ring attention, whose keys and values of other ranks nothing keeps."""
 
 
 WITHIN = "forward_within_checkpoint"

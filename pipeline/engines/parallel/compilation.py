@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -67,8 +68,9 @@ def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
         return "inductor writes GPU kernels in Triton, which is not installed", "triton"
     if on_gpu and "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
         return "Triton compiles the launcher of each kernel, and there is no C compiler", "gcc"
-    if not on_gpu and not any(map(shutil.which, ("g++", "clang++"))):
-        return "inductor compiles C++ for a CPU, and there is no g++", "g++"
+    cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # inductor tries no other
+    if not on_gpu and shutil.which(cxx) is None:
+        return f"inductor compiles C++ for a CPU, and there is no {cxx}", cxx
     headers = [
         Path(sysconfig.get_path("include", scheme)) for scheme in (sysconfig.get_default_scheme(), "posix_prefix")
     ]

@@ -63,7 +63,7 @@ def check_expert_parallel(model: nn.Module, *, ep: int, ranks: int | None = None
     Args:
         model: a full Hugging Face causal language model, on any device.
         ep: size of the ep axis.
-        ranks: of a pipeline stage, which a size that works divides, too; by default `ep`.
+        ranks: ranks of a pipeline stage, which ep has to divide, too; by default `ep`.
 
     Raises:
         ConfigError: a dense model, experts that transformers does not stack, or a number that ep does not divide.
@@ -89,7 +89,7 @@ def check_expert_parallel(model: nn.Module, *, ep: int, ranks: int | None = None
         if experts % ep:
             near = largest_divisor(gcd(experts, ranks or ep), most=ep)
             why = f"it does not divide the {experts} experts of {name}"
-            remedy = f"use {near}" if near > 1 else "remove parallel.ep: no size divides the ranks, too"
+            remedy = f"use {near}" if near > 1 else "remove parallel.ep: no size divides both the experts and the ranks"
             raise ConfigError("parallel.ep", ep, why=why, remedy=remedy)
 
 

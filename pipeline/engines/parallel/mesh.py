@@ -136,8 +136,8 @@ def _own_group(groups: Iterable[Sequence[int]], *, name: str) -> dist.ProcessGro
 
     In one split of all ranks under NCCL, as `DeviceMesh` does it: `new_group` would have every rank split once for each
     group, for cp 2 over 8,192 ranks 4,096 times. Elsewhere each group is made by its own ranks alone
-    (`use_local_synchronization`): torch names it by them and by how many groups each of them has, so the ranks of a
-    group must have made equally many before, as those of one stage have. MPI has no such groups.
+    (`use_local_synchronization`). Torch names it by its ranks and by the number of groups that this rank has, which
+    must be the same on all of them: so a rank that is in no group makes one of its own. MPI has no such groups.
 
     The name is what a fault report shows.
     """
@@ -147,9 +147,11 @@ def _own_group(groups: Iterable[Sequence[int]], *, name: str) -> dist.ProcessGro
     if several and default.bound_device_id is not None:
         return dist.split_group(split_ranks=several, group_desc=name)
     own: dist.ProcessGroup | None = None
-    local = dist.get_backend() != dist.Backend.MPI
+    local, rank = dist.get_backend() != dist.Backend.MPI, dist.get_rank()
     for ranks in several:
-        if not local or dist.get_rank() in ranks:
+        if not local or rank in ranks:
             created = dist.new_group(ranks, use_local_synchronization=local, group_desc=name)
-            own = created if dist.get_rank() in ranks else own
+            own = created if rank in ranks else own
+    if local and several and own is None:
+        dist.new_group([rank], use_local_synchronization=True, group_desc=f"{name}_alone")
     return own

@@ -171,8 +171,10 @@ class ZeroSizes:
     def host(self) -> float:
         """Bytes of host memory: offloaded masters, moments, two fp32 gradients, and shards of the weights.
 
-        `fp32_partitioned_groups_flat` with their `grad`, and `grad_partitions_flat_buffer`.
+        `fp32_partitioned_groups_flat` with their `grad`, and `grad_partitions_flat_buffer`. With the optimizer on NVMe
+        that buffer, the sums of gradients over micro-batches, is in host memory all the same.
         """
         section = self.run.config.zero_optimization
-        optimizer = (3 * _FP32 + self.states) * self.held if section.offload_optimizer.device == "cpu" else 0.0
+        elements = {"cpu": 3 * _FP32 + self.states, "nvme": float(self.accumulated)}
+        optimizer = elements.get(section.offload_optimizer.device, 0.0) * self.held
         return optimizer + (self.size * self.held if section.offload_param.device == "cpu" else 0.0)

@@ -269,7 +269,7 @@ def _scheduler(large: LargeRun, share: float) -> dict[str, Any]:
     """The scheduler section with its numbers of steps at the same share of the run."""
     section, schedule = large.flat["scheduler"], large.run.schedule
     params = {key: value for key, value in section.get("params", {}).items() if key != "warmup_max_lr"}
-    params["warmup_num_steps"] = max(2, round(schedule.warmup * share))
+    params["warmup_num_steps"] = max(2, round(schedule.warmup * share)) if schedule.warmup else 0
     for key in ("decay_num_steps", "total_num_steps"):
         if params.get(key) is not None:
             params[key] = max(2, round(params[key] * share))

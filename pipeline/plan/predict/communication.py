@@ -94,7 +94,8 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
     run, layers = layout.run, len(layout.rank.layers) * layout.micro_batches
     mode, every = run.config.memory.activation_checkpointing, run.config.memory.every_n_layers
     repeated = 1 / every if mode == "full" else 0.0
-    gathered_again = 0.0 if mode == "none" else 1 / every  # selective keeps what the others give
+    # of what is sent, selective does not keep gathers of tensor parallelism and messages of ring attention
+    sent_again = 0.0 if mode == "none" else 1 / every
     if run.topology.tp > 1:
         ranks = group_of(run.topology, ("tp",))
         inside = layout.micro_batches * layout.hidden * 2 * len(layout.rank.layers)
@@ -103,11 +104,11 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
             "reduce_scatter": traffic.tensor_scatters(layout),
         }
         for kind, size in sizes.items():
-            again = gathered_again if kind == "all_gather" else repeated
+            again = sent_again if kind == "all_gather" else repeated
             yield Transfer("tensor", kind, size + again * inside, round(layers * (4 + 2 * again)), ranks)
     if run.topology.cp > 1:
         ranks = group_of(run.topology, ("cp",))
-        exchanged = traffic.attention_exchanges(layout) * (1 + repeated / 2)
+        exchanged = traffic.attention_exchanges(layout) * (1 + (sent_again if run.zigzag else repeated) / 2)
         if run.zigzag:
             gradients = traffic.attention_gradients(layout) * _GRADIENT_BYTES / layout.size
             yield Transfer("context", "send", exchanged + gradients, 3 * layers * run.topology.cp, ranks)

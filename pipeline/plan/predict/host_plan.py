@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.config.deepspeed.defaults import DEFAULTS
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.deepspeed import OffloadOptimizerSection, OffloadParamSection
 from pipeline.engines.parallel.rank_model import Footprint, RankModel
@@ -12,9 +13,6 @@ from pipeline.runtime.machines.machine import Machine
 
 PROCESS_BYTES = 4e9
 """Host memory of a rank's process on a GPU: CUDA's context, NCCL's buffers, torch and transformers. Assumed."""
-
-_SUB_GROUP, _BUFFER, _IN_CPU = 10**9, 10**8, 10**9
-"""DeepSpeed's defaults of `sub_group_size`, `offload_param.buffer_size` and `offload_param.max_in_cpu`, in elements."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,15 @@ def _buffers(run: ResolvedRun, rank: RankModel) -> float:
     optimizer, weights = _to_nvme(run)
     size, shard = 0.0, rank.parameters / (run.topology.dp * run.topology.cp)
     if optimizer is not None:
-        size += 4 * (optimizer.buffer_count or 4) * min(shard, _SUB_GROUP)
+        group = _given(run.config.zero_optimization.sub_group_size, "sub_group_size")
+        size += 4 * _given(optimizer.buffer_count, "offload_optimizer.buffer_count") * min(shard, group)
     if weights is not None:
-        in_cpu = _IN_CPU if weights.max_in_cpu is None else weights.max_in_cpu
-        size += 2 * ((weights.buffer_count or 5) * (weights.buffer_size or _BUFFER) + min(shard, in_cpu))
+        buffers = _given(weights.buffer_count, "offload_param.buffer_count")
+        each = _given(weights.buffer_size, "offload_param.buffer_size")
+        size += 2 * (buffers * each + min(shard, _given(weights.max_in_cpu, "offload_param.max_in_cpu")))
     return size
+
+
+def _given(value: int | None, key: str) -> int:
+    """The value of a key of `zero_optimization`, or DeepSpeed's default."""
+    return int(DEFAULTS[f"zero_optimization.{key}"]) if value is None else value

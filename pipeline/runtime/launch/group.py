@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.sections.run import LaunchSection
@@ -60,6 +60,7 @@ def process_group(
     _connect(backend, rendezvous, store, gpu=gpu)
     try:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+        _list_ranks()
         yield rendezvous
     except UnreachableError:
         raise
@@ -103,6 +104,22 @@ def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore, *, gpu: i
             f"  try: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that the hosts share, and"
             f" open all ports between them in their firewalls"
         )
+
+
+def _list_ranks() -> None:
+    """Gives the backends of the default group the list of their ranks, so that groups can be split from it.
+
+    Torch 2.13 leaves it empty, and takes it for all ranks in the first group of a process alone: in the second training
+    of a process, `split` reads behind the end of the empty list and the process dies (pytorch/pytorch#192109, #192106).
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_backend() != dist.Backend.MPI:
+        for device in world._device_types:
+            options: Any = world._get_backend(device).options
+            options.global_ranks_in_group = list(range(world.size()))
 
 
 def _close() -> None:

@@ -121,7 +121,7 @@ REFUSALS = [
     (["parallel.tp=2", "tensor_parallel.autotp_size=4"], "give one of the two"),
     (["parallel.ep=2", *AUTOEP, "expert_parallel.autoep_size=4"], "expert_parallel.autoep_size is 4"),
     ([*AUTOEP, "expert_parallel.autoep_size=3"], "use 2, or start 9 processes"),
-    (["parallel.ep=5", 'model.config={"num_experts": 6}'], "use 2, or start 10 processes"),
+    (["parallel.ep=5", 'model.config={"num_experts": 10}'], "use 2, or start 10 processes"),
     (["parallel.tp=2", "parallel.cp=4", "data.sequence_length=36"], "use 32 or 40"),
     (["parallel.tp=8"], "model.config.num_attention_heads"),
     (["parallel.tp=4"], "use 2, or model.config.num_key_value_heads 4"),
@@ -161,6 +161,12 @@ def test_a_layout_that_does_not_divide_is_refused_with_the_nearest_numbers(
     error = refusal(tmp_path, sets)
     assert error is not None
     assert words in str(error)
+
+
+def test_more_processes_are_no_remedy_where_the_size_does_not_divide_the_experts(tmp_path: Path) -> None:
+    error = refusal(tmp_path, ["parallel.ep=5", 'model.config={"num_experts": 6}'])
+    assert error is not None
+    assert "try: use 2\n" in f"{error}\n"
 
 
 def test_deepspeeds_key_for_expert_parallelism_is_parallel_ep(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.config.topology import link_of
-from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
 from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from tests.engines.parallel.layouts import resolved
@@ -28,6 +28,7 @@ def groups_of_neighbours(rank: int, schedule: str, virtual: int) -> tuple[str, s
     """Names of the groups of messages from the rank before and to the next one; whether strided ones are sent so."""
     run = resolved(world_size=WORLD, parallel={"pp": WORLD, "schedule": schedule})
     mesh, count = Mesh(run.topology, device_type="cpu"), WORLD * virtual
+    assert (tied_weights_group(run) is None) == (rank in range(1, WORLD - 1))  # these two have one group less
     of_rank = [StageLayers(rank + lap * WORLD, count, (0, 1), 1.0) for lap in range(virtual)]
     modules = [StageModule(nn.Linear(1, 1), each) for each in of_rank]  # type: ignore[arg-type]
     made = PipelineSchedule(run, modules, mesh, hidden_size=1, device=torch.device("cpu"))._schedule

@@ -57,6 +57,15 @@ def test_every_run_is_an_ordinary_config(ladder: Ladder) -> None:
         assert resolved.config.evaluation.samples == 16, "the held-out text is that of the large run"
 
 
+def test_a_decay_without_a_warmup_stays_one(tokens: Path, tmp_path: Path) -> None:
+    raw = _raw(tokens, tmp_path / "run")
+    raw["scheduler"] = {"type": "WSD", "params": {"warmup_num_steps": 0, "decay_num_steps": 800}}
+    ladder = plan_ladder(read_large_run(raw), OPTIONS, tmp_path / "ladder")
+    for run in ladder.runs():
+        schedule = resolve(parse(Config, ladder.config(run)), world_size=1).schedule
+        assert (schedule.warmup, schedule.decay) == (0, run.steps)
+
+
 def test_all_rates_of_muon_are_scaled_alike(tokens: Path, tmp_path: Path) -> None:
     """A rate of its own would be the same in all runs of the sweep."""
     muon = {"type": "Muon", "params": {"lr": 3e-3, "muon_lr": 6e-3, "weight_decay": 0.1}}

@@ -16,6 +16,7 @@ from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.launch.rank_devices import RankDevice
 from pipeline.runtime.launch.rendezvous import Rendezvous, mark
 from pipeline.runtime.launch.store import open_rendezvous
+from tests import warm
 from tests.conftest import ROOT
 
 
@@ -45,6 +46,24 @@ for rank, ranks in ((0, 1920), (4000, 8192), (0, 1921)):
     assert ended.stdout.splitlines() == ["(4096, 4096)"] * 2
     assert "ulimit -Hn = 4096\n  why: 1,921 ranks connect to rank 0" in ended.stderr
     assert "4,098 are needed" in ended.stderr
+
+
+def test_groups_are_split_in_the_second_training_of_a_process_too() -> None:
+    # torch's own `split_group` wants a GPU; beneath it gloo and NCCL look their ranks up alike, and died of it
+    code = """
+import torch, torch.distributed as dist
+from pipeline.runtime.launch import detect
+from pipeline.runtime.launch.group import process_group
+for _ in range(2):
+    with process_group(detect(), gpu=None):
+        split = dist.group.WORLD.split_group([0, 1], group_name="split", group_desc="")
+        values = torch.full((1,), dist.get_rank() + 1.0)
+        split.allreduce(values).wait()
+        print(split.rank(), values.item())
+"""
+    done = warm.run("-c", code, processes=2, merged=True)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["0 3.0", "0 3.0", "1 3.0", "1 3.0"]
 
 
 CPU, NCCL, SHARED = (
