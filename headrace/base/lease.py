@@ -160,20 +160,21 @@ def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None])
     def renew_always() -> None:
         renewed = lease
         while not ended.wait(lease.interval_s):
-            with suppress(StorageError):  # an upload tells whether it succeeds
+            with suppress(StorageError, LeaseLostError):  # the upload, or the last renewal, tells it
                 renewed = renew(place, renewed, status={})
 
     thread = threading.Thread(target=renew_always, name="lease", daemon=True)
     thread.start()
     try:
-        yield lease
+        try:
+            yield lease
+        finally:  # before it is given back, which a renewal under way would undo
+            ended.set()
+            thread.join()
     except BaseException:
         with suppress(StorageError, LeaseLostError):  # the error in the block says more
             renew(place, lease, status={}, released=True)
         raise
-    finally:
-        ended.set()
-        thread.join()
     patiently(partial(renew, place, lease, status={}, released=True))
 
 
