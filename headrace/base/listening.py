@@ -31,12 +31,13 @@ def listening_socket(address: str, backlog: int, *, port: int = 0) -> socket.soc
     if used and not outside:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     if len(outside) == 1 and not (own := outside.pop()).is_link_local:
-        return _bound(str(own), backlog)
+        return bound_socket(str(own), backlog)
     return _bound("", backlog)
 
 
 def bound_socket(address: str, backlog: int) -> socket.socket:
-    """A listening socket on a free port of one address of this host; on all where it is none, or of this host alone."""
+    """A listening socket on a free port of one address of this host; on all addresses where it is a name, a loopback
+    address or not an address of this host (behind a proxy)."""
     with suppress(ValueError, OSError):
         if not ipaddress.ip_address(address).is_loopback:
             return _bound(address, backlog)
