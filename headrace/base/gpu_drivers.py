@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from headrace.base.errors import ConfigError
 
 _NVIDIA_VERSION = "proc/driver/nvidia/version"
 _DRIVER_FILES = {"CUDA": (_NVIDIA_VERSION, "dev/nvidia0"), "ROCm": ("dev/kfd",)}
+_DEVICES = {"CUDA": "nvidia[0-9]*", "ROCm": "kfd"}
 _SLURM_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NONE_VISIBLE = {"", "-1", "NoDevFiles"}
@@ -59,9 +61,23 @@ def _promise(platform: str, environ: Mapping[str, str], root: Path) -> str | Non
     """What says that this process has GPUs. CUDA_VISIBLE_DEVICES says nothing: DeepSpeed sets it on any machine."""
     if any(name in environ and environ[name].split(",")[0].strip() in _NONE_VISIBLE for name in _VISIBLE):
         return None
-    files = (f"/{name}" for name in _DRIVER_FILES[platform] if (root / name).exists())
+    devices = list((root / "dev").glob(_DEVICES[platform]))
+    hidden = devices and all(map(_is_denied, devices))
+    files = (f"/{name}" for name in _DRIVER_FILES[platform] if not hidden and (root / name).exists())
     variables = (f"{name}={environ[name]}" for name in _SLURM_GPUS if environ.get(name, "0") not in ("", "0"))
     return next(iter((*files, *variables)), None)
+
+
+def _is_denied(device: Path) -> bool:
+    """Whether this process's control group denies a device, as that of a job without GPUs on a host that has some.
+
+    The error is EPERM then; a user whom the file's mode keeps out gets EACCES, and is to hear of it.
+    """
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return False
 
 
 def _driver(root: Path) -> str | None:

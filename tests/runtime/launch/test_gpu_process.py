@@ -5,10 +5,12 @@ The environment and sysfs are made up here, since there is no GPU; what only har
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from headrace.base import gpu_drivers
 from headrace.base.errors import ConfigError
 from headrace.base.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
@@ -154,6 +157,27 @@ def test_the_cpu_is_taken_where_no_gpu_is_promised_or_all_are_hidden(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refuse_unusable_gpu(torch, key="launch.device", root=root)
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.EPERM, False), (errno.EACCES, True)])
+def test_a_job_whose_control_group_denies_it_the_gpus_of_its_host_takes_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, root: Path, number: int, refused: bool
+) -> None:
+    install_driver(root, "580.65.06")
+    (root / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (root / "dev" / name).touch()
+
+    def deny(path: Path, _flags: int) -> int:
+        assert path.name != "nvidiactl"  # which every job may open
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(gpu_drivers.os, "open", deny)
+    with pytest.raises(ConfigError) if refused else nullcontext():
+        refuse_unusable_gpu(torch, key="launch.device", root=root)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    with pytest.raises(ConfigError):
+        refuse_unusable_gpu(torch, key="launch.device", root=root)
 
 
 def test_launch_device_cpu_hides_gpus_from_libraries_or_says_that_it_is_too_late(
