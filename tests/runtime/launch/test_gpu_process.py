@@ -26,7 +26,9 @@ from headrace.base.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.build import pick_device
 from pipeline.runtime.launch import detect, group
+from pipeline.runtime.launch import device as device_module
 from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocator
+from pipeline.runtime.launch.environment import SINGLE_PROCESS
 from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults, host_group_defaults
 from pipeline.runtime.launch.numa import bind_beside, cores_beside, pci_address
 from tests.conftest import ROOT
@@ -178,6 +180,13 @@ def test_a_job_whose_control_group_denies_it_the_gpus_of_its_host_takes_the_cpu(
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     with pytest.raises(ConfigError):
         refuse_unusable_gpu(torch, key="launch.device", root=root)
+
+
+def test_a_command_without_the_key_names_the_variable_that_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str | None] = []
+    monkeypatch.setattr(device_module, "refuse_unusable_gpu", lambda _torch, *, key: keys.append(key))
+    assert pick_device(SINGLE_PROCESS) == pick_device(SINGLE_PROCESS, LaunchSection()) == torch.device("cpu")
+    assert keys == [None, "launch.device"]
 
 
 def test_launch_device_cpu_hides_gpus_from_libraries_or_says_that_it_is_too_late(
