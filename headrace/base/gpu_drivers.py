@@ -15,9 +15,10 @@ _NVIDIA_VERSION = "proc/driver/nvidia/version"
 _DRIVER_FILES = {"CUDA": (_NVIDIA_VERSION, "dev/nvidia0"), "ROCm": ("dev/kfd",)}
 _DEVICES = {"CUDA": "nvidia[0-9]*", "ROCm": "kfd"}
 _SLURM_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_NONE_VISIBLE = {"", "-1", "NoDevFiles"}
-"""First entries of these variables that hide all GPUs; the last is Slurm's for a job without any."""
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+_NONE_VISIBLE = {"", "-1", "NoDevFiles", "void", "none"}
+"""First entries of these variables that hide all GPUs; the third is Slurm's for a job without any, and the last two are
+those of NVIDIA's container runtime, in whose containers the host's driver shows all the same."""
 _LEAST_DRIVER = {"CUDA 11": 450, "CUDA 12": 525, "CUDA 13": 580}
 """Major version of CUDA -> the oldest driver that runs it (NVIDIA's "Minor Version Compatibility", table 1)."""
 

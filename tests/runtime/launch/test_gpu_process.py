@@ -147,6 +147,7 @@ def test_a_machine_that_promises_gpus_which_do_not_work_is_refused(
     [
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),  # as DeepSpeed's launcher sets it
         ({"CUDA_VISIBLE_DEVICES": ""}, "535.183.01"),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, "580.65.06"),  # a container without GPUs on a host that has some
         ({"CUDA_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "8"}, None),
         ({"SLURM_GPUS_ON_NODE": "0"}, None),
     ],
