@@ -152,9 +152,9 @@ def kill_stopped(ranks: Collection[int]) -> None:
     """
     jobs = set[tuple[str, str]]()
     # by what it was started with, too: torchrun's variables, set since, hide those of srun and mpirun
-    for read in (lambda: os.environ, lambda: environment_of(os.getpid())):
+    for start in (False, True):
         with suppress(OSError, ConfigError):
-            own = detect(read(), parent=os.getppid())
+            own = detect(environment_of(os.getpid()) if start else os.environ, parent=os.getppid())
             jobs.add((own.launcher, own.master))
     for pid in siblings():
         with suppress(OSError, ConfigError):

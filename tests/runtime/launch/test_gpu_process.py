@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from headrace.base import gpu_drivers
 from headrace.base.errors import ConfigError
 from headrace.base.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
@@ -175,7 +174,7 @@ def test_a_job_whose_control_group_denies_it_the_gpus_of_its_host_takes_the_cpu(
         assert path.name != "nvidiactl"  # which every job may open
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(gpu_drivers.os, "open", deny)
+    monkeypatch.setattr(os, "open", deny)
     with pytest.raises(ConfigError) if refused else nullcontext():
         refuse_unusable_gpu(torch, key="launch.device", root=root)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
