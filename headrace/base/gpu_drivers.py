@@ -27,9 +27,9 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
     """Refuses a machine with GPUs that torch cannot use: to be called where torch has none available.
 
     Args:
-        torch: the module, which this package does not import.
-        key: that chooses the CPU when set to cpu; None where CUDA_VISIBLE_DEVICES alone does.
-        root: of the file system with the driver's files.
+        torch: The module, which this package does not import.
+        key: The config key that takes the CPU when it is set to cpu; None where only CUDA_VISIBLE_DEVICES does.
+        root: The directory below which the driver's files are looked for.
 
     Raises:
         ConfigError: torch is built for GPUs, and a driver or a Slurm job promises one; names driver and need.
@@ -59,7 +59,10 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
 
 
 def _promise(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
-    """What says that this process has GPUs. CUDA_VISIBLE_DEVICES says nothing: DeepSpeed sets it on any machine."""
+    """The file or variable by which this process should have GPUs; None without one.
+
+    CUDA_VISIBLE_DEVICES is none of them: DeepSpeed sets it on any machine.
+    """
     if any(name in environ and environ[name].split(",")[0].strip() in _NONE_VISIBLE for name in _VISIBLE):
         return None
     devices = list((root / "dev").glob(_DEVICES[platform]))

@@ -142,10 +142,10 @@ def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None])
     """Takes the lease of a place that nobody writes to, renews it while the block runs, and gives it back.
 
     Args:
-        place: a URL.
-        token: of this process.
-        silent_s: seconds without a renewal after which it is out of date.
-        say: takes a line for people.
+        place: A URL.
+        token: This process's token.
+        silent_s: Seconds without a renewal after which the lease is out of date.
+        say: Takes a line for people.
 
     Raises:
         LeaseTakenError: another process writes there.

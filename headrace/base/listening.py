@@ -15,14 +15,14 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 def listening_socket(address: str, backlog: int, *, port: int = 0) -> socket.socket:
     """A listening socket on a free port.
 
-    It is bound to the loopback if `address` is one, or if all peers are on this host; to the address of this host that
-    connections of the rendezvous have, if there is one: a name may lead to 127.0.1.1 or to another network card, and to
-    IPv6 first where only IPv4 leads to the host. Otherwise to all, IPv6 and IPv4.
+    It is bound to the loopback address if `address` is one, or if all peers are on this host. If peers have reached the
+    rendezvous by one other address of this host, it is bound to that one: a host name may lead to 127.0.1.1, to another
+    network card, or to IPv6 first where only IPv4 works. Otherwise it is bound to all addresses, IPv6 and IPv4.
 
     Args:
-        address: of rank 0's host, as the ranks were given it.
-        backlog: connections that wait to be accepted.
-        port: of the rendezvous; 0 where there is none.
+        address: The address of rank 0's host, as the ranks were given it.
+        backlog: How many connections may wait to be accepted.
+        port: The rendezvous' port; 0 where there is none.
     """
     if address in ("localhost", "::1") or address.startswith("127."):
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)

@@ -24,9 +24,9 @@ class RankDevice:
     """What a rank computes on.
 
     Attributes:
-        kind: cpu or cuda.
-        backend: of torch.distributed.
-        gpu: UUID of its GPU, where no other rank may have the same one; empty otherwise, and for AMD's GPUs, of which
+        kind: `cpu` or `cuda`.
+        backend: The backend string for torch.distributed.
+        gpu: The UUID of its GPU, where no other rank may have the same one; else empty. Also empty for AMD's GPUs:
             models without a number of their own all have the same UUID.
     """
 
