@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ from headrace.base.errors import ConfigError
 
 _NVIDIA_VERSION = "proc/driver/nvidia/version"
 _DRIVER_FILES = {"CUDA": (_NVIDIA_VERSION, "dev/nvidia0"), "ROCm": ("dev/kfd",)}
+_DEVICES = {"CUDA": "nvidia[0-9]*", "ROCm": "kfd"}
 _SLURM_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_NONE_VISIBLE = {"", "-1", "NoDevFiles"}
-"""First entries of these variables that hide all GPUs; the last is Slurm's for a job without any."""
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+_NONE_VISIBLE = {"", "-1", "NoDevFiles", "void", "none"}
+"""First entries of these variables that hide all GPUs; the third is Slurm's for a job without any, and the last two are
+those of NVIDIA's container runtime, in whose containers the host's driver shows all the same."""
 _LEAST_DRIVER = {"CUDA 11": 450, "CUDA 12": 525, "CUDA 13": 580}
 """Major version of CUDA -> the oldest driver that runs it (NVIDIA's "Minor Version Compatibility", table 1)."""
 
@@ -24,9 +27,9 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
     """Refuses a machine with GPUs that torch cannot use: to be called where torch has none available.
 
     Args:
-        torch: the module, which this package does not import.
-        key: that chooses the CPU when set to cpu; None where CUDA_VISIBLE_DEVICES alone does.
-        root: of the file system with the driver's files.
+        torch: The module, which this package does not import.
+        key: The config key that takes the CPU when it is set to cpu; None where only CUDA_VISIBLE_DEVICES does.
+        root: The directory below which the driver's files are looked for.
 
     Raises:
         ConfigError: torch is built for GPUs, and a driver or a Slurm job promises one; names driver and need.
@@ -56,12 +59,29 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
 
 
 def _promise(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
-    """What says that this process has GPUs. CUDA_VISIBLE_DEVICES says nothing: DeepSpeed sets it on any machine."""
+    """The file or variable by which this process should have GPUs; None without one.
+
+    CUDA_VISIBLE_DEVICES is none of them: DeepSpeed sets it on any machine.
+    """
     if any(name in environ and environ[name].split(",")[0].strip() in _NONE_VISIBLE for name in _VISIBLE):
         return None
-    files = (f"/{name}" for name in _DRIVER_FILES[platform] if (root / name).exists())
+    devices = list((root / "dev").glob(_DEVICES[platform]))
+    hidden = devices and all(map(_is_denied, devices))
+    files = (f"/{name}" for name in _DRIVER_FILES[platform] if not hidden and (root / name).exists())
     variables = (f"{name}={environ[name]}" for name in _SLURM_GPUS if environ.get(name, "0") not in ("", "0"))
     return next(iter((*files, *variables)), None)
+
+
+def _is_denied(device: Path) -> bool:
+    """Whether this process's control group denies a device, as that of a job without GPUs on a host that has some.
+
+    The error is EPERM then; a user whom the file's mode keeps out gets EACCES, and is to hear of it.
+    """
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return False
 
 
 def _driver(root: Path) -> str | None:

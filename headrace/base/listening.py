@@ -15,14 +15,14 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 def listening_socket(address: str, backlog: int, *, port: int = 0) -> socket.socket:
     """A listening socket on a free port.
 
-    It is bound to the loopback if `address` is one, or if all peers are on this host; to the address of this host that
-    connections of the rendezvous have, if there is one: a name may lead to 127.0.1.1 or to another network card, and to
-    IPv6 first where only IPv4 leads to the host. Otherwise to all, IPv6 and IPv4.
+    It is bound to the loopback address if `address` is one, or if all peers are on this host. If peers have reached the
+    rendezvous by one other address of this host, it is bound to that one: a host name may lead to 127.0.1.1, to another
+    network card, or to IPv6 first where only IPv4 works. Otherwise it is bound to all addresses, IPv6 and IPv4.
 
     Args:
-        address: of rank 0's host, as the ranks were given it.
-        backlog: connections that wait to be accepted.
-        port: of the rendezvous; 0 where there is none.
+        address: The address of rank 0's host, as the ranks were given it.
+        backlog: How many connections may wait to be accepted.
+        port: The rendezvous' port; 0 where there is none.
     """
     if address in ("localhost", "::1") or address.startswith("127."):
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
@@ -31,12 +31,13 @@ def listening_socket(address: str, backlog: int, *, port: int = 0) -> socket.soc
     if used and not outside:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     if len(outside) == 1 and not (own := outside.pop()).is_link_local:
-        return _bound(str(own), backlog)
+        return bound_socket(str(own), backlog)
     return _bound("", backlog)
 
 
 def bound_socket(address: str, backlog: int) -> socket.socket:
-    """A listening socket on a free port of one address of this host; on all where it is none, or of this host alone."""
+    """A listening socket on a free port of one address of this host; on all addresses where it is a name, a loopback
+    address or not an address of this host (behind a proxy)."""
     with suppress(ValueError, OSError):
         if not ipaddress.ip_address(address).is_loopback:
             return _bound(address, backlog)

@@ -13,7 +13,6 @@ from pipeline.engines.parallel.mesh import Mesh, build_mesh
 from pipeline.models.build.initial_values import ParameterValues
 from pipeline.runtime.launch import Launch
 from pipeline.runtime.launch.device import has_gpu
-from pipeline.runtime.launch.group import DEFAULTS
 
 
 def build_engine(
@@ -59,8 +58,12 @@ def build_engine(
     return DeepSpeedZero(run, model, values, objective, device=device, mesh=mesh)
 
 
-def pick_device(launch: Launch, config: LaunchSection = DEFAULTS) -> torch.device:
+def pick_device(launch: Launch, config: LaunchSection | None = None) -> torch.device:
     """This rank's GPU if the host has one, else the CPU.
+
+    Args:
+        launch: this process.
+        config: the section `launch`; None for commands that have none.
 
     Raises:
         ConfigError: the local rank is not below the number of GPUs of this host; or see `has_gpu`.

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted=wanted,
         left_out=asks.left_out,
         note_fault=asks.note_fault,
+        note_silent=asks.note_silent,
         faults=node_checks.faults,
         checks=args.node_checks,
         bad=partial(asks.bad_nodes, checks),

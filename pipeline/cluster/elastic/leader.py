@@ -30,6 +30,8 @@ class Terms:
         wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
         left_out: node -> why it gets no ranks in this run, of earlier starts.
         note_fault: takes a node on which a fault began, and the fault, for later starts.
+        note_silent: takes the plan of a start, with the step of the newest checkpoint, and those of its nodes that do
+            not answer, before the ranks on the others are ended.
         faults: that began on a node after which it gets no ranks any more.
         checks: whether the nodes check each other before the first start, and after a loss that names none of them.
         bad: node -> what the checks that the plan of a version asked for have found wrong with it.
@@ -44,6 +46,7 @@ class Terms:
     wanted: int = 1
     left_out: Callable[[], Mapping[str, str]] = dict
     note_fault: Callable[[str, str], None] = lambda _node, _fault: None
+    note_silent: Callable[[RanksPlan, Sequence[str]], None] = lambda _plan, _nodes: None
     faults: int = 3
     checks: bool = False
     bad: Callable[[int], Mapping[str, str]] = lambda _version: {}
@@ -76,7 +79,9 @@ def next_plan(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], *, 
         return _after_checks(terms, plan, alive)
     dead = [node for node in plan.members if node not in alive]
     if dead:
-        return _after_loss(terms, plan, alive, f"{', '.join(dead)} does not answer", begun=dead)
+        made = _after_loss(terms, plan, alive, f"{', '.join(dead)} does not answer", begun=dead)
+        terms.note_silent(replace(plan, step=made.step), dead)
+        return made
     states = {node: alive[node] for node in plan.members}
     # a node that has not started its ranks yet has not ended them either
     current = {n: each if each.start == plan.start else NodeState(n, running=True) for n, each in states.items()}

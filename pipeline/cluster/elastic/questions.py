@@ -11,9 +11,11 @@ from pathlib import Path
 
 from headrace.base.errors import DataError
 from pipeline.cluster.elastic.commands import Commands
+from pipeline.cluster.elastic.files import RanksPlan
 from pipeline.cluster.node_checks.bad_nodes import add_fault, nodes_left_out
 from pipeline.cluster.node_checks.before_start import check_command, read_verdict
 from pipeline.config.sections.node_checks import NodeChecksSection
+from pipeline.runtime.faults.report import append_fault_once, silent_hosts_row
 
 _LEAVE_S = 60.0
 """Seconds for the imports of the checks and their end, beside those of `launch.node_checks.timeout`."""
@@ -66,6 +68,20 @@ class Questions:
         with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
             if self._run_dir is not None:
                 add_fault(self._run_dir, node, fault.partition("\n")[0], faults=self.node_checks.faults)
+
+    def note_silent(self, plan: RanksPlan, nodes: Sequence[str]) -> None:
+        """Records nodes that do not answer as the fault that ended a start, in the run's directory.
+
+        Args:
+            plan: of that start, with the step of the newest checkpoint.
+            nodes: those of its nodes.
+        """
+        if self._run_dir is None:
+            return
+        rank_hosts = dict(enumerate(node for node in plan.members for _ in range(self.tasks)))
+        lost = {rank: node for rank, node in rank_hosts.items() if node in nodes}
+        row = silent_hosts_row(lost, step=plan.step, world_size=len(rank_hosts))
+        append_fault_once(self._run_dir, row, token=f"{plan.address}:{plan.port}")
 
     def check_nodes(self, node: str, directory: Path, nodes: Mapping[str, str], number: int) -> None:
         """Makes the checks of this node together with the others (`python -m pipeline.cluster.node_checks`).

@@ -42,7 +42,7 @@ class LinkServer:
         attempt: of the checks; others are refused.
         payload: bytes per direction.
         free: held by whoever measures a link of this node.
-        address: of this node, as the others are given it.
+        address: This node's address, as the others are given it.
     """
 
     attempt: str

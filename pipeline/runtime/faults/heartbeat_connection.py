@@ -60,6 +60,7 @@ def start_heartbeat_server(
                 "silent_s": heartbeat_timeout(config, launch.world_size),
                 "stuck_s": config.hang_timeout,
                 "interval_s": interval_s,
+                "master": "" if rendezvous is None else launch.master,
             }
             # -P: nothing is imported from the working directory
             command = [sys.executable, "-P", "-m", "pipeline.runtime.faults.heartbeat_server"]

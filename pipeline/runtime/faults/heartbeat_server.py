@@ -50,6 +50,7 @@ class ServerConfig:
         silent_s: heartbeat timeout, in seconds.
         stuck_s: hang timeout, in seconds without progress.
         interval_s: seconds between heartbeats.
+        master: address:port of the rendezvous; empty where there is none.
     """
 
     token: str
@@ -58,6 +59,7 @@ class ServerConfig:
     silent_s: float
     stuck_s: float
     interval_s: float
+    master: str = ""
 
 
 @dataclass
@@ -270,7 +272,7 @@ class HeartbeatServer:
         self._send_diagnosis(diagnosis, kill)
         kill_ranks(kill)
         row = fault_row(diagnosis, statuses, world_size=world_size)
-        append_fault_once(Path(self._config.run_dir), row, token=self._config.token)
+        append_fault_once(Path(self._config.run_dir), row, token=self._config.token, master=self._config.master)
         remaining = self._wait_for_exits()
         if diagnosis.kind in _LOST:
             kill_ranks([(s.machine, s.pid, s.start_ticks) for s in remaining])

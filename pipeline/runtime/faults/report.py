@@ -77,15 +77,34 @@ def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world
         | ({"collective": s.collective} if s.collective else {})
         for s in (statuses[rank] for rank in diagnosis.ranks[:_RECORDED])
     ]
-    further = diagnosis.ranks[_RECORDED:]
     return {
         "kind": "event",
         "step": max(status.step for status in statuses.values()),
         "event": "fault",
         "fault": diagnosis.kind,
         "ranks": ranks,
-        **({"further": len(further), "further_ranks": _rank_ranges(further)} if further else {}),
+        **_further(diagnosis.ranks),
         "seconds": round(diagnosis.seconds, 3),
+        "world_size": world_size,
+        "time": time.time(),
+    }
+
+
+def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) -> dict[str, Any]:
+    """A row of `faults.jsonl` for hosts that do not answer the agents of the others.
+
+    Args:
+        hosts: rank -> host of the ranks on them, in ascending order.
+        step: of the newest checkpoint; the step that these ranks had reached is not known.
+        world_size: number of ranks.
+    """
+    return {
+        "kind": "event",
+        "step": step,
+        "event": "fault",
+        "fault": "silent",
+        "ranks": [{"rank": rank, "host": host} for rank, host in list(hosts.items())[:_RECORDED]],
+        **_further(tuple(hosts)),
         "world_size": world_size,
         "time": time.time(),
     }
@@ -100,12 +119,20 @@ def print_report(text: str) -> None:
     print(f"{start}{text}", file=sys.stderr, flush=True)
 
 
-def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str) -> bool:
+def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, master: str = "") -> bool:
     """Appends the row, unless another process of the same start has done so. True for only one of them.
 
     True as well where the file system does not respond or has no locks: two reports are better than none.
+
+    Args:
+        run_dir: the run's directory.
+        row: the row.
+        token: the same in all processes of the start.
+        master: address:port of the rendezvous, which is the token of a row by agents: they write it before they end
+            the ranks of a start, and what ranks notice of that end is not the fault.
     """
-    return with_timeout(3.0, lambda: _append(run_dir / FILE_NAME, {**row, "start": token}), default=True)
+    tokens = (token, master) if master else (token,)
+    return with_timeout(3.0, lambda: _append(run_dir / FILE_NAME, {**row, "start": token}, tokens), default=True)
 
 
 def read_faults(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -131,12 +158,18 @@ def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
     return results[0] if results else default
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> bool:
+def _further(ranks: Sequence[int]) -> dict[str, Any]:
+    """Columns for those of the ranks that a row does not describe."""
+    further = ranks[_RECORDED:]
+    return {"further": len(further), "further_ranks": _rank_ranges(further)} if further else {}
+
+
+def _append(path: Path, row: Mapping[str, Any], tokens: Sequence[str]) -> bool:
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(max(0, file.seek(0, os.SEEK_END) - _OWN_ROWS))
         known = file.read()
-        if f'"start": "{row["start"]}"'.encode() in known:
+        if any(f'"start": "{token}"'.encode() in known for token in tokens):
             return False
         last_line_complete = not known or known.endswith(b"\n")
         file.write((("" if last_line_complete else "\n") + json.dumps(row) + "\n").encode())

@@ -163,7 +163,10 @@ def _start(
         if is_rank_zero:
             _warn("the heartbeat server has exited")
         elif rendezvous is not None and not _store_responds(rendezvous):
-            _report_rank_zero_lost(rendezvous, watchdog.position, silence_s, token=server[-1].token, run_dir=run_dir)
+            token, master = server[-1].token, launch.master
+            _report_rank_zero_lost(
+                rendezvous, watchdog.position, silence_s, run_dir=run_dir, token=token, master=master
+            )
 
     def dump_collectives() -> None:
         with_timeout(_DUMP_S, lambda: dump(run_dir, launch.rank), default=None)
@@ -188,14 +191,18 @@ def _store_responds(rendezvous: Rendezvous) -> bool:
 
 
 def _report_rank_zero_lost(
-    rendezvous: Rendezvous, position: RankPosition, silence_s: float, *, token: str, run_dir: Path
+    rendezvous: Rendezvous, position: RankPosition, silence_s: float, *, run_dir: Path, token: str, master: str
 ) -> None:
-    """Rank 0's host is lost, and with it the server: the first rank to record the fault prints the report."""
+    """Rank 0's host is lost, and with it the server: the first rank to record the fault prints the report.
+
+    None does where agents have ended rank 0, since another host does not answer them.
+    """
     now = time.monotonic()
     status = RankStatus(0, rendezvous.rank_zero_host, 0, now - silence_s, now, step=position.step, phase=position.phase)
     diagnosis = Diagnosis("silent" if silence_s else "died", (0,), silence_s)
     statuses, world_size = {0: status}, rendezvous.world_size
-    if append_fault_once(run_dir, fault_row(diagnosis, statuses, world_size=world_size), token=token):
+    row = fault_row(diagnosis, statuses, world_size=world_size)
+    if append_fault_once(run_dir, row, token=token, master=master):
         print_report(describe_fault(diagnosis, statuses, world_size=world_size))
     exit_now(EXIT_LOST)
 

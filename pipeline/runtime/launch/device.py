@@ -12,15 +12,18 @@ from pipeline.runtime.launch.gpu_environment import allocator_defaults
 from pipeline.runtime.launch.numa import bind_beside, pci_address
 
 
-def has_gpu(config: LaunchSection) -> bool:
+def has_gpu(config: LaunchSection | None) -> bool:
     """Whether this process computes on a GPU; refuses a GPU that does not work, which is not the same as none.
+
+    Args:
+        config: the section `launch`; None for commands that have none.
 
     Raises:
         ConfigError: see `refuse_unusable_gpu`; or `launch.device` is cpu, too late to hide the GPUs.
     """
     import torch  # noqa: PLC0415  so that `detect` needs no torch
 
-    if config.device == "cpu":
+    if config is not None and config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # libraries look for GPUs by themselves
         if torch.cuda.is_available():
             why = "this process has found its GPUs already"
@@ -28,7 +31,7 @@ def has_gpu(config: LaunchSection) -> bool:
         return False
     if torch.cuda.is_available():
         return True
-    refuse_unusable_gpu(torch, key="launch.device")
+    refuse_unusable_gpu(torch, key=None if config is None else "launch.device")
     return False
 
 

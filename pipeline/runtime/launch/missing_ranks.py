@@ -150,9 +150,12 @@ def kill_stopped(ranks: Collection[int]) -> None:
 
     They cannot exit by themselves, and torchrun and deepspeed would wait 30 s for that.
     """
+    jobs = set[tuple[str, str]]()
     # by what it was started with, too: torchrun's variables, set since, hide those of srun and mpirun
-    own = [detect(environ, parent=os.getppid()) for environ in (environment_of(os.getpid()), os.environ)]
-    jobs = {(launch.launcher, launch.master) for launch in own}
+    for start in (False, True):
+        with suppress(OSError, ConfigError):
+            own = detect(environment_of(os.getpid()) if start else os.environ, parent=os.getppid())
+            jobs.add((own.launcher, own.master))
     for pid in siblings():
         with suppress(OSError, ConfigError):
             other = detect(environment_of(pid), parent=os.getppid())

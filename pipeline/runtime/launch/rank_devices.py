@@ -24,9 +24,10 @@ class RankDevice:
     """What a rank computes on.
 
     Attributes:
-        kind: cpu or cuda.
-        backend: of torch.distributed.
-        gpu: UUID of its GPU, where no other rank may have the same one; empty otherwise.
+        kind: `cpu` or `cuda`.
+        backend: The backend string for torch.distributed.
+        gpu: The UUID of its GPU, where no other rank may have the same one; else empty. Also empty for AMD's GPUs:
+            models without a number of their own all have the same UUID.
     """
 
     kind: str
@@ -40,7 +41,7 @@ def rank_device(backend: str, gpu: int | None) -> RankDevice:
         return RankDevice("cpu", backend)
     import torch  # noqa: PLC0415  so that `detect` needs no torch
 
-    alone = "nccl" in backend  # over gloo several ranks can share a GPU
+    alone = "nccl" in backend and torch.version.hip is None  # over gloo several ranks can share a GPU
     return RankDevice("cuda", backend, str(torch.cuda.get_device_properties(gpu).uuid) if alone else "")
 
 

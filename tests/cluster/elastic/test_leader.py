@@ -104,6 +104,18 @@ def test_a_dead_node_is_left_out_at_once_the_first_one_too() -> None:
     assert made.port != world.start().port
 
 
+def test_nodes_that_do_not_answer_are_told_with_the_plan_whose_ranks_are_ended_and_lost_ranks_are_not() -> None:
+    world, told = World(), list[tuple[RanksPlan, list[str]]]()
+    plan = world.start()
+    world.step = 10
+    terms = replace(world.terms, note_silent=lambda plan, nodes: told.append((plan, [*nodes])))
+    killed = states(plan, codes={"b": {1: -9}}, running=())
+    assert next_plan(terms, plan, killed, waited_s=CAUSE_S) is not None
+    assert told == []
+    assert next_plan(terms, plan, states(plan, without="b"), waited_s=0) is not None
+    assert told == [(replace(plan, step=10), ["b"])]
+
+
 def test_a_killed_rank_is_the_cause_of_lost_links_and_all_start_again() -> None:
     world = World()
     codes = {"a": {0: EXIT_LOST}, "b": {1: -9}, "c": {2: EXIT_LOST}}

@@ -7,15 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError, DataError
+from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
+from pipeline.cluster.elastic.questions import Questions
 from pipeline.cluster.status.command import show_log
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of
@@ -23,9 +27,13 @@ from pipeline.cluster.status.run import RunReader, RunStatus, read_status
 from pipeline.cluster.status.slurm_reasons import in_words
 from pipeline.cluster.status.text import lines_of
 from pipeline.cluster.status.time_left import seconds_left
+from pipeline.config.sections.node_checks import NodeChecksSection
 from pipeline.run.attempts import locked_attempt
-from pipeline.runtime.faults.report import append_fault_once
+from pipeline.runtime.faults import watchdog
+from pipeline.runtime.faults.monitor import RankPosition
+from pipeline.runtime.faults.report import append_fault_once, read_faults
 from pipeline.runtime.goodput.metrics import MetricsReader
+from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.environment import SINGLE_PROCESS
 from pipeline.runtime.metrics.attempts_journal import NAME, append_event, read_events
 from pipeline.runtime.metrics.journal import Journal
@@ -91,6 +99,32 @@ def test_attempts_have_their_cause_their_steps_and_their_nodes(twice_started: Pa
     first = read_status(twice_started).attempts[0]
     assert first.reason.startswith("rank 1 on n2 hangs at step 20")
     assert first.code == 76
+
+
+def test_a_node_that_died_is_named_and_not_that_of_rank_0_which_the_agents_end_then(
+    twice_started: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: T0 + 50)
+    monkeypatch.setattr(watchdog, "exit_now", lambda _code: None)
+    asks = Questions([], 2, print, Commands(), NodeChecksSection())
+    asks.note_silent(RanksPlan(), ["n2"])  # where the run's directory is not known yet
+    asks._run_dir = twice_started
+    asks.note_silent(RanksPlan(members=("n1", "n2", "n3"), address="10.0.0.1", port=12345, step=10), ["n2"])
+    rendezvous = Rendezvous(4, 6, dist.HashStore(), 10.0, rank_zero_host="n1")
+
+    def lose_rank_zero(master: str) -> None:
+        watchdog._report_rank_zero_lost(
+            rendezvous, RankPosition("training", 20), 0.0, run_dir=twice_started, token=f"by {master}", master=master
+        )
+
+    lose_rank_zero("10.0.0.1:12345")
+    assert capsys.readouterr().err == ""
+    status = read_status(twice_started)
+    assert status.attempts[0].reason == "rank 2 on n2 (and 1 more) stopped answering"
+    assert [line.split()[1:5] for line in lines_of(status) if "fault" in line] == [["rank", "2", "on", "n2"]]
+    lose_rank_zero("10.0.0.1:12346")  # in the next start
+    assert "rank 0 of 6 on n1 died" in capsys.readouterr().err
+    assert [row["ranks"][0]["host"] for row in read_faults(twice_started)] == ["n2", "n1"]
 
 
 def test_the_reason_is_the_newest_attempts_with_what_was_kept(twice_started: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 
+from headrace.base import listening
 from tests.conftest import ROOT
 
 SCRIPT = """
@@ -53,3 +55,11 @@ def test_a_server_listens_on_the_address_by_which_its_peers_have_reached_the_ren
     command = ["unshare", "--net", sys.executable, "-c", SCRIPT, CARDS, master, wanted, *peers]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_address_of_a_proxy_before_this_host_is_not_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "203.0.113.1"  # of no host: RFC 5737
+    monkeypatch.setattr(listening, "connected_addresses", lambda _port: {ipaddress.ip_address(address)})
+    for found in (listening.listening_socket("node01", 5, port=1234), listening.bound_socket(address, 5)):
+        with found:
+            assert found.getsockname()[0] in ("::", "0.0.0.0")

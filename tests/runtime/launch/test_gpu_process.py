@@ -5,10 +5,12 @@ The environment and sysfs are made up here, since there is no GPU; what only har
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,9 @@ from headrace.base.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.build import pick_device
 from pipeline.runtime.launch import detect, group
+from pipeline.runtime.launch import device as device_module
 from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocator
+from pipeline.runtime.launch.environment import SINGLE_PROCESS
 from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults, host_group_defaults
 from pipeline.runtime.launch.numa import bind_beside, cores_beside, pci_address
 from tests.conftest import ROOT
@@ -142,6 +146,7 @@ def test_a_machine_that_promises_gpus_which_do_not_work_is_refused(
     [
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),  # as DeepSpeed's launcher sets it
         ({"CUDA_VISIBLE_DEVICES": ""}, "535.183.01"),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, "580.65.06"),  # a container without GPUs on a host that has some
         ({"CUDA_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "8"}, None),
         ({"SLURM_GPUS_ON_NODE": "0"}, None),
     ],
@@ -154,6 +159,34 @@ def test_the_cpu_is_taken_where_no_gpu_is_promised_or_all_are_hidden(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refuse_unusable_gpu(torch, key="launch.device", root=root)
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.EPERM, False), (errno.EACCES, True)])
+def test_a_job_whose_control_group_denies_it_the_gpus_of_its_host_takes_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, root: Path, number: int, refused: bool
+) -> None:
+    install_driver(root, "580.65.06")
+    (root / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (root / "dev" / name).touch()
+
+    def deny(path: Path, _flags: int) -> int:
+        assert path.name != "nvidiactl"  # which every job may open
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", deny)
+    with pytest.raises(ConfigError) if refused else nullcontext():
+        refuse_unusable_gpu(torch, key="launch.device", root=root)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    with pytest.raises(ConfigError):
+        refuse_unusable_gpu(torch, key="launch.device", root=root)
+
+
+def test_a_command_without_the_key_names_the_variable_that_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str | None] = []
+    monkeypatch.setattr(device_module, "refuse_unusable_gpu", lambda _torch, *, key: keys.append(key))
+    assert pick_device(SINGLE_PROCESS) == pick_device(SINGLE_PROCESS, LaunchSection()) == torch.device("cpu")
+    assert keys == [None, "launch.device"]
 
 
 def test_launch_device_cpu_hides_gpus_from_libraries_or_says_that_it_is_too_late(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,11 +25,12 @@ from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.rules.groups import check_islands
 from pipeline.config.sections.run import Config
 from pipeline.engines.base import Engine
+from pipeline.run.groups.islands import peers as peers_module
 from pipeline.run.groups.islands.build import curve_and_layout_digest
 from pipeline.run.groups.islands.ledger import KEPT_NS, Decision, Ledger, Member, compatible, decide
 from pipeline.run.groups.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.run.groups.islands.mean import Mean, mean_over_islands
-from pipeline.run.groups.islands.peers import ExchangeError
+from pipeline.run.groups.islands.peers import ExchangeError, Peers
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
 from tests.conftest import tiny_config
 
@@ -359,6 +362,47 @@ def test_a_mean_that_is_larger_than_its_parts_is_refused_before_it_is_applied(er
 
     on_islands(2, work)
     assert len(refused) == 2
+
+
+class QueuedGroup:
+    """A process group of two in one process; damages the first verdict that arrives at its first member."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]) -> None:
+        self.rank, self.queues, self.verdicts = rank, queues, 0
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        self.queues.setdefault((to, tag), queue.SimpleQueue()).put(tensors[0].clone())
+        return SimpleNamespace(wait=lambda: True)
+
+    def recv(self, tensors: list[Tensor], _source: int, tag: int) -> Any:
+        def wait() -> None:
+            try:
+                found = self.queues.setdefault((self.rank, tag), queue.SimpleQueue()).get(timeout=1.0)
+            except queue.Empty:
+                raise RuntimeError("timed out") from None
+            if (self.rank, tag) == (0, 2):
+                self.verdicts += 1
+                found = found ^ 0xFF if self.verdicts == 1 else found
+            tensors[0].copy_(found)
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_a_message_that_is_sent_again_without_being_asked_for_is_not_taken_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
+    ranks = iter(range(2))
+    monkeypatch.setattr(peers_module, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(peers_module, "_make_group", lambda *_: QueuedGroup(next(ranks), queues))
+    source, target = (Peers(bind="", timeout_s=1, secret=b"") for _ in range(2))
+    state, received = torch.arange(12, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
+    with ThreadPoolExecutor(2) as threads:
+        sends, receives = threads.submit(source.send, state, to=1), threads.submit(target.receive, received, source=0)
+    with pytest.raises(ExchangeError):
+        sends.result()
+    with pytest.raises(ExchangeError):
+        receives.result()
 
 
 def test_quantization_is_within_half_a_level_of_a_block() -> None:

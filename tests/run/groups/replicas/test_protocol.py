@@ -92,6 +92,33 @@ def test_a_damaged_message_is_asked_for_again_and_three_times_fail_the_exchange(
     assert [row["step"] for row in b.events if row["event"] == "exchange_failed"] == ([3] if times == 3 else [])
 
 
+def test_a_damaged_verdict_disturbs_nothing(address: str) -> None:
+    a, b = Thread("a", address), Thread("b", address)
+    left = [1]
+
+    def damage_a_verdict() -> None:
+        group = b.peers._group
+        receive = group.recv
+
+        def recv(tensors: list[Tensor], source: int, tag: int) -> Any:
+            work = receive(tensors, source, tag)
+            if tag == 2 and left[0]:
+                left[0] -= 1
+                work.wait()
+                tensors[0][:] ^= 0x40
+                return SimpleNamespace(wait=lambda: True)
+            return work
+
+        group.recv = recv
+
+    b.before = at(3, damage_a_verdict)
+    a.start(), b.start()
+    a.join(), b.join()
+    assert_undisturbed(a, b)
+    assert left == [0]
+    assert not [row for row in b.events if row["event"].startswith("exchange_")]
+
+
 def test_what_a_checkpoint_records_of_a_step_is_the_same_on_a_replica_that_was_given_the_next_one(address: str) -> None:
     back = threading.Event()
     a, b = Thread("a", address, after=at(3, lambda: assert_set(back))), Thread("b", address)
