@@ -195,7 +195,7 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text("# Performance\n")
     chosen = "environment,tests,tiny-torch-compiled,tiny-*-eager,tiny-torch-fp8"
-    options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "9"]
+    options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "60"]
     words = [warm_python.python(), "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
     output_of(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False))
     result = json.loads((tmp_path / "result.json").read_text())

@@ -146,13 +146,14 @@ def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_
     dead, alive = agents if lost == "first" else reversed(agents)
     said = work / f"said-{left}"
     try:
-        wait_until(lambda: last_step(run_dir) >= 12, process=alive, said=said.read_text)
+        # on busy cores a node may miss the first round: the other one begins alone, and starts again with it
+        wait_until(lambda: last_step(run_dir) >= 12 and worlds(run_dir)[-1] == 3, process=alive, said=said.read_text)
         kill_all_of(dead)
         assert alive.wait(timeout=240) == 0, said.read_text()
     finally:
         kill_all_of(*agents)
     follows_whole_run(run_dir, expected)
-    assert worlds(run_dir) == [3, left]
+    assert worlds(run_dir)[-2:] == [3, left]
 
 
 def test_a_leaving_node_saves_and_others_go_on(work: Path, expected: dict[int, float], rendezvous_port: int) -> None:

@@ -200,7 +200,9 @@ def test_a_killed_upload_leaves_nothing_that_looks_finished_and_the_next_one_is_
 ) -> None:
     code = (
         "import sys, time; from pathlib import Path; from headrace.base.remote_directory import publish\n"
-        "publish(Path(sys.argv[1]), sys.argv[2], progress=lambda _bytes: time.sleep(0.2))"
+        "calls = []\n"
+        "def stop_after_some(size):\n    calls.append(size)\n    len(calls) < 4 or time.sleep(1000)\n"
+        "publish(Path(sys.argv[1]), sys.argv[2], progress=stop_after_some)"
     )
     process = subprocess.Popen([python(), "-c", code, str(directory), URL], cwd=ROOT)
     wait_until(lambda: len(objects_below(URL)) >= 3)
