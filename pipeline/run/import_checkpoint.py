@@ -183,15 +183,10 @@ def _told_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
     """The checkpoint with its step: as the user gives it, else as it tells.
 
     Raises:
-        CheckpointError: it tells none, or two, or another than the user.
+        CheckpointError: it tells none, or two.
     """
-    if source.answers is None:
-        if given not in (None, source.step):
-            why = f"{source.path} is of step {source.step:,}, and --step says {given:,}"
-            raise CheckpointError(f"{why}\n  try: without --step")
-        return source
-    if given is not None:
-        return replace(source, step=given)
+    if given is not None or source.answers is None:
+        return source if given is None else replace(source, step=given)
     told = ", ".join(f"{name}: {step:,}" for name, step in source.answers.items())
     why = f"does not tell one step ({told})" if told else "records no step"
     raise CheckpointError(f"{source.path} {why}\n  try: --step N, the optimizer steps that it has made")
