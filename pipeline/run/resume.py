@@ -79,12 +79,12 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
             remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
     was_curve, differing = was, _without_params_of_another_type(changed_fields(was, curve))
-    _refuse_miscounting(checkpoint, was, curve, differing)
+    changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
+    _refuse_miscounting(checkpoint, was, curve, differing, changed)
     if was.get("islands") and not curve.get("islands"):
         why = "the checkpoint is of islands, whose place in the data is counted in their rounds"
         remedy = 'keep the section, with "count": 1, or start another run.dir from this model'
         raise ConfigError("islands", why=why, remedy=remedy)
-    changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
     if changed:
         listed = "\n".join(f"    {line}" for line in describe_changes(changed)[:8])
         names = ", ".join(f'"{name}"' for name in _names(changed))
@@ -97,9 +97,21 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
 
 
 def _refuse_miscounting(
-    checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any], differing: Sequence[tuple[str, Any, Any]]
+    checkpoint: Checkpoint,
+    was: dict[str, Any],
+    now: dict[str, Any],
+    differing: Sequence[tuple[str, Any, Any]],
+    changed: Sequence[tuple[str, Any, Any]],
 ) -> None:
-    """Refuses fields by which the steps until the checkpoint are counted and looked up, whatever is allowed."""
+    """Refuses fields by which the steps until the checkpoint are counted and looked up, whatever is allowed.
+
+    Args:
+        checkpoint: from which the run goes on.
+        was: its fields.
+        now: those of the config.
+        differing: (field, before, now) of all that differ.
+        changed: those that are not allowed; the ones that could be are named, too.
+    """
     samples = checkpoint.manifest.details["samples"]
     wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples)]
     if not wrong:
@@ -111,6 +123,8 @@ def _refuse_miscounting(
             f" {samples // was['train_batch_size']} or later"
         )
     listed = "\n".join(f"    {line}" for line in describe_changes(wrong)[:8])
+    if others := describe_changes([row for row in changed if row not in wrong])[:8]:
+        listed += "\n  and these differ, too:\n" + "\n".join(f"    {line}" for line in others)
     export = f"headrace export {shlex.quote(str(checkpoint.path.parent.parent))} MODEL"
     raise CheckpointError(
         f"{checkpoint.path} was trained with other fields of the data, by which the steps, samples and tokens until"
