@@ -189,18 +189,26 @@ def test_a_run_is_appended_and_answers_its_lines(tmp_path: Path) -> None:
     assert f"`{own.name}` makes 2.00 times the tokens/s of `{peer.name}`." in text
 
 
-@pytest.mark.integration
-def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "tests"),
+    # in CI without those files of GPU tests that take long: the session has them itself, too
+    [
+        pytest.param([], "test_attention", marks=pytest.mark.integration, id="eager"),
+        pytest.param(["torch-compiled"], "", marks=pytest.mark.sweep, id="all"),
+    ],
+)
+def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(compiled: list[str], tests: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     page = tmp_path / "performance.md"
     page.write_text("# Performance\n")
-    chosen = "environment,tests,tiny-torch-compiled,tiny-*-eager,tiny-torch-fp8"
+    chosen = ",".join(["environment", "tests", "tiny-*-eager", *(f"tiny-{name}" for name in ("torch-fp8", *compiled))])
+    env = {**os.environ, "PYTEST_ADDOPTS": f"-k '{tests}'"}
     options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "60"]
     words = [warm_python.python(), "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
-    output_of(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False))
+    output_of(subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False))
     result = json.loads((tmp_path / "result.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
-    for name in ("torch-compiled", "torch-eager", "deepspeed-eager", "trainer-eager"):
+    for name in (*compiled, "torch-eager", "deepspeed-eager", "trainer-eager"):
         row = found[f"tiny-{name}"]
         assert len(row["step_s"]) == 3, row
         # ln 512 is 6.24; the same first weights and tokens for all, but the Trainer has no last target of a sample

@@ -13,6 +13,8 @@ from tests.docs.shell import run_printed
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 KILLS = ("a-run-that-failed",)
 """Pages that look for a child of a process that they have started."""
+SWEPT = {*KILLS, "chat-fine-tuning"}
+"""Pages that take minutes: `make sweep-tests` runs them."""
 BLOCK = re.compile(r"(?P<note><!-- not run: [^>]*-->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -21,8 +23,13 @@ def commands_of(page: Path) -> list[str]:
     return [found["commands"] for found in BLOCK.finditer(page.read_text()) if not found["note"]]
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=pytest.mark.sweep if page.stem in SWEPT else pytest.mark.integration)
+        for page in TUTORIALS
+    ],
+)
 def test_the_commands_of_a_tutorial_run_as_printed(page: Path, tmp_path: Path) -> None:
     run_printed("\n".join(commands_of(page)), tmp_path, warm=page.stem not in KILLS)
 

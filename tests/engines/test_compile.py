@@ -45,7 +45,14 @@ DEEPSPEED = {
     "ZeRO-1, pp 2": compiled(1, parallel={"pp": 2}),
 }
 
-SWEPT = {"QK-Clip, selective", "pp 2, full, zero bubble", "tp 2, chunked loss", "chunked loss, inductor"}
+SWEPT = {
+    "QK-Clip, selective",
+    "pp 2, full, zero bubble",
+    "tp 2, chunked loss",
+    "chunked loss, inductor",
+    "ZeRO-2, inductor",
+    "ZeRO-1, pp 2",
+}
 """Layouts for the sweep alone: each of their options is compiled in another layout, with one that is harder."""
 
 

@@ -83,8 +83,13 @@ SWEPT = {
     "ZeRO-2, cp 2, Mixtral",
     "bias, bf16, ZeRO-1",
     "fp16, ZeRO-0",
+    "fp16, dp 2",
+    "pp 2, zero bubble",
+    "bias, pp 2",
+    "ZeRO-1, tp 2",
+    "ZeRO-1, pp 2",
 }
-"""Layouts for the sweep alone: each of their options is in another layout, too."""
+"""Layouts for the sweep alone: each of their options is in another layout or in tests/parity, too."""
 found = differences_fixture(
     "test_a_layout_balances_experts_as_one_process", {"torch": {2: NATIVE}, "deepspeed": {2: DEEPSPEED}}
 )

@@ -39,7 +39,7 @@ def step(work: Path) -> int:
     return max(losses(work / "run"), default=0) if (work / "run/metrics.jsonl").exists() else 0
 
 
-@pytest.mark.parametrize(("count", "killed"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("count", "killed"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.sweep)])
 def test_a_killed_pod_comes_back_and_the_losses_are_those_of_one_process(
     tokens: Path, tmp_path: Path, expected: dict[int, float], count: int, killed: int
 ) -> None:

@@ -2,9 +2,8 @@
 
 The steps of every cell are compared with one plain process: every loss, every gradient norm, every tensor of the first
 gradient, the held-out loss, and the last steps repeated from the state that another layout saved. `make test` runs a
-few cells for 6 steps, which have every value of every option, and one cell per engine for 20; `make test-integration`
-runs some of those that cover all pairs for 6, `make sweep-tests` the others, and `make sweep-parity` every legal layout
-for 20.
+few cells for 6 steps, which have every value of every option, and one cell per engine for 20; `make sweep-tests` runs
+those that cover all pairs for 6, and `make sweep-parity` every legal layout for 20.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ from tests.parity.matrix import LAYOUT, LONG, NUMBERS, SHORT, is_legal, name_of
 from tests.parity.run import failure_text, run
 
 CELLS = {name_of(values): values for values in read_pairs()}
-CASES = [
-    pytest.param(name, marks=pytest.mark.sweep if number % 9 else pytest.mark.integration)
-    for number, name in enumerate(CELLS)
-]
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +27,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run([CELLS[name] for name in names], tmp_path_factory.mktemp("parity"), length=SHORT)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CELLS)
 def test_a_cell_follows_the_reference(results: dict[str, ProofResult], name: str) -> None:
     assert results[name].passed, failure_text(name, results[name])
 

@@ -40,11 +40,7 @@ IN_CI = {
     "CompleteP": [completep("torch-2", tp=2, dp=2, tied=True), completep("deepspeed-2", dp=2, tied=True)],
     # they differ in kind: boxes of rows and columns, and flat ranges that cut through matrices
     "Muon": [muon("torch-3", tp=2, dp=2, qk_clip=True), muon("deepspeed-2", dp=2, qk_clip=True)],
-    "experts": [
-        experts("torch-3", dp=4),
-        experts("torch-2", dp=2, pipeline="dualpipev-2", accumulation=4, ep=2, overlap=True),
-        experts("deepspeed-3", dp=4, ep=2),
-    ],
+    "experts": [experts("torch-2", dp=2, pipeline="dualpipev-2", accumulation=4, ep=2, overlap=True)],
 }
 ALL = {
     "CompleteP": [
@@ -82,6 +78,8 @@ ALL = {
     ],
     "experts": [
         *IN_CI["experts"],
+        experts("torch-3", dp=4),
+        experts("deepspeed-3", dp=4, ep=2),
         experts("torch-3", dp=4, ep=4),
         experts("torch-0", dp=2, tp=2, ep=4),
         experts("torch-3", dp=4, extra="shard", ep=2),

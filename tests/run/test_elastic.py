@@ -43,14 +43,12 @@ ON_THREE = {
         "gathered per step, micro-batch given way, z-loss in chunks": filled(
             2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}
         ),
-        "gathered per layer, clipped, 20 steps": filled(3, gradient_clipping=0.1, steps=20),
+        "gathered per layer, clipped": filled(3, gradient_clipping=0.1),
         "experts": filled(3, model=EXPERTS),
-        "bf16": filled(3, bf16={"enabled": True}),
     },
     "deepspeed": {
-        "stage 1": filled(1),
         "stage 2, micro-batch given way, z-loss in chunks": filled(2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}),
-        "stage 3, clipped, 20 steps": filled(3, zero=SMALL, gradient_clipping=0.1, steps=20),
+        "stage 3, clipped": filled(3, zero=SMALL, gradient_clipping=0.1),
         "stage 3, experts": filled(3, zero=SMALL, model=EXPERTS),
     },
 }

@@ -18,7 +18,13 @@ CELLS = (
     "qwen3_moe, W4A16, sentencepiece-bpe",
     "deepseek_v3, FP8, bpe",
 )
-SWEPT = ("gemma, Q8_0, sentencepiece-bpe", "mixtral, W4A16, bpe", "deepseek_v3, FP8, bpe")
+SWEPT = (
+    "llama, bf16, sentencepiece-bpe",
+    "gemma, Q8_0, sentencepiece-bpe",
+    "mixtral, W4A16, bpe",
+    "qwen3_moe, W4A16, sentencepiece-bpe",
+    "deepseek_v3, FP8, bpe",
+)
 """Files of gemma are scored in `models/gguf/test_write.py`, experts in `compress/quantization/test_experts.py`."""
 
 

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "the reference": (1, ("engine=reference", "zero_optimization.stage=0")),
 }
-IN_CI = {"FSDP", "tensor parallelism", "DeepSpeed, ZeRO-3", "one sample at a time, without a cache"}
+IN_CI = {"tensor parallelism", "DeepSpeed, ZeRO-3"}
 """The others run with `make sweep-tests`."""
 
 
