@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.base.renamed_modules import name_moved_modules
 from headrace.base.version import __version__
 
 if TYPE_CHECKING:
     from headrace.api import load, prepare_corpus, train
 
 __all__ = ["__version__", "load", "prepare_corpus", "train"]
-
-name_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

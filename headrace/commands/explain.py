@@ -89,14 +89,9 @@ def _section(kind: str, section: Key) -> Iterator[str]:
 
 
 def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
-    """Keys inside of free objects, renamed keys, keys of DeepSpeed that are not run, and keys that do not exist."""
+    """Keys inside of free objects, keys of DeepSpeed that are not run, and keys that do not exist."""
     from pipeline.config.deepspeed.keys import REFUSED, REFUSED_ZERO  # noqa: PLC0415
-    from pipeline.config.rules.renamed_keys import RENAMED  # noqa: PLC0415
 
-    if path in RENAMED:
-        yield f"{path} is now {RENAMED[path]}"
-        yield from lines_of(RENAMED[path])
-        return
     refused = REFUSED | {f"zero_optimization.{name}": remedy for name, remedy in REFUSED_ZERO.items()}
     if path in refused:
         yield f"{path}  (in {KINDS['run'].what})"

@@ -18,7 +18,6 @@ from pipeline.config.deepspeed.auto import with_optimizer
 from pipeline.config.deepspeed.defaults import differences
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.foreign_files import refuse_foreign
-from pipeline.config.rules.renamed_keys import refuse_renamed
 from pipeline.config.sections.run import Config
 
 _CORPUS_KEYS = frozenset({"sources", "output", "tokenizer"})
@@ -67,7 +66,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
         why = "it has sources, output and tokenizer: it is a corpus config of data prep"
         raise ConfigError("--config", str(path), why=why, remedy=f"headrace prep --config {path}")
     refuse_foreign(raw, str(path))
-    refuse_renamed(raw)
     translated = translate(with_optimizer(raw))
     if translated.refused:
         refuse_all([*translated.refused, *problems_of(Config, translated.raw)])

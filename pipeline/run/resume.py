@@ -21,7 +21,6 @@ from headrace.base.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import is_allowed, miscounts, written_keys
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
 from pipeline.config.sections.run import RunSection
@@ -70,7 +69,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         CheckpointError: a field differs, or one that cannot be allowed.
         ConfigError: there is no such field, or the checkpoint is of islands.
     """
-    was, curve = upgrade_keys(checkpoint.manifest.details["curve"]), upgrade_keys(curve)
+    was = checkpoint.manifest.details["curve"]
     fields = {*_paths(was), *_paths(curve)}
     known = {*fields, *(part for field in fields for key in written_keys(field) for part in _parents(key))}
     for name in allowed:
@@ -78,7 +77,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
             near = suggest(name, sorted(known))
             remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
-    was_curve, differing = was, _without_params_of_another_type(changed_fields(was, curve))
+    differing = _without_params_of_another_type(changed_fields(was, curve))
     changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
     _refuse_miscounting(checkpoint, was, curve, differing, changed)
     if was.get("islands") and not curve.get("islands"):
@@ -90,7 +89,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         names = ", ".join(f'"{name}"' for name in _names(changed))
         raise CheckpointError(
             f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
-            f"{_rates(checkpoint, was_curve, curve)}{_states(checkpoint, curve)}"
+            f"{_rates(checkpoint, was, curve)}{_states(checkpoint, curve)}"
             f"  try: choose another run.dir, put the fields back{_words_back(changed)}, or, if it is meant,"
             f" run.allow_change: [{names}]"
         )
@@ -117,7 +116,7 @@ def _refuse_miscounting(
     if not wrong:
         return
     later = ""
-    if all(row[0].startswith(("data.weights", "data.curriculum")) for row in wrong):
+    if all(row[0].startswith(("data.weights", "data.schedule")) for row in wrong):
         later = (
             f", keep the weights so far as the first stage of data.curriculum and begin another after step"
             f" {samples // was['train_batch_size']} or later"
@@ -180,8 +179,8 @@ def learning_rate_change(checkpoint: Checkpoint, was: dict[str, Any], now: dict[
 
 
 def changes_since(checkpoint: Checkpoint, curve: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The fields that differ from the checkpoint's, under the names they have today: (dotted path, before, now)."""
-    return changed_fields(upgrade_keys(checkpoint.manifest.details["curve"]), upgrade_keys(curve))
+    """The fields that differ from the checkpoint's: (dotted path, before, now)."""
+    return changed_fields(checkpoint.manifest.details["curve"], curve)
 
 
 def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.sections.run import Config
+from tests.conftest import launch, losses, tiny_config, write_config
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}},
@@ -111,3 +113,19 @@ def test_a_schedule_that_ends_at_no_rate_before_the_run_does_is_refused(kind: st
 def test_a_minimum_above_the_peak_is_refused(kind: str, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="the rate would begin above its peak"):
         schedule(kind, warmup_num_steps=5, **given)
+
+
+def test_a_step_is_taken_with_its_own_learning_rate(tokens: Path, tmp_path: Path) -> None:
+    """After one step of a warm-up the loss is that after a step with the rate that the schedule gives the first."""
+    warmup = {"type": "WSD", "params": {"warmup_num_steps": 4, "decay_num_steps": 1}}
+    peak = 4e-3
+    first = make_schedule(parse(Config, {**MINIMAL, "scheduler": warmup}).scheduler, lr=peak, steps=8).lr(1)
+    assert 0 < first < peak
+    found = []
+    for name, scheduler, lr in (("warmup", warmup, peak), ("constant", None, first)):
+        config = tiny_config(tokens, tmp_path / name, engine="torch", scheduler=scheduler)
+        config["optimizer"]["params"]["lr"] = lr
+        config["run"]["steps"] = 8
+        launch("train.py", write_config(tmp_path / f"{name}.json", config), "zero_optimization.stage=0")
+        found.append(losses(tmp_path / name))
+    assert found[0][2] == found[1][2]

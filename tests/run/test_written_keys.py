@@ -12,7 +12,6 @@ import pytest
 from headrace.base.errors import CheckpointError, ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.curve import curve_fields, written_keys
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import Config
@@ -80,8 +79,12 @@ def stages(*stages: tuple[int, int]) -> tuple[str, str]:
         ((), ("train_batch_size=16",), "train_batch_size: was 8, now 16"),
         ((), ('data.sources=[{"path": "x", "source": "web"}]',), "data.sources: was None, now ['web']"),
         ((TWO,), (TWO.replace("3", "2"),), "data.sources (data.weights): was [3.0, 1.0], now [2.0, 1.0]"),
-        ((TWO,), stages((0, 3), (19, 1)), "data.curriculum: was None, now [[0, [3.0, 1.0]], [19, [1.0, 1.0]]]"),
-        (stages((0, 3), (10, 1)), stages((0, 3), (10, 2)), "data.curriculum: was [[0,"),
+        (
+            (TWO,),
+            stages((0, 3), (19, 1)),
+            "data.curriculum (data.schedule): was None, now [[0, [3.0, 1.0]], [19, [1.0, 1.0]]]",
+        ),
+        (stages((0, 3), (10, 1)), stages((0, 3), (10, 2)), "data.curriculum (data.schedule): was [[0,"),
         ((BUDGET,), (BUDGET, "run.steps=40"), "run.steps (data.budgets.samples): was 160, now 320"),
     ],
 )
@@ -133,7 +136,7 @@ def test_a_longer_run_says_what_happens_to_the_learning_rate(tmp_path: Path) -> 
 def test_every_field_of_the_curve_is_named_by_keys_of_the_config(tmp_path: Path) -> None:
     """Every change of a field, whichever it is, is refused and allowed under keys that can be written in a config."""
     schema = describe()
-    for field in leaves(upgrade_keys(curve(tmp_path, *COSINE))):
+    for field in leaves(curve(tmp_path, *COSINE)):
         for key in written_keys(field):
             assert is_key(schema, key), f"{field}: {key}"
 

@@ -80,7 +80,7 @@ def test_a_node_that_comes_back_takes_part_again_without_a_lost_step(run: SlurmR
     assert_resumed_where_stopped(run)
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 @pytest.mark.parametrize("run", [(FAR, 4)], indirect=True)
 def test_another_node_takes_the_place_of_one_that_died_without_a_lost_step(run: SlurmRun) -> None:
     run.wait_for_step(22)

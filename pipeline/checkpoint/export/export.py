@@ -34,7 +34,6 @@ from pipeline.checkpoint.export.trained_model import (
     trained_positions,
 )
 from pipeline.checkpoint.export.write_safetensors import write_weights
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.data.permutation import permute
 from pipeline.models.build.buffers import computed_buffers
 from pipeline.models.build.materialize import materialize
@@ -122,7 +121,7 @@ def export(
             ),
         }
         parents = {"checkpoint": parent_entry(checkpoint.path, manifest.fingerprint)}
-        fields: dict[str, Any] = {"config": upgrade_keys(manifest.config), "parents": parents, "details": details}
+        fields: dict[str, Any] = {"config": manifest.config, "parents": parents, "details": details}
         return commit_with_card(staging, out, **fields, replace=replace)
 
 

@@ -18,7 +18,6 @@ from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.named_state import OPTIMIZER_STEP, buffer_key, moment_key, weight_key
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.streamed import LazyTensor
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import KINDS, kind_of
 from pipeline.models.decayed import is_decayed
@@ -46,7 +45,7 @@ class TrainedState:
         if "hf_config" not in manifest.details:
             why = "it was written by a custom training loop, which does not record its model"
             raise CheckpointError(f"{checkpoint.path} cannot be exported: {why}\n  try: a checkpoint of headrace train")
-        curve = upgrade_keys(manifest.details["curve"])
+        curve = manifest.details["curve"]
         if kind_of(curve["optimizer"]) != KINDS[0]:
             why = f"its optimizer is {kind_of(curve['optimizer'])}, and AdamW's states are what other trainers exchange"
             raise CheckpointError(f"{checkpoint.path}: {why}\n  try: headrace export without --format, the model alone")

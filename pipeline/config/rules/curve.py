@@ -29,6 +29,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "scheduler.decay": ("scheduler.params.decay_num_steps", *_LENGTH),
     "scheduler.end_ratio": ("scheduler.params.min_ratio", "scheduler.params.cos_min_ratio"),
     "data.weights": ("data.sources",),
+    "data.schedule": ("data.curriculum",),
     "data.budgets.samples": (*_LENGTH, "data.sources"),
     "data.budgets": ("data.sources", *_LENGTH),
     "grad_accum_dtype": ("data_types.grad_accum_dtype",),
@@ -42,7 +43,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
 _FINGERPRINT = ".fingerprint"
 _COUNTED_BY = ("data", "run.seed", "train_batch_size")
 """What the order of samples follows from: steps that were trained are counted and looked up by it."""
-_MIXTURE = ("data.weights", "data.curriculum")
+_MIXTURE = ("data.weights", "data.schedule")
 
 
 def curve_fields(run: ResolvedRun) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, sam
 def _stages(curve: Mapping[str, Any], *, until: int) -> list[Any]:
     """Stages of the mixture that begin before a number of samples, as (step, weights of the sources)."""
     data = curve["data"]
-    stages = data.get("curriculum") or [[0, data["weights"]]]
+    stages = data.get("schedule") or [[0, data["weights"]]]
     return [stage for stage in stages if stage[0] == 0 or stage[0] * curve["train_batch_size"] < until]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.runtime.metrics.journal import NAME, iterate_rows
 from pipeline.runtime.metrics.sinks import TASK
 
@@ -102,7 +101,6 @@ def read_run(name: str, path: Path) -> RunRecord:
     evaluations, events = (_of_kind(rows, kind) for kind in ("eval", "event"))
     if not columns["step"].size:
         raise DataError(f"{path / NAME} has no finished step\n  try: again after the run's first step")
-    manifest = replace(manifest, config=upgrade_keys(manifest.config))
     names = dict.fromkeys(row["kind"].removeprefix(TASK) for row in rows if row["kind"].startswith(TASK))
     tasks = {task: _of_kind(rows, f"{TASK}{task}") for task in names}
     return RunRecord(name, path, manifest, columns, evaluations, events, tasks)

@@ -20,7 +20,6 @@ from typing import Any
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
 from headrace.base.remote_directory import manifest_of
-from pipeline.config.rules.renamed_keys import upgrade_keys
 
 Lineage = dict[str, Any]
 KEY = "lineage"
@@ -60,7 +59,7 @@ def training_lineage(checkpoint: Manifest) -> Lineage:
     Args:
         checkpoint: its manifest, of a run of `headrace train` or `headrace distill`.
     """
-    config, parents = upgrade_keys(checkpoint.config), checkpoint.parents
+    config, parents = checkpoint.config, checkpoint.parents
     start = _of_parent(parents.get("model.path"))
     corpora = [*start["corpora"], *(c for c in _corpora(checkpoint, config) if c not in start["corpora"])]
     step = "distillation" if config.get("distill") else "training"

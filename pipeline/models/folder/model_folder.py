@@ -13,7 +13,6 @@ from headrace.base.errors import DataError
 from headrace.base.foreign_folders import what_it_is
 from headrace.base.foreign_json import read_json
 from headrace.base.remote_folder import local_folder
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.models.folder.weight_files import EXPORT, TensorInfo, refuse_adapter, stored_tensors
 
 CONFIG = "config.json"
@@ -136,7 +135,7 @@ def trained_data(path: Path) -> dict[str, Any]:
     """
     if not (path / MANIFEST).is_file():
         return {}
-    section = upgrade_keys(read_manifest(path, kind="model").config).get("data")
+    section = read_manifest(path, kind="model").config.get("data")
     return section if isinstance(section, dict) else {}
 
 

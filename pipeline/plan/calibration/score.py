@@ -10,7 +10,6 @@ from typing import Any
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.sizes.memory import Bytes, peak_memory
@@ -139,7 +138,7 @@ def read_measured(path: str | Path) -> MeasuredRun:
         event["nodes"] for event in events if event["event"] == "nodes" and event["attempt"] == record.get("attempt")
     ]
     hosts = len(nodes[-1]) if nodes else 1
-    return MeasuredRun(path, parse(Config, upgrade_keys(manifest.config)), record, hosts)
+    return MeasuredRun(path, parse(Config, manifest.config), record, hosts)
 
 
 def machine_of(run: MeasuredRun) -> Machine:

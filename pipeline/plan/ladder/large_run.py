@@ -11,7 +11,6 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.deepspeed.file import translate
-from pipeline.config.rules.renamed_keys import refuse_renamed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.common import model_dtype
@@ -143,5 +142,4 @@ def _counts(size: ModelSize, *, tied: bool) -> Counts:
 
 
 def _parsed(raw: Mapping[str, Any]) -> Config:
-    refuse_renamed(raw)
     return parse(Config, translate(dict(raw)).raw)

@@ -24,7 +24,6 @@ from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError, HeadraceError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.rules.renamed_keys import upgrade_keys
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.mixing_weights import Extent
@@ -106,7 +105,7 @@ class RunSamples:
             DataError: there is no such run, or its data is missing or has changed.
         """
         manifest = read_manifest(run_dir, kind="run")
-        config = parse(Config, upgrade_keys(manifest.config))
+        config = parse(Config, manifest.config)
         events = read_rows(run_dir, kind="event")
         worlds = [row["world_size"] for row in events if "world_size" in row]
         resolved = resolve(config, world_size=worlds[-1] if worlds else 1)

@@ -120,7 +120,6 @@ def test_a_misspelt_key_is_answered_with_the_nearest(path: str, near: str) -> No
 
 def test_keys_that_are_not_in_the_schema_are_explained_where_they_are_known() -> None:
     assert "use bf16" in "\n".join(lines_of("amp"))
-    assert "is now memory.activation_checkpointing" in lines_of("memory.recompute")[0]
     assert "model.config" in lines_of("model.config.hidden_size")[0]
 
 
