@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.base.directory import staged
 from headrace.base.errors import DataError
-from headrace.base.lease import held, newest_lease, wait_until_free
+from headrace.base.lease import SILENT_S, held, newest_lease, wait_until_free
 from headrace.base.lock import lock_file
 from headrace.base.remote_directory import (
     Progress,
@@ -43,7 +43,6 @@ from headrace.base.remote_run import (
 from headrace.base.storage import patiently
 
 LATEST = "latest"
-_SILENT_S = 30.0
 
 
 def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
@@ -69,7 +68,7 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
     with lock:
         if working_directory(place) == run_dir:  # what this host knows of the store is this copy
             claim(place, token)
-        with held(place, token=token, silent_s=_SILENT_S, say=_say) as lease:
+        with held(place, token=token, silent_s=SILENT_S, say=_say) as lease:
             if find_manifest(place) is not None:  # before a checkpoint is sent, which a run that is there would resume
                 raise taken(place)
             # the newest first: from what a killed copy leaves, a run would resume
