@@ -25,6 +25,7 @@ from headrace.base.directory import (
     Manifest,
     check_sizes,
     free_bytes,
+    inner_manifest,
     parse_manifest,
     read_manifest,
     sha256_of_file,
@@ -54,6 +55,10 @@ _AT_ONCE = 8
 """Objects that are written or read at the same time."""
 Progress = Callable[[int], None]
 """Takes the bytes of each file that was copied."""
+
+
+class NotArrivedError(DataError):
+    """A store lists something else than what was sent there."""
 
 
 def remote_manifest(url: str) -> Manifest:
@@ -232,9 +237,11 @@ def publish(
         trying(partial(upload, directory / name, f"{place}/{name}", progress=sent))
         progress(sizes[name])
 
-    inner = {name: size for name, size in sizes.items() if _is_manifest(name)}  # of finished directories in this one
-    for name in inner:
-        check_sizes((directory / name).parent, local_manifest((directory / name).parent)[1])
+    inner = {}  # manifests of finished directories in this one
+    for path in (directory / name for name in sizes if _is_manifest(name)):
+        if (found := inner_manifest(path.read_bytes(), path=str(path))) is not None:
+            check_sizes(path.parent, found)
+            inner[str(path.relative_to(directory))] = path.stat().st_size
     for part in ({name: size for name, size in sizes.items() if name not in inner}, inner):
         for_each(send, part)
         if part:
@@ -272,7 +279,7 @@ def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
         sizes: relative path -> bytes; that of one object is empty.
 
     Raises:
-        DataError: a file is missing there, or has another size.
+        NotArrivedError: a file is missing there, or has another size.
         StorageError: the store cannot be listed.
     """
     there = {"": stat_object(url)} if "" in sizes else objects_below(url)
@@ -280,7 +287,8 @@ def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
         if (found := there.get(name)) is None or found.bytes != size:
             what = "is not there" if found is None else f"has {found.bytes:,} bytes there"
             remedy = "again, when no other process writes or deletes there"
-            raise DataError(f"{f'{url}/{name}'.rstrip('/')} was sent with {size:,} bytes, and {what}\n  try: {remedy}")
+            where = f"{url}/{name}".rstrip("/")
+            raise NotArrivedError(f"{where} was sent with {size:,} bytes, and {what}\n  try: {remedy}")
 
 
 def _exists(url: str) -> bool:
@@ -349,8 +357,9 @@ def files_beside(url: str, *, wanted: Callable[[str], bool] = lambda _name: True
     objects = {name: stat for name, stat in objects_below(url).items() if _is_copied(name) and wanted(name)}
     found: dict[str, dict[str, Any]] = {name: {"bytes": stat.bytes} for name, stat in objects.items()}
     for name in [name for name in found if _is_manifest(name)]:
-        folder = PurePosixPath(name).parent
-        found |= {f"{folder}/{n}": entry for n, entry in remote_manifest(f"{url.rstrip('/')}/{folder}").files.items()}
+        folder, path = PurePosixPath(name).parent, f"{url.rstrip('/')}/{name}"
+        inner = inner_manifest(read_object(path), path=path)
+        found |= {f"{folder}/{n}": entry for n, entry in (inner.files if inner else {}).items()}
     return found
 
 

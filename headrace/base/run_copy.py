@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.base.directory import staged
 from headrace.base.errors import DataError
@@ -42,6 +44,7 @@ from headrace.base.remote_run import (
 )
 from headrace.base.storage import patiently
 
+T = TypeVar("T")
 LATEST = "latest"
 
 
@@ -59,6 +62,7 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
     Raises:
         DataError: a process trains or writes there, the URL has checkpoints that the run has not, one of the run's is
             damaged, or see `publish`.
+        LeaseLostError: another process has taken the lease over, while this one was paused.
         StorageError: the store cannot be written to.
     """
     token, place = secrets.token_hex(16), url.rstrip("/")
@@ -80,12 +84,18 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
                 why = f"{others[0]} is there, and {run_dir} has no such checkpoint: a run would be mixed with another"
                 raise DataError(f"{why}\n  try: delete what is below {place}, or choose another place")
             sizes: dict[str, int] = {}
+
+            def checked(act: Callable[[], T]) -> T:
+                lease.check()
+                return act()
+
             for path, (text, manifest) in found.items():
                 sent = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
                 if text not in there:
-                    sent = publish(path, f"{place}/{CHECKPOINTS}/{path.name}.{lease.number}", progress=progress)
+                    to = f"{place}/{CHECKPOINTS}/{path.name}.{lease.number}"
+                    sent = publish(path, to, progress=progress, trying=checked)
                 sizes |= {f"{CHECKPOINTS}/{path.name}/{name}": size for name, size in sent.items()}
-            return sizes | publish(run_dir, place, progress=progress, beside=is_small_name)
+            return sizes | publish(run_dir, place, progress=progress, trying=checked, beside=is_small_name)
 
 
 def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
