@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -22,8 +22,13 @@ LOCK = ".lock"
 
 
 @contextmanager
-def exclusive_run(run_dir: Path) -> Iterator[None]:
-    """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
+def exclusive_run(run_dir: Path, *, lost: Callable[[LeaseLostError], object] = lambda _error: None) -> Iterator[None]:
+    """Holds the run's directory against a second run. The lock goes with the process, however it ends.
+
+    Args:
+        run_dir: the run's directory.
+        lost: is called before this process ends because another one has taken its lease over.
+    """
     _make_lock(run_dir)
     with ExitStack() as stack:
         try:
@@ -32,28 +37,28 @@ def exclusive_run(run_dir: Path) -> Iterator[None]:
             raise _refusal(run_dir, "another process is training there") from None
         except NoLocksError as error:
             _say(f"warning: {str(error).splitlines()[0]}: a lease in {run_dir / FOLDER} takes the lock's place")
-            _take_lease(run_dir, stack)
+            _take_lease(run_dir, stack, lost)
         yield
 
 
-def _take_lease(run_dir: Path, stack: ExitStack) -> None:
-    """Holds a lease until the stack is closed, and ends this process should it be lost."""
+def _take_lease(run_dir: Path, stack: ExitStack, lost: Callable[[LeaseLostError], object]) -> None:
+    """Holds a lease until the stack is closed, and ends this process should it be lost, before it writes more."""
+
+    def end(error: LeaseLostError) -> None:
+        print_report(f"error: {error}")
+        lost(error)
+        exit_now(error.exit_code)
+
     deadline, token = time.monotonic() + _patience_s(), secrets.token_hex(16)
     while True:
         try:
-            stack.enter_context(held(str(run_dir), token=token, silent_s=SILENT_S, say=_say, lost=_end))
+            stack.enter_context(held(str(run_dir), token=token, silent_s=SILENT_S, say=_say, lost=end))
             return
         except LeaseTakenError as error:
             if time.monotonic() > deadline:
                 why = str(error).splitlines()[0].removeprefix(f"{run_dir}: ")
                 raise _refusal(run_dir, why) from None
             time.sleep(1.0)
-
-
-def _end(error: LeaseLostError) -> None:
-    """Ends the process, which was paused or could not write for longer than its lease lasts, before it writes more."""
-    print_report(f"error: {error}")
-    exit_now(error.exit_code)
 
 
 def is_training(run_dir: Path) -> bool | None:
