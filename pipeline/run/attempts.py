@@ -153,7 +153,7 @@ def outcome_of(error: BaseException) -> tuple[int, str]:
         return EXIT_INTERRUPTED, "interrupted (SIGINT)"
     first = (str(error).strip() or repr(error)).splitlines()[0]
     if isinstance(error, HeadraceError):
-        return error.exit_code, first
+        return error.exit_code, error.cause
     return EXIT_LOST if is_link_error(error) else 1, f"{type(error).__name__}: {first}"
 
 
