@@ -28,12 +28,11 @@ from headrace.base.remote_directory import (
     find_manifest,
     give_name,
     local_manifest,
-    publish,
     read_remote_manifest,
     refuse_existing,
     require_room,
-    taken,
 )
+from headrace.base.remote_publish import publish, taken
 from headrace.base.remote_run import (
     CHECKPOINTS,
     RUN_LOCK,

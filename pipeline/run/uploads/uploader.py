@@ -25,7 +25,8 @@ from typing import Any, Literal, TypeVar
 from headrace.base.directory import MANIFEST, Manifest, write_json
 from headrace.base.errors import DataError
 from headrace.base.lease import Lease, LeaseLostError, renew
-from headrace.base.remote_directory import NotArrivedError, local_manifest, publish, read_remote_manifest
+from headrace.base.remote_directory import local_manifest, read_remote_manifest
+from headrace.base.remote_publish import NotArrivedError, publish
 from headrace.base.remote_run import (
     CHECKPOINTS,
     UPLOADS,

@@ -18,8 +18,9 @@ from headrace.base import run_copy
 from headrace.base.directory import MANIFEST, commit, fresh_staging, read_manifest, write_manifest
 from headrace.base.errors import DataError
 from headrace.base.lease import LeaseLostError, newest_lease, take_lease
-from headrace.base.remote_directory import CACHE, check_can_publish, fetch, publish
+from headrace.base.remote_directory import CACHE, fetch
 from headrace.base.remote_output import local_output, published
+from headrace.base.remote_publish import check_can_publish, publish
 from headrace.base.remote_run import remote_checkpoints
 from headrace.base.run_copy import publish_run
 from headrace.base.storage import StorageError, objects_below, patiently
@@ -220,7 +221,7 @@ def test_a_killed_upload_leaves_nothing_that_looks_finished_and_the_next_one_is_
     store: Any, directory: Path, tmp_path: Path
 ) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from headrace.base.remote_directory import publish\n"
+        "import sys, time; from pathlib import Path; from headrace.base.remote_publish import publish\n"
         "calls = []\n"
         "def stop_after_some(size):\n    calls.append(size)\n    len(calls) < 4 or time.sleep(1000)\n"
         "publish(Path(sys.argv[1]), sys.argv[2], progress=stop_after_some)"
