@@ -27,7 +27,8 @@ from statistics import mean, median
 import s3fs
 
 from benchmarks.loader import write_tokens
-from headrace.base.remote_directory import CACHE, publish
+from headrace.base.remote_directory import CACHE
+from headrace.base.remote_publish import publish
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection

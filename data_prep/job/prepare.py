@@ -33,7 +33,7 @@ from data_prep.task import os_errors_as_data_errors, read_marker
 from data_prep.tasks.make_tokenizer import read_lines
 from headrace.base.directory import free_bytes
 from headrace.base.errors import DataError
-from headrace.base.remote_directory import check_can_publish
+from headrace.base.remote_publish import check_can_publish
 
 
 @dataclass(frozen=True)

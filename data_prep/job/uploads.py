@@ -26,8 +26,9 @@ from data_prep.tasks.cleaning import DROPPED_TEXTS
 from headrace.base.directory import MANIFEST, Manifest, entries, fingerprint_of, write_manifest
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
-from headrace.base.remote_directory import find_manifest, for_each, publish, remove_probes
+from headrace.base.remote_directory import find_manifest, for_each
 from headrace.base.remote_output import local_output
+from headrace.base.remote_publish import publish, remove_probes
 from headrace.base.storage import Stat, delete, objects_below, put_if_absent, put_object, read_object
 
 CLAIM = ".job.json"

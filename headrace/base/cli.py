@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, ConfigError, DataError, HeadraceError, problems_in
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, DataError, HeadraceError
 from headrace.base.link_errors import is_link_error
 from headrace.base.tracebacks import is_one_of_several, print_traceback
 
@@ -104,14 +104,8 @@ def _tell(error: HeadraceError) -> None:
         Path(os.environ[ERROR_FILE]).write_text(f"error: {error}")
     elif rank == "0":
         # the last line of a job's output is what people and monitors look at first
-        last = f"\nreason: {_headline(error)}" if _JOB in os.environ else ""
+        last = f"\nreason: {error.cause}" if _JOB in os.environ else ""
         print(f"error: {error}{last}", file=sys.stderr, flush=True)
     else:
         brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
         print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)
-
-
-def _headline(error: HeadraceError) -> str:
-    """An error in one line; of several problems with one config the first line of each."""
-    problems = problems_in(error) if isinstance(error, ConfigError) else (error,)
-    return "; ".join(str(each).partition("\n")[0] for each in problems)

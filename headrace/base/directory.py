@@ -225,6 +225,14 @@ def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> 
     return manifest
 
 
+def inner_manifest(text: bytes, *, path: str) -> Manifest | None:
+    """As `parse_manifest`; None of another program's file of that name, such as a web page's."""
+    with suppress(ValueError, RecursionError, TypeError):
+        if "fingerprint" not in json.loads(text):
+            return None
+    return parse_manifest(text, path=path)
+
+
 def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Compares every file's size with the manifest: cheap, finds truncation and loss.
 

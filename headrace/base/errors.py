@@ -35,6 +35,11 @@ class HeadraceError(Exception):
 
     exit_code = EXIT_USAGE
 
+    @property
+    def cause(self) -> str:
+        """What is wrong, in one line."""
+        return str(self).strip().partition("\n")[0]
+
 
 class ConfigError(HeadraceError):
     """A config that cannot be run.
@@ -50,6 +55,12 @@ class ConfigError(HeadraceError):
         self.field, self.value, self.why, self.remedy = field, value, why, remedy
         shown = "" if value is None else f" = {_short(value)}"
         super().__init__(f"{field}{shown}\n  why: {why}\n  try: {remedy}")
+
+    @property
+    def cause(self) -> str:
+        """Key, value and why, of each problem."""
+        causes = (str(each).partition("\n  try:")[0].replace("\n  why:", ":") for each in problems_in(self))
+        return "; ".join(" ".join(cause.split()) for cause in causes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between ranks, pickled; ours are not built from their message alone."""

@@ -1,14 +1,19 @@
-"""Which process writes to a place in an object store: leases, numbered objects `.lease/00000003`, the highest counts.
+"""Which process writes to a place: leases, numbered objects or files `.lease/00000003` there, the highest counts.
+
+A place is a URL, or a directory on a file system without locks (`headrace.base.lock`).
 
 A lease is taken by writing the next number on the condition that it does not exist, so that of several processes one
 succeeds, and its holder renews it again and again. One that has not changed for as long as its holder has promised is
 out of date, and the next number may be taken; so may that of a holder that has given it back. A holder that was paused
-for longer finds a higher number, and has to stop writing. The clocks of two hosts are never compared.
+for longer finds a higher number, and has to stop writing: it asks before it writes the next object (`Held.check`), so
+that at most the one that was being written while it was paused comes after the takeover. The clocks of two hosts are
+never compared.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -17,9 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from headrace.base.directory import whole_file
 from headrace.base.errors import DataError, TrainingError
+from headrace.base.paths import is_url
 from headrace.base.storage import (
     StorageError,
     delete,
@@ -27,10 +35,13 @@ from headrace.base.storage import (
     patiently,
     put_if_absent,
     put_object,
-    read_object,
+    read_file,
+    storage_errors,
 )
 
 FOLDER = ".lease"
+SILENT_S = 30.0
+"""Seconds without a renewal after which a lease is out of date, where nothing else says so."""
 _RENEWALS = 6
 """Times that a lease is renewed while it would become out of date."""
 
@@ -86,10 +97,11 @@ def newest_lease(place: str) -> Lease | None:
     for number in _numbers(place):
         with suppress(FileNotFoundError):  # a later one has been taken meanwhile
             try:
-                return Lease(**json.loads(read_object(_url(place, number))))
+                return Lease(**json.loads(data := _read(place, number)))
             except (ValueError, RecursionError, TypeError) as error:
                 why = f"{_url(place, number)} is damaged: {error!r}"
-                raise DataError(f"{why}\n  try: delete it, when no process writes to {place}") from None
+                kind = DataError if data else StorageError  # a file that is empty is being made
+                raise kind(f"{why}\n  try: delete it, when no process writes to {place}") from None
     return None
 
 
@@ -129,23 +141,65 @@ def take_lease(place: str, after: Lease | None, *, token: str, silent_s: float) 
     """
     number = 1 if after is None else after.number + 1
     lease = Lease(number, token, socket.gethostname(), os.getpid(), silent_s)
-    if not put_if_absent(_url(place, number), lease.encoded()):
+    if not _create(place, lease):
         raise _taken(place, newest_lease(place) or lease)
     for old in _numbers(place):
         if old < number:
-            delete(_url(place, old))
+            _delete(place, old)
     return lease
 
 
+class Held:
+    """The lease of a place that this process holds; see `held`."""
+
+    def __init__(self, place: str, lease: Lease) -> None:
+        self._place, self._lease, self._renewed_at = place, lease, time.monotonic()
+        self._renewing = threading.Lock()
+
+    @property
+    def number(self) -> int:
+        """The number of the lease."""
+        return self._lease.number
+
+    def check(self) -> None:
+        """To be called before each write: asks the place where the lease may have become out of date meanwhile.
+
+        Raises:
+            LeaseLostError: another process has taken it over.
+            StorageError: the store cannot be reached.
+        """
+        if time.monotonic() - self._renewed_at > self._lease.silent_s:
+            self.renew()
+
+    def renew(self, *, released: bool = False) -> None:
+        """Renews it, or gives it back; errors as of `check`."""
+        with self._renewing:
+            began = time.monotonic()
+            try:
+                self._lease = renew(self._place, self._lease, status={}, released=released)
+            except LeaseLostError:
+                self._renewed_at = -math.inf
+                raise
+            self._renewed_at = began
+
+
 @contextmanager
-def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None]) -> Iterator[Lease]:
+def held(
+    place: str,
+    *,
+    token: str,
+    silent_s: float,
+    say: Callable[[str], None],
+    lost: Callable[[LeaseLostError], object] = lambda _error: None,
+) -> Iterator[Held]:
     """Takes the lease of a place that nobody writes to, renews it while the block runs, and gives it back.
 
     Args:
-        place: a URL.
+        place: a URL, or the path of a directory.
         token: of this process.
         silent_s: seconds without a renewal after which it is out of date.
         say: takes a line for people.
+        lost: is called by the thread that finds that another process has taken it over.
 
     Raises:
         LeaseTakenError: another process writes there.
@@ -155,19 +209,23 @@ def held(place: str, *, token: str, silent_s: float, say: Callable[[str], None])
     before = patiently(partial(newest_lease, place))
     if before is not None:
         wait_until_free(place, before, say=say)
-    lease, ended = patiently(partial(take_lease, place, before, token=token, silent_s=silent_s)), threading.Event()
+    lease = Held(place, patiently(partial(take_lease, place, before, token=token, silent_s=silent_s)))
+    ended, interval_s = threading.Event(), silent_s / _RENEWALS
 
     def renew_always() -> None:
-        renewed = lease
-        with suppress(LeaseLostError):  # giving it back raises it again
-            while not ended.wait(lease.interval_s):
-                with suppress(StorageError):  # an upload tells whether it succeeds
-                    renewed = renew(place, renewed, status={})
+        while not ended.wait(interval_s):
+            try:
+                lease.renew()
+            except StorageError:  # an upload tells whether it succeeds
+                continue
+            except LeaseLostError as error:  # giving it back raises it again
+                lost(error)
+                return
 
     def give_back() -> None:
         ended.set()
         thread.join()  # a renewal that arrives after the release would undo it
-        renew(place, lease, status={}, released=True)
+        lease.renew(released=True)
 
     thread = threading.Thread(target=renew_always, name="lease", daemon=True)
     thread.start()
@@ -193,7 +251,7 @@ def renew(place: str, lease: Lease, *, status: Mapping[str, Any], released: bool
         why = f"{place}: another process has taken it over (lease {newest}; this one's was {lease.number})"
         raise LeaseLostError(f"{why}\n  try: nothing; the other one goes on from the newest checkpoint there")
     found = replace(lease, renewed=lease.renewed + 1, released=released, status=dict(status))
-    put_object(_url(place, lease.number), found.encoded())
+    _replace(place, found)
     return found
 
 
@@ -204,8 +262,48 @@ def _taken(place: str, lease: Lease) -> LeaseTakenError:
 
 def _numbers(place: str) -> Iterator[int]:
     """The numbers of all leases, highest first."""
-    names = objects_below(f"{place.rstrip('/')}/{FOLDER}")
+    folder = f"{place.rstrip('/')}/{FOLDER}"
+    if is_url(place):
+        names = [*objects_below(folder)]
+    else:
+        with storage_errors(folder, doing="listed"):
+            names = [path.name for path in Path(folder).glob("*")]
     yield from sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def _read(place: str, number: int) -> bytes:
+    with storage_errors(_url(place, number), missing=False):
+        return read_file(_url(place, number))
+
+
+def _create(place: str, lease: Lease) -> bool:
+    """Writes a lease unless there is one of its number; returns whether it did."""
+    if is_url(place):
+        return put_if_absent(_url(place, lease.number), lease.encoded())
+    path = Path(_url(place, lease.number))
+    with storage_errors(str(path), doing="written"):
+        path.parent.mkdir(exist_ok=True)
+        with suppress(FileExistsError), path.open("xb") as file:
+            file.write(lease.encoded())
+            return True
+    return False
+
+
+def _replace(place: str, lease: Lease) -> None:
+    if is_url(place):
+        put_object(_url(place, lease.number), lease.encoded())
+        return
+    path = Path(_url(place, lease.number))
+    with storage_errors(str(path), doing="written"), whole_file(path) as partial_file:
+        partial_file.write_bytes(lease.encoded())
+
+
+def _delete(place: str, number: int) -> None:
+    if is_url(place):
+        delete(_url(place, number))
+    else:
+        with storage_errors(_url(place, number), doing="deleted"):
+            Path(_url(place, number)).unlink(missing_ok=True)
 
 
 def _url(place: str, number: int) -> str:

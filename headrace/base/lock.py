@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.base.errors import DataError
@@ -16,6 +16,10 @@ _POLL_S = 0.1
 
 class LockedError(DataError):
     """Another process holds a lock file."""
+
+
+class NoLocksError(DataError, OSError):
+    """A file system has no locks, such as Lustre mounted without `flock`, or NFS without its lock service."""
 
 
 @contextmanager
@@ -37,12 +41,13 @@ def lock_file(
 
     Raises:
         LockedError: somebody else holds it.
-        OSError: the file cannot be made, or is on a file system without locks.
+        NoLocksError: it is on a file system without locks.
+        OSError: the file cannot be made.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + timeout_s
     try:
-        while not _taken(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+        while not _taken(path, handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
                 remedy = "wait until it has finished, or end it, then run again"
                 raise LockedError(f"another process is {doing}\n  try: {remedy}")
@@ -53,9 +58,25 @@ def lock_file(
         os.close(handle)
 
 
-def _taken(handle: int, operation: int) -> bool:
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds a lock file, not only shared; None where the file system has no locks.
+
+    The lock is taken shared and given back at once: a process that wants it at that moment has to wait longer.
+    """
+    with suppress(FileNotFoundError), path.open() as file:
+        try:
+            return not _taken(path, file.fileno(), fcntl.LOCK_SH)
+        except NoLocksError:
+            return None
+    return False
+
+
+def _taken(path: Path, handle: int, operation: int) -> bool:
     try:
         fcntl.flock(handle, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        why = f"{path} cannot be locked: its file system has no locks ({error.strerror})"
+        raise NoLocksError(f"{why}\n  try: mount it with locks (flock), or choose another directory") from None
     return True

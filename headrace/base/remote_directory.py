@@ -1,20 +1,15 @@
-"""Directories in an object store, whole or absent as on a disk: the manifest is the last object that is written.
+"""Finished directories in an object store: their manifests, and copies of them on this host.
 
-`publish` uploads the files of a finished directory, and those that its manifest does not list (a card, a packed index).
-It compares what the store lists with what was sent, and then writes the manifest, which must not exist: of several
-writers one succeeds, and readers believe manifests only. `fetch` copies such a directory to a disk and compares every
-checksum. Whatever is killed at whatever moment leaves no manifest, or a whole directory; files without a manifest are
-replaced by the next `publish`, and cost what a store takes for them until then.
+Readers believe manifests only, which `remote_publish` writes last. `fetch` copies such a directory to a disk and
+compares every checksum; `cached` copies a part of it to a cache of this host.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -23,8 +18,8 @@ from typing import Any
 from headrace.base.directory import (
     MANIFEST,
     Manifest,
-    check_sizes,
     free_bytes,
+    inner_manifest,
     parse_manifest,
     read_manifest,
     sha256_of_file,
@@ -35,21 +30,15 @@ from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
 from headrace.base.storage import (
-    StorageError,
-    delete,
     download,
     objects_below,
     patiently,
-    put_if_absent,
     read_object,
     same_object,
-    stat_object,
-    upload,
 )
 
 CACHE = "HEADRACE_CACHE"
 """Variable with the directory on this host for what is read of object stores."""
-_PROBE = ".headrace-probe-"
 _AT_ONCE = 8
 """Objects that are written or read at the same time."""
 Progress = Callable[[int], None]
@@ -128,130 +117,8 @@ def local_manifest(directory: Path) -> tuple[bytes, Manifest]:
     return text, parse_manifest(text, path=str(path))
 
 
-def check_can_publish(url: str) -> None:
-    """Refuses a place where a directory could not be written whole or not at all; before work whose result goes there.
-
-    Writes a small object and deletes it.
-
-    Raises:
-        DataError: there is a finished directory, or the store overwrites what a conditional write must not.
-        StorageError: the store cannot be written to.
-    """
-    if find_manifest(url) is not None:
-        raise taken(url)
-    check_can_write(url)
-
-
-def taken(url: str) -> DataError:
-    """The refusal of a place where there is a finished directory."""
-    return DataError(f"{url} exists already\n  try: delete it, or choose another place")
-
-
-def check_can_write(url: str) -> None:
-    """Refuses a place that cannot be listed, written to and deleted from, or where two writers are not kept apart.
-
-    Writes a small object and deletes it; nothing is left where the one or the other is not allowed.
-
-    Raises:
-        DataError: the store overwrites what a conditional write must not.
-        StorageError: one of these is not allowed, or the store cannot be reached.
-    """
-    probe = f"{url.rstrip('/')}/{_PROBE}{uuid.uuid4().hex[:12]}"
-    objects_below(probe)
-    try:
-        delete(probe)  # it is not there: what could not be deleted must not be written
-    except StorageError as error:
-        if not error.lasting:
-            raise
-        why = str(error).splitlines()[0].partition("cannot be deleted: ")[2]
-        error.args = (
-            f"{url}: the credentials do not allow to write and delete there: {why}\n"
-            "  try: credentials that may list, read, write and delete objects below it",
-        )
-        raise
-    try:
-        written = put_if_absent(probe, b"1"), put_if_absent(probe, b"2")
-    except StorageError:
-        with suppress(StorageError):  # that it cannot be written says more
-            delete(probe)
-        raise
-    delete(probe)
-    if written != (True, False):
-        why = (
-            "the store overwrites an object where it is asked not to (If-None-Match): two writers would mix their files"
-        )
-        raise DataError(f"{url}: {why}\n  try: a store with conditional writes, such as S3, GCS, Azure or MinIO")
-
-
-def remove_probes(url: str) -> None:
-    """Deletes what processes that were killed in `check_can_write` have left in a finished directory."""
-    with suppress(StorageError):  # they are a byte each
-        for name in objects_below(url):
-            if name.startswith(_PROBE):
-                delete(f"{url.rstrip('/')}/{name}")
-
-
-def publish(
-    directory: Path,
-    url: str,
-    *,
-    uploaded: Collection[str] = (),
-    progress: Progress = lambda _bytes: None,
-    sent: Progress = lambda _bytes: None,
-    trying: Callable[[Callable[[], Any]], Any] = lambda act: act(),
-    beside: Callable[[str], bool] = lambda _name: True,
-) -> dict[str, int]:
-    """Writes a finished directory to an object store; see the module's docstring.
-
-    Args:
-        directory: as `commit` has made it; its sizes are compared with its manifest.
-        url: where its files go, without `MANIFEST`; see `check_can_publish`.
-        uploaded: files of its manifest that are there already, and not in the directory.
-        progress: see `Progress`.
-        sent: takes the bytes of each part of a file that was sent.
-        trying: calls a function that writes one object, and may do so again when that fails.
-        beside: whether a file that the manifest does not list is copied; hidden ones never are.
-
-    Returns:
-        The bytes of every file that was sent, without the manifest.
-
-    Raises:
-        DataError: it is not finished, another process has written a directory there first, or the store lists
-            something else than what was sent.
-        StorageError: the store cannot be written to; there is no manifest there, and a repetition is safe.
-    """
-    place = url.rstrip("/")
-    text, manifest = local_manifest(directory)
-    files = {name: entry for name, entry in manifest.files.items() if name not in uploaded}
-    check_sizes(directory, replace(manifest, files=files))
-    unlisted = {name: size for name, size in sizes_below(directory).items() if name not in manifest.files}
-    sizes = {name: int(entry["bytes"]) for name, entry in files.items()}
-    sizes |= {name: size for name, size in unlisted.items() if beside(name)}
-
-    def send(name: str) -> None:
-        trying(partial(upload, directory / name, f"{place}/{name}", progress=sent))
-        progress(sizes[name])
-
-    inner = {name: size for name, size in sizes.items() if _is_manifest(name)}  # of finished directories in this one
-    for name in inner:
-        check_sizes((directory / name).parent, local_manifest((directory / name).parent)[1])
-    for part in ({name: size for name, size in sizes.items() if name not in inner}, inner):
-        for_each(send, part)
-        if part:
-            trying(partial(check_arrived, place, part))
-    taken = trying(partial(_exists, f"{place}/{MANIFEST}"))
-    if taken or not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
-        raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
-    return sizes
-
-
-def sizes_below(directory: Path) -> dict[str, int]:
-    """The bytes of all files of a directory, by relative path, without hidden ones and its own manifest."""
-    files = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    return {str(name): path.stat().st_size for name, path in files.items() if _is_copied(str(name))}
-
-
-def _is_copied(name: str) -> bool:
+def is_copied(name: str) -> bool:
+    """Whether a file is one of those that are copied, beside its directory's own manifest."""
     return name != MANIFEST and not is_hidden(name)
 
 
@@ -260,35 +127,9 @@ def is_hidden(name: str) -> bool:
     return any(part.startswith((".", "/")) for part in PurePosixPath(name).parts)
 
 
-def _is_manifest(name: str) -> bool:
+def is_manifest(name: str) -> bool:
+    """Whether a file may be the manifest of a directory, by its name."""
     return PurePosixPath(name).name == MANIFEST
-
-
-def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
-    """Compares what a store lists below a URL with what was sent there; before anything is deleted here.
-
-    Args:
-        url: of a directory, or of one object.
-        sizes: relative path -> bytes; that of one object is empty.
-
-    Raises:
-        DataError: a file is missing there, or has another size.
-        StorageError: the store cannot be listed.
-    """
-    there = {"": stat_object(url)} if "" in sizes else objects_below(url)
-    for name, size in sizes.items():
-        if (found := there.get(name)) is None or found.bytes != size:
-            what = "is not there" if found is None else f"has {found.bytes:,} bytes there"
-            remedy = "again, when no other process writes or deletes there"
-            raise DataError(f"{f'{url}/{name}'.rstrip('/')} was sent with {size:,} bytes, and {what}\n  try: {remedy}")
-
-
-def _exists(url: str) -> bool:
-    try:
-        read_object(url)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def fetch(
@@ -346,11 +187,12 @@ def files_beside(url: str, *, wanted: Callable[[str], bool] = lambda _name: True
         DataError: a manifest there is damaged.
         StorageError: the store cannot be read.
     """
-    objects = {name: stat for name, stat in objects_below(url).items() if _is_copied(name) and wanted(name)}
+    objects = {name: stat for name, stat in objects_below(url).items() if is_copied(name) and wanted(name)}
     found: dict[str, dict[str, Any]] = {name: {"bytes": stat.bytes} for name, stat in objects.items()}
-    for name in [name for name in found if _is_manifest(name)]:
-        folder = PurePosixPath(name).parent
-        found |= {f"{folder}/{n}": entry for n, entry in remote_manifest(f"{url.rstrip('/')}/{folder}").files.items()}
+    for name in [name for name in found if is_manifest(name)]:
+        folder, path = PurePosixPath(name).parent, f"{url.rstrip('/')}/{name}"
+        inner = inner_manifest(read_object(path), path=path)
+        found |= {f"{folder}/{n}": entry for n, entry in (inner.files if inner else {}).items()}
     return found
 
 

@@ -20,15 +20,8 @@ from headrace.base.directory import MANIFEST, Manifest, free_bytes, parse_manife
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import (
-    cache_root,
-    check_arrived,
-    check_can_write,
-    find_manifest,
-    publish,
-    remove_probes,
-    taken,
-)
+from headrace.base.remote_directory import cache_root, find_manifest
+from headrace.base.remote_publish import check_arrived, check_can_write, publish, remove_probes, taken
 from headrace.base.storage import upload
 
 _OUTPUTS = "outputs"

@@ -15,7 +15,6 @@ whose lease another has taken over meanwhile, cannot write into a directory of t
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -31,7 +30,7 @@ from typing import Any
 from headrace.base.directory import MANIFEST, staged, whole_file, write_json
 from headrace.base.errors import DataError
 from headrace.base.lease import Lease, newest_lease
-from headrace.base.lock import lock_file
+from headrace.base.lock import is_locked, lock_file
 from headrace.base.paths import is_url
 from headrace.base.remote_directory import (
     cache_root,
@@ -158,7 +157,7 @@ def pull(url: str, *, locked: bool = False) -> Path:
     run_dir = working_directory(url)
     run_dir.mkdir(parents=True, exist_ok=True)
     with lock_file(run_dir.with_name(f".{run_dir.name}.lock"), doing=f"copying {url}", timeout_s=math.inf):
-        if locked or not _is_locked(run_dir):
+        if locked or not is_locked(run_dir / RUN_LOCK):
             patiently(partial(_pull, url, run_dir))
     return run_dir
 
@@ -262,15 +261,6 @@ def _checkpoints(url: str, objects: Mapping[str, Stat]) -> list[RemoteCheckpoint
 
 def _below(objects: Mapping[str, Stat], folder: str) -> dict[str, Stat]:
     return {name.removeprefix(f"{folder}/"): stat for name, stat in objects.items() if name.startswith(f"{folder}/")}
-
-
-def _is_locked(run_dir: Path) -> bool:
-    with suppress(OSError), (run_dir / RUN_LOCK).open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _read(run_dir: Path) -> _Record | None:

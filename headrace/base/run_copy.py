@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.base.directory import staged
 from headrace.base.errors import DataError
-from headrace.base.lease import held, newest_lease, wait_until_free
+from headrace.base.lease import SILENT_S, held, newest_lease, wait_until_free
 from headrace.base.lock import lock_file
 from headrace.base.remote_directory import (
     Progress,
@@ -26,12 +28,11 @@ from headrace.base.remote_directory import (
     find_manifest,
     give_name,
     local_manifest,
-    publish,
     read_remote_manifest,
     refuse_existing,
     require_room,
-    taken,
 )
+from headrace.base.remote_publish import publish, taken
 from headrace.base.remote_run import (
     CHECKPOINTS,
     RUN_LOCK,
@@ -42,8 +43,8 @@ from headrace.base.remote_run import (
 )
 from headrace.base.storage import patiently
 
+T = TypeVar("T")
 LATEST = "latest"
-_SILENT_S = 30.0
 
 
 def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
@@ -60,6 +61,7 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
     Raises:
         DataError: a process trains or writes there, the URL has checkpoints that the run has not, one of the run's is
             damaged, or see `publish`.
+        LeaseLostError: another process has taken the lease over, while this one was paused.
         StorageError: the store cannot be written to.
     """
     token, place = secrets.token_hex(16), url.rstrip("/")
@@ -69,7 +71,7 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
     with lock:
         if working_directory(place) == run_dir:  # what this host knows of the store is this copy
             claim(place, token)
-        with held(place, token=token, silent_s=_SILENT_S, say=_say) as lease:
+        with held(place, token=token, silent_s=SILENT_S, say=_say) as lease:
             if find_manifest(place) is not None:  # before a checkpoint is sent, which a run that is there would resume
                 raise taken(place)
             # the newest first: from what a killed copy leaves, a run would resume
@@ -81,12 +83,18 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
                 why = f"{others[0]} is there, and {run_dir} has no such checkpoint: a run would be mixed with another"
                 raise DataError(f"{why}\n  try: delete what is below {place}, or choose another place")
             sizes: dict[str, int] = {}
+
+            def checked(act: Callable[[], T]) -> T:
+                lease.check()
+                return act()
+
             for path, (text, manifest) in found.items():
                 sent = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
                 if text not in there:
-                    sent = publish(path, f"{place}/{CHECKPOINTS}/{path.name}.{lease.number}", progress=progress)
+                    to = f"{place}/{CHECKPOINTS}/{path.name}.{lease.number}"
+                    sent = publish(path, to, progress=progress, trying=checked)
                 sizes |= {f"{CHECKPOINTS}/{path.name}/{name}": size for name, size in sent.items()}
-            return sizes | publish(run_dir, place, progress=progress, beside=is_small_name)
+            return sizes | publish(run_dir, place, progress=progress, trying=checked, beside=is_small_name)
 
 
 def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:

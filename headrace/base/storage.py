@@ -2,7 +2,7 @@
 
 `fsspec` opens them, with the credentials and the endpoints that the user's own tools know (AWS_PROFILE,
 AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). An object is whole or absent: it appears when its last byte has
-arrived. A directory is a prefix of names; see `remote_directory`.
+arrived. A directory is a prefix of names; see `remote_directory` and `remote_publish`.
 """
 
 from __future__ import annotations

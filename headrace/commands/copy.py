@@ -9,15 +9,8 @@ from pathlib import Path
 from headrace.base.directory import MANIFEST
 from headrace.base.errors import DataError
 from headrace.base.paths import local_path
-from headrace.base.remote_directory import (
-    check_can_publish,
-    fetch,
-    local_manifest,
-    publish,
-    remote_manifest,
-    remove_probes,
-    sizes_below,
-)
+from headrace.base.remote_directory import fetch, local_manifest, remote_manifest
+from headrace.base.remote_publish import check_can_publish, publish, remove_probes, sizes_below
 from headrace.base.run_copy import fetch_run, publish_run
 from headrace.base.storage import is_remote
 

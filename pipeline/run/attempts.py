@@ -35,7 +35,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,14 @@ class Attempt:
 
     Attributes:
         nodes: of the run, once all ranks are connected; known to rank 0 only.
+        tell_ranks: tells the other ranks of an error that ends this process, once it is set.
     """
 
     def __init__(self, run_dir: Path | None) -> None:
         self.nodes = 1
         self._run_dir, self._id, self._accounted = run_dir, secrets.token_hex(4), True
         self._outcome: tuple[int, str] = 0, "finished"
+        self.tell_ranks: Callable[[BaseException], None] = lambda _error: None
 
     def record(self, event: str, **fields: Any) -> None:
         """Appends an event."""
@@ -133,8 +135,9 @@ def locked_attempt(
     Raises:
         ConfigError: another process trains there, or the directory cannot be written.
     """
-    with exclusive_run(run_dir) if launch.rank == 0 else nullcontext(), holding or nullcontext():
-        attempt = Attempt(run_dir if launch.rank == 0 else None)
+    attempt = Attempt(run_dir if launch.rank == 0 else None)
+    lock = exclusive_run(run_dir, lost=lambda error: attempt.tell_ranks(error))  # noqa: PLW0108  it is set later
+    with lock if launch.rank == 0 else nullcontext(), holding or nullcontext():
         attempt.record("start", **_start(run_dir, launch))
         try:
             yield attempt
@@ -150,7 +153,7 @@ def outcome_of(error: BaseException) -> tuple[int, str]:
         return EXIT_INTERRUPTED, "interrupted (SIGINT)"
     first = (str(error).strip() or repr(error)).splitlines()[0]
     if isinstance(error, HeadraceError):
-        return error.exit_code, first
+        return error.exit_code, error.cause
     return EXIT_LOST if is_link_error(error) else 1, f"{type(error).__name__}: {first}"
 
 

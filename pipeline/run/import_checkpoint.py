@@ -14,7 +14,7 @@ import torch
 from headrace.base.directory import fingerprint_of
 from headrace.base.errors import CheckpointError, ConfigError, DataError
 from headrace.base.paths import is_url
-from headrace.base.remote_directory import check_can_publish, remove_probes
+from headrace.base.remote_publish import check_can_publish, remove_probes
 from headrace.base.remote_run import remote_checkpoints, working_directory
 from headrace.base.run_copy import publish_run
 from pipeline.checkpoint.checkpoint import Checkpoint

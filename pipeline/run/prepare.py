@@ -33,7 +33,7 @@ from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models import attention, attention_logits
 from pipeline.models.build.initial_values import InitByName, ParameterValues
 from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.build.stored_values import FromSafetensors, left_out_line
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.folder.beside_weights import read_generation
 from pipeline.models.folder.model_folder import ModelFolder
@@ -97,12 +97,8 @@ class PreparedRun:
         teacher = None if self.teacher is None else self.teacher.values
         folders = named_folders(self.run.config.model, self.run.config.distill)
         values = {"model.path": self.values, "distill.teacher": teacher}
-        left_out = {f: v.left_out for f, v in values.items() if isinstance(v, FromSafetensors) and v.left_out}
-        return [
-            f"{folders[field]}: {len(names)} tensors that transformers ignores for this architecture are not loaded,"
-            f" and are in no export of the run: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for field, names in left_out.items()
-        ]
+        read = {f: v.left_out for f, v in values.items() if isinstance(v, FromSafetensors) and v.left_out}
+        return [left_out_line(folders[field], names) for field, names in read.items()]
 
     @property
     def run_dir(self) -> Path:

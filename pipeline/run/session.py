@@ -202,6 +202,9 @@ class Session:
     uploads: Uploads
     stages: MeasuredStages | None = None
 
+    def __post_init__(self) -> None:
+        self.attempt.tell_ranks = self.watchdog.report_error
+
     def say(self, line: str | None) -> None:
         """Prints a line on rank 0; nothing for None."""
         if line is not None:

@@ -19,7 +19,8 @@ import torch
 from data_prep.packing.pack import pack
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_directory import CACHE, publish
+from headrace.base.remote_directory import CACHE
+from headrace.base.remote_publish import publish
 from headrace.base.section import parse
 from headrace.base.storage import StorageError
 from pipeline.config.batch import BatchSizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from pipeline.runtime.launch.environment import AGENT_STARTS
 from pipeline.runtime.launch.rank_process import RankProcess, start_rank, terminate
 
 _MOST = 4000
+_ERROR = re.compile(r"(\[rank\d+\]: )?(error\b|\S+: error: |[\w.]*(Error|Exception)\b)")
+"""How a line begins that names an error: ours, that of argparse, or the last one of a traceback."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,18 @@ class LocalRanks:
         return len(self.codes()) < len(self._ranks)
 
     def error(self) -> str:
-        """Of the first that failed: what it reported, or the end of its output; empty where none has."""
+        """Of the first that failed: the cause in one line, and what it reported, or the end of its output, below it.
+
+        Empty where none has failed.
+        """
         number = next((number for number, code in self.codes().items() if code), None)
         if number is None:
             return ""
         [rank], code = [rank for rank in self._ranks if rank.number == number], self._codes[number]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         name, text = f"rank {number} on {self.node} {how}", rank.error_text()
-        return f"{name}:\n{text}"[:_MOST] if text else name
+        cause = f" {cause_of(text)}" if code > 0 else ""  # of one that was killed the output tells none
+        return f"{name}:{cause}\n{text}"[:_MOST] if text else name
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to those that run."""
@@ -107,3 +114,16 @@ class LocalRanks:
         output = self.command.output if number == 0 else logs / f"rank-{number}.log"
         warm = self.take and self.take(local, number, environ=environ, output=output, error=error)
         return warm or start_rank(self.command.arguments, number, environ=environ, output=output, error=error)
+
+
+def cause_of(text: str) -> str:
+    """The cause in a rank's error or output, in one line: its last error, with the line below that says why.
+
+    Of an error of another program the line with its name; without any, the last line.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    found = [number for number, line in enumerate(lines) if _ERROR.match(line)]
+    if not found:
+        return lines[-1].strip() if lines else ""
+    first = found[-1]
+    return "; ".join(line.strip() for line in lines[first : first + (2 if lines[first].startswith("error") else 1)])

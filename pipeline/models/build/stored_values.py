@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ class FromSafetensors:
         used = {name for group in self._group_of.values() for name in group.names if group.key in known}
         extra = sorted({name for group in groups for name in group.names} - used)
         self._check_tied({group.key: group.names[0] for group in groups if group.converter is None})
-        self.left_out = [name for name in extra if _is_ignored(self._model, name) and not COMPUTED.search(name)]
+        self.left_out = ignored_tensors(self._model, extra)
         extra = [] if partial else [name for name in extra if not _ignorable(name, self._model, parameters)]
         if missing or extra:
             raise DataError(
@@ -240,6 +240,19 @@ def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bo
     if name not in parameters and (name in tied or name in tied.values()):
         return True
     return name.endswith("rotary_emb.inv_freq") or _is_ignored(model, name)
+
+
+def ignored_tensors(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the stored tensors that are not in the model, since transformers ignores them for its architecture."""
+    own = model.state_dict().keys()
+    return [name for name in names if name not in own and _is_ignored(model, name) and not COMPUTED.search(name)]
+
+
+def left_out_line(folder: str | Path, names: Sequence[str]) -> str:
+    """What is said of tensors that are not loaded, such as layers that predict more tokens."""
+    shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    why = "that transformers ignores for this architecture are not loaded, and are in no result or export"
+    return f"{folder}: {len(names)} tensors {why}: {shown}"
 
 
 def _is_ignored(model: nn.Module, name: str) -> bool:

@@ -6,6 +6,7 @@ transformers 5 fills a missing tensor with random values and continues (issues 4
 from __future__ import annotations
 
 import io
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from transformers.utils import logging
 
 from headrace.base.errors import DataError
 from headrace.base.gpu_drivers import refuse_unusable_gpu
+from pipeline.models.build.stored_values import ignored_tensors, left_out_line
 from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
 from pipeline.models.routers import has_experts
 
@@ -70,6 +72,8 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
     check_keys(path, info)
+    if (names := ignored_tensors(model, sorted(folder.tensors))) and os.environ.get("RANK", "0") == "0":
+        print(left_out_line(path, names), file=sys.stderr, flush=True)
     return _decompressed(model.to(device).eval())
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError
 from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import check_can_publish
 from headrace.base.remote_output import local_output, upload_finished
+from headrace.base.remote_publish import check_can_publish
 from pipeline.config.batch import BatchSizes
 from pipeline.config.load import read_config
 from pipeline.config.rules.data import check_data

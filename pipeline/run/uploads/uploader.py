@@ -25,7 +25,8 @@ from typing import Any, Literal, TypeVar
 from headrace.base.directory import MANIFEST, Manifest, write_json
 from headrace.base.errors import DataError
 from headrace.base.lease import Lease, LeaseLostError, renew
-from headrace.base.remote_directory import local_manifest, publish, read_remote_manifest
+from headrace.base.remote_directory import local_manifest, read_remote_manifest
+from headrace.base.remote_publish import NotArrivedError, publish
 from headrace.base.remote_run import (
     CHECKPOINTS,
     UPLOADS,
@@ -137,6 +138,7 @@ class Uploader:
         self._waiting: list[_Waiting] = []
         self._versions: dict[str, tuple[int, int]] = {}
         self._lost, self._renewing = threading.Event(), threading.Lock()
+        self._renewed_at = time.monotonic()
         self._told_at: float | None = None
         self.ending: Literal["no", "backlog", "now"] = "no"
 
@@ -242,7 +244,8 @@ class Uploader:
         try:
             url = self._free_name(step)
             self._upload_small()  # a checkpoint that is there has the rows of its steps
-            publish(waiting.links, url, progress=done, sent=self._sent, trying=self._patiently)
+            send = partial(publish, waiting.links, url, progress=done, sent=self._sent, trying=self._patiently)
+            self._patiently(send, retry=NotArrivedError)
         except _EndedError:
             return
         except StorageError:
@@ -300,8 +303,12 @@ class Uploader:
         with self._lock:
             self._state.sent.append((time.monotonic(), count))
 
-    def _patiently(self, act: Callable[[], T]) -> T:
-        """Calls a function until the store lets it succeed.
+    def _patiently(self, act: Callable[[], T], *, retry: type[DataError] = StorageError) -> T:
+        """Calls a function until the store lets it succeed; before that, makes sure of a lease that may be out of date.
+
+        Args:
+            act: the function.
+            retry: another error than StorageError after which it is called again.
 
         Raises:
             LeaseLostError: another process has taken the lease over.
@@ -311,8 +318,10 @@ class Uploader:
         while True:
             self._check()
             try:
+                if time.monotonic() - self._renewed_at > self._lease.silent_s:  # this process was paused
+                    self._renew()
                 result = act()
-            except StorageError as error:
+            except (StorageError, retry) as error:
                 self._failed(error)
             else:
                 self._state.failing_since = self._state.error = None
@@ -323,7 +332,7 @@ class Uploader:
                 self._check()
                 time.sleep(_POLL_S)
 
-    def _failed(self, error: StorageError) -> None:
+    def _failed(self, error: DataError) -> None:
         with self._lock:
             self._state.failing_since = self._state.failing_since or time.time()
             self._state.error = _first_line(error)
@@ -366,7 +375,9 @@ class Uploader:
         with self._renewing:
             try:
                 if not self._lease.released:
+                    began = time.monotonic()
                     self._lease = renew(self._url, self._lease, status=row, released=released)
+                    self._renewed_at = began
             finally:
                 with suppress(OSError):
                     write_json(self._run_dir / UPLOADS, asdict(replace(self._lease, status=row)))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from headrace.base.errors import ConfigError, TrainingError
 from headrace.base.lease import Lease, LeaseLostError, LeaseTakenError, newest_lease, take_lease, wait_until_free
 from headrace.base.paths import is_url
-from headrace.base.remote_directory import check_can_write
+from headrace.base.remote_publish import check_can_write
 from headrace.base.remote_run import UPLOADS, claim, is_own, pull, working_directory
 from headrace.base.storage import patiently
 from pipeline.config.sections.run import Config

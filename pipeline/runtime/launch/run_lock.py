@@ -1,16 +1,20 @@
-"""One process at a time trains in a run's directory."""
+"""One process at a time trains in a run's directory: by a lock, or by a lease where the file system has no locks."""
 
 from __future__ import annotations
 
-import fcntl
 import os
+import secrets
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
-from headrace.base.lock import LockedError, lock_file
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.lease import FOLDER, SILENT_S, LeaseLostError, LeaseTakenError, held, newest_lease
+from headrace.base.lock import LockedError, NoLocksError, is_locked, lock_file
+from pipeline.runtime.faults.end_processes import exit_now
+from pipeline.runtime.faults.report import print_report
 from pipeline.runtime.launch.environment import AGENT_STARTS
 
 LOCK = ".lock"
@@ -18,37 +22,62 @@ LOCK = ".lock"
 
 
 @contextmanager
-def exclusive_run(run_dir: Path) -> Iterator[None]:
-    """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
+def exclusive_run(run_dir: Path, *, lost: Callable[[LeaseLostError], object] = lambda _error: None) -> Iterator[None]:
+    """Holds the run's directory against a second run. The lock goes with the process, however it ends.
+
+    Args:
+        run_dir: the run's directory.
+        lost: is called before this process ends because another one has taken its lease over.
+    """
     _make_lock(run_dir)
     with ExitStack() as stack:
         try:
             stack.enter_context(lock_file(run_dir / LOCK, doing=f"training in {run_dir}", timeout_s=_patience_s()))
         except LockedError:
-            why = "another process is training there"
-            raise ConfigError(
-                "run.dir", str(run_dir), why=why, remedy="wait for it, or choose another run.dir"
-            ) from None
-        except OSError as error:  # a file system without locks, such as Lustre mounted without flock
-            print(
-                f"warning: {run_dir} cannot be locked ({error}): see to it that only one run uses it", file=sys.stderr
-            )
+            raise _refusal(run_dir, "another process is training there") from None
+        except NoLocksError as error:
+            _say(f"warning: {str(error).splitlines()[0]}: a lease in {run_dir / FOLDER} takes the lock's place")
+            _take_lease(run_dir, stack, lost)
         yield
 
 
-def is_training(run_dir: Path) -> bool | None:
-    """Whether a process holds the run's directory; None where the file system has no locks.
+def _take_lease(run_dir: Path, stack: ExitStack, lost: Callable[[LeaseLostError], object]) -> None:
+    """Holds a lease until the stack is closed, and ends this process should it be lost, before it writes more."""
 
-    The lock is taken shared and given back at once: a run that starts at that moment waits longer than that.
-    """
-    with suppress(FileNotFoundError), (run_dir / LOCK).open() as file:
+    def end(error: LeaseLostError) -> None:
+        print_report(f"error: {error}")
+        lost(error)
+        exit_now(error.exit_code)
+
+    deadline, token = time.monotonic() + _patience_s(), secrets.token_hex(16)
+    while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-    return False
+            stack.enter_context(held(str(run_dir), token=token, silent_s=SILENT_S, say=_say, lost=end))
+            return
+        except LeaseTakenError as error:
+            if time.monotonic() > deadline:
+                why = str(error).splitlines()[0].removeprefix(f"{run_dir}: ")
+                raise _refusal(run_dir, why) from None
+            time.sleep(1.0)
+
+
+def is_training(run_dir: Path) -> bool | None:
+    """Whether a process holds the run's directory; None where the file system has no locks, and there is no lease."""
+    training = is_locked(run_dir / LOCK)
+    if training is None:
+        with suppress(DataError, FileNotFoundError):
+            lease, renewed_at = newest_lease(str(run_dir)), (run_dir / FOLDER).stat().st_mtime
+            if lease is not None:
+                return not lease.released and time.time() - renewed_at < lease.silent_s
+    return training
+
+
+def _refusal(run_dir: Path, why: str) -> ConfigError:
+    return ConfigError("run.dir", str(run_dir), why=why, remedy="wait for it, or choose another run.dir")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _make_lock(run_dir: Path) -> None:

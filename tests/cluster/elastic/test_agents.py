@@ -178,7 +178,9 @@ def test_a_host_whose_ranks_cannot_start_is_left_out(hosts: Hosts, tmp_path: Pat
     # on busy cores a is silent for 5 s and more while it starts its ranks, and would be taken for dead as well
     hosts.start("a", "--dead", "30")
     hosts.start("b", "--dead", "30", config=tmp_path / "missing.json")
-    hosts.wait_for(lambda: "start 2 on a; left out: b (error: rank 1 on b ended with code 2:" in hosts.text())
+    hosts.wait_for(
+        lambda: "start 2 on a; left out: b (error: rank 1 on b ended with code 2: error: --config" in hosts.text()
+    )
     assert "missing.json" in hosts.text()
     hosts.wait_for_step(10)
     hosts.agents["a"].send_signal(signal.SIGUSR1)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError, DataError
 from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
+from pipeline.cluster.elastic.local_ranks import Command, LocalRanks, cause_of
 from pipeline.cluster.elastic.questions import Questions
 from pipeline.cluster.status.command import show_log
 from pipeline.cluster.status.log import log_lines, merged_log
@@ -37,6 +39,7 @@ from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.environment import SINGLE_PROCESS
 from pipeline.runtime.metrics.attempts_journal import NAME, append_event, read_events
 from pipeline.runtime.metrics.journal import Journal
+from tests.support import wait_until
 
 T0 = 1_700_000_000.0
 
@@ -186,7 +189,7 @@ def test_an_attempt_ends_with_its_error_and_only_rank_zero_writes(tmp_path: Path
         assert attempt.will_end(0, "finished") == 0
     events, damaged = read_events(tmp_path)
     assert [event["event"] for event in events] == ["start", "end", "start", "end"]
-    assert (events[1]["code"], events[1]["reason"], damaged) == (2, "run.steps = 3", 0)
+    assert (events[1]["code"], events[1]["reason"], damaged) == (2, "run.steps = 3: w", 0)
     assert events[3]["reason"] == "finished"
 
 
@@ -277,6 +280,40 @@ def test_under_slurm_the_agents_of_the_newest_start_of_a_job_are_shown(tmp_path:
     assert texts == {f"{what} of {name}" for what in ("agent", "rank") for name in ("7.0", "14.0")}
 
 
+def test_the_reason_of_agents_names_the_error_of_the_first_rank(tmp_path: Path) -> None:
+    failed = """
+import sys
+from headrace.base.cli import guarded
+from headrace.base.errors import DataError
+def fail():
+    raise DataError("tokens directory /x does not exist\\n  try: make it")
+sys.exit(guarded(fail))
+"""
+    plan = RanksPlan(1, 1, ("n1",))
+    ranks = LocalRanks(Command([sys.executable, "-c", failed], 1, tmp_path / ".agents/logs"), plan, "n1")
+    ranks.start()
+    wait_until(lambda: not ranks.running)
+    ended = replace(plan, version=2, reason=ranks.error(), outcome=2)
+    StateFiles(tmp_path / ".agents", node="n1", nodes=["n1"]).write(NodeState("n1", plan=ended))
+    said = job_reason(tmp_path, code=None, environ={})
+    assert said.endswith("rank 0 on n1 ended with code 2: error: tokens directory /x does not exist; try: make it")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("error: run.dir = '/x'\n  why: it is full\n  try: another", "error: run.dir = '/x'; why: it is full"),
+        ('Traceback:\n  File "a.py"\nValueError: bad\nwarning: resources', "ValueError: bad"),
+        ("[rank1]: torch.OutOfMemoryError: 3 GB\nframe #1", "[rank1]: torch.OutOfMemoryError: 3 GB"),
+        ("usage: x\ntrain.py: error: no such option", "train.py: error: no such option"),
+        ("python: can't open file", "python: can't open file"),
+        ("", ""),
+    ],
+)
+def test_the_cause_of_an_output_is_one_line(text: str, cause: str) -> None:
+    assert cause_of(text) == cause
+
+
 def test_the_agents_of_an_earlier_start_do_not_explain_the_end_of_a_later_one(twice_started: Path) -> None:
     folder = twice_started / ".agents/7.0"
     folder.mkdir(parents=True)
@@ -328,7 +365,7 @@ def test_a_refusal_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "reason:" not in capsys.readouterr().err
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert guarded(refused) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "reason: run.steps = 3"
+    assert capsys.readouterr().err.splitlines()[-1] == "reason: run.steps = 3: w"
 
 
 def test_a_status_imports_neither_torch_nor_numpy(twice_started: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace.base.directory import Manifest, read_manifest, sha256_of_file, staging_path, verify
-from headrace.base.remote_directory import CACHE, fetch, publish
+from headrace.base.remote_directory import CACHE, fetch
+from headrace.base.remote_publish import publish
 from headrace.base.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import QuantizationPlan, prepare

@@ -11,7 +11,8 @@ import pytest
 
 from headrace.base.directory import read_manifest, verify
 from headrace.base.errors import DataError
-from headrace.base.remote_directory import CACHE, check_can_write, fetch, publish
+from headrace.base.remote_directory import CACHE, fetch
+from headrace.base.remote_publish import check_can_write, publish
 from headrace.base.storage import (
     StorageError,
     delete,

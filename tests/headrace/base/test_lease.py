@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,16 @@ def test_a_lost_lease_is_told_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -
     with lost, lease.held(PLACE, token="a", silent_s=0.06, say=print):
         monkeypatch.setattr(lease, "objects_below", lambda _url: {"00000002": None})
         time.sleep(0.1)
+
+
+def test_a_holder_that_was_paused_asks_before_it_writes_on(tmp_path: Path) -> None:
+    place, silent_s = str(tmp_path), 0.1
+    first = lease.take_lease(place, None, token="a", silent_s=silent_s)
+    held = lease.Held(place, first)
+    time.sleep(2 * silent_s)
+    held.check()  # nobody else has come
+    lease.take_lease(place, first, token="b", silent_s=60)
+    time.sleep(2 * silent_s)
+    for _ in range(2):
+        with pytest.raises(lease.LeaseLostError, match=r"lease 2; this one's was 1"):
+            held.check()

@@ -7,17 +7,20 @@ import json
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.base import run_copy
 from headrace.base.directory import MANIFEST, commit, fresh_staging, read_manifest, write_manifest
 from headrace.base.errors import DataError
-from headrace.base.lease import newest_lease
-from headrace.base.remote_directory import CACHE, check_can_publish, fetch, publish
+from headrace.base.lease import LeaseLostError, newest_lease, take_lease
+from headrace.base.remote_directory import CACHE, fetch
 from headrace.base.remote_output import local_output, published
+from headrace.base.remote_publish import check_can_publish, publish
 from headrace.base.remote_run import remote_checkpoints
 from headrace.base.run_copy import publish_run
 from headrace.base.storage import StorageError, objects_below, patiently
@@ -103,11 +106,13 @@ def test_files_that_the_manifest_does_not_list_come_back_too_and_inner_directori
 ) -> None:
     (directory / "README.md").write_text("a card")
     (directory / ".lock").touch()
+    (directory / "page").mkdir()
+    (directory / "page" / MANIFEST).write_text('{"name": "of another program"}')
     staging = fresh_staging(inner := directory / "packed-9")
     (staging / "index").write_bytes(b"12")
     commit(staging, inner, kind="packed", config={})
     assert run(["copy", str(directory), URL]) == run(["copy", URL, str(tmp_path / "back")]) == 0
-    assert capsys.readouterr().out.count(f"tokens, {FILES + 3} files, 0.001 GB, 3 of them not in its {MANIFEST}") == 2
+    assert capsys.readouterr().out.count(f"tokens, {FILES + 4} files, 0.001 GB, 4 of them not in its {MANIFEST}") == 2
     (directory / ".lock").unlink()
     assert contents(tmp_path / "back") == contents(directory)
     store.pipe_file(f"{URL}/packed-9/index", b"21")
@@ -150,6 +155,23 @@ def test_a_run_is_not_mixed_with_checkpoints_of_another_that_a_killed_copy_has_l
     lease = newest_lease(URL)
     assert lease is not None
     assert lease.released
+
+
+@pytest.mark.usefixtures("store")
+def test_a_copy_that_loses_its_lease_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = fresh_staging(final := tmp_path / "checkpoints/step-00000003")
+    (staging / "weights").write_text("one")
+    commit(staging, final, kind="checkpoint", config={})
+    write_manifest(tmp_path, kind="run", config={})
+    monkeypatch.setattr(run_copy, "SILENT_S", 0.3)
+
+    def lose(_bytes: int) -> None:
+        take_lease(URL, newest_lease(URL), token="another", silent_s=60)
+        time.sleep(1.0)
+
+    with pytest.raises(LeaseLostError, match="another process has taken it over"):
+        publish_run(tmp_path, URL, progress=lose)
+    assert {name for name in objects_below(URL) if name.endswith(MANIFEST)} == set()
 
 
 @pytest.mark.usefixtures("store")
@@ -199,7 +221,7 @@ def test_a_killed_upload_leaves_nothing_that_looks_finished_and_the_next_one_is_
     store: Any, directory: Path, tmp_path: Path
 ) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from headrace.base.remote_directory import publish\n"
+        "import sys, time; from pathlib import Path; from headrace.base.remote_publish import publish\n"
         "calls = []\n"
         "def stop_after_some(size):\n    calls.append(size)\n    len(calls) < 4 or time.sleep(1000)\n"
         "publish(Path(sys.argv[1]), sys.argv[2], progress=stop_after_some)"

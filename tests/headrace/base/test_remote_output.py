@@ -14,9 +14,10 @@ from headrace.base.command_line import Parser, execute
 from headrace.base.directory import MANIFEST, commit, staged
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import LockedError
-from headrace.base.remote_directory import CACHE, fetch, publish
+from headrace.base.remote_directory import CACHE, fetch
 from headrace.base.remote_folder import _copied, local_folder
 from headrace.base.remote_output import check_output, local_output, published, upload_finished, upload_left
+from headrace.base.remote_publish import publish
 from headrace.base.storage import StorageError, objects_below
 from headrace.commands.app import run
 from tests.conftest import ROOT
@@ -106,7 +107,7 @@ def test_a_killed_upload_leaves_nothing_finished_and_the_next_start_finishes_it(
     store: Any, tmp_path: Path, by: str
 ) -> None:
     code = (
-        "import sys, time; from pathlib import Path; import headrace.base.remote_directory as r;"
+        "import sys, time; from pathlib import Path; import headrace.base.remote_publish as r;"
         " from headrace.base.directory import commit, staged; from headrace.base.remote_output import published\n"
         "write = r.upload\n"
         "r.upload = lambda *a, **k: (write(*a, **k), time.sleep(60))\n"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base.remote_directory import manifest_of, publish
+from headrace.base.remote_directory import manifest_of
+from headrace.base.remote_publish import publish
 from headrace.base.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
 from headrace.commands.app import run as headrace
 from pipeline.runtime.metrics.journal import read_rows

@@ -179,6 +179,30 @@ def test_an_answer_that_is_lost_makes_no_second_writer_of_the_manifest(faults: F
     assert not run.steps("upload_failed")
 
 
+def test_a_checkpoint_of_which_the_store_has_lost_a_file_is_sent_again(store: Any, faults: Faulty) -> None:
+    with started() as run:
+        faults.held = "*__1_0.distcp"
+        checkpoint(run.run_dir, 5)
+        wait_until(lambda: store.exists(f"{URL}/checkpoints/step-00000005.1/__0_0.distcp"))
+        store.rm_file(f"{URL}/checkpoints/step-00000005.1/__0_0.distcp")
+        faults.held = None
+        wait_until(lambda: run.steps("uploaded") == [5])
+    [failing] = [each["error"] for each in run.told if each["event"] == "upload_failing"]
+    assert "__0_0.distcp was sent with 1,002 bytes, and is not there" in failing
+
+
+@pytest.mark.usefixtures("store")
+def test_a_process_that_wakes_up_without_its_lease_writes_nothing_before_it_has_asked(tmp_path: Path) -> None:
+    terms, first = UploadTerms(None, None), take_lease(URL, None, token="a", silent_s=0.1)
+    uploader = Uploader(URL, tmp_path, lease=first, terms=terms, tell=lambda _event: None)
+    take_lease(URL, first, token="b", silent_s=60)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    time.sleep(0.2)
+    with pytest.raises(LeaseLostError):
+        uploader._upload_small()
+    assert "metrics.jsonl" not in objects_below(URL)
+
+
 @pytest.mark.usefixtures("store")
 def test_a_process_that_was_paused_stops_and_has_written_into_no_directory_of_its_successor(faults: Faulty) -> None:
     run = Started()
