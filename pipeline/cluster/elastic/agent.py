@@ -204,8 +204,7 @@ class Agent:
         slurm = self.slurm if self._terminated and made.outcome == EXIT_REQUEUE else None
         if slurm is None or slurm.after_sigterm() != "runs":
             return made
-        reason = f"{made.reason} by SIGTERM: submit it again to go on"
-        return replace(made, outcome=EXIT_INTERRUPTED, reason=reason)
+        return replace(made, outcome=EXIT_INTERRUPTED, reason=f"{made.reason} by SIGTERM: submit it again to go on")
 
     def _end_job(self, slurm: SlurmJob) -> None:
         if self._terminated and slurm.after_sigterm() == "ends":

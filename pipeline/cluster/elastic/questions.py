@@ -105,11 +105,9 @@ class Questions:
             number: of the checks.
         """
         found = read_verdict(directory, attempt=_attempt(directory, number))
-        if found is None:
-            return {}
-        for text in found.warnings:
+        for text in () if found is None else found.warnings:
             self.write(f"node checks: warning: {text}\n")
-        return {name: "; ".join(why) for name, why in found.bad.items()}
+        return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}
 
     def _check(self, *options: str) -> subprocess.CompletedProcess[str]:
         return self.commands.run([sys.executable, "-m", "pipeline", "check", *options, *self.arguments])

@@ -12,36 +12,23 @@ import ctypes
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from shutil import which
 
-_JOB_IS_A_POINTER = 44 << 16
-"""Version of the library (Slurm 25.11) from which on the call takes a pointer to a `_StepId` (slurm.h)."""
-_NONE = 0xFFFFFFFE
 
-
-class _StepId(ctypes.Structure):
-    _fields_ = (("sluid", ctypes.c_uint64), *((name, ctypes.c_uint32) for name in ("job", "component", "step")))
-
-
-def main(argv: Sequence[str]) -> int:
-    """Ends the job with the code; 0 where Slurm has taken it."""
-    number, code = map(int, argv)
+def end_job(number: int, code: int) -> None:
+    """Ends the job with the code; exits with Slurm's words where it does not."""
     linked = subprocess.run(["ldd", which("scontrol") or "scontrol"], capture_output=True, text=True, check=False)
     library = re.search(r"=> (\S*/libslurm\S*)", linked.stdout)
     if library is None:
-        print("scontrol is linked with no libslurm", file=sys.stderr)
-        return 1
+        sys.exit("scontrol is linked with no libslurm")
     slurm = ctypes.CDLL(library[1], ctypes.RTLD_GLOBAL, use_errno=True)  # its plugins look for its symbols
     slurm.slurm_init(None)
-    new = slurm.slurm_api_version() >= _JOB_IS_A_POINTER
-    job = ctypes.byref(_StepId(0, number, _NONE, _NONE)) if new else ctypes.c_uint32(number)
-    if slurm.slurm_complete_job(job, ctypes.c_uint32(code << 8)):  # as wait() has it
-        slurm.slurm_strerror.restype = ctypes.c_char_p
-        print(slurm.slurm_strerror(ctypes.get_errno()).decode(), file=sys.stderr)
-        return 1
-    return 0
+    slurm.slurm_strerror.restype = ctypes.c_char_p
+    # from 25.11 on, whose library is 44, a pointer to a slurm_step_id_t (slurm.h): 64 bits, job, two of NO_VAL
+    job = (ctypes.c_uint32 * 6)(0, 0, number, -2, -2) if slurm.slurm_api_version() >> 16 >= 44 else number
+    if slurm.slurm_complete_job(job, code << 8):  # the code as wait() has it
+        sys.exit(slurm.slurm_strerror(ctypes.get_errno()).decode())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_job(int(sys.argv[1]), int(sys.argv[2]))

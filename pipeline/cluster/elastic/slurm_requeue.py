@@ -23,7 +23,6 @@ from pipeline.cluster.elastic.files import RanksPlan
 
 STARTS_WITHOUT_PROGRESS = 3
 """Starts of a job from the same checkpoint after which it is held rather than queued."""
-_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
 _ASK_S, _UPDATE_S, _TIMEOUT_S = 30.0, 15.0, 60.0
 
 Say = Callable[[str], None]
@@ -54,7 +53,6 @@ class SlurmJob:
     join: Sequence[str] = ()
     _asked: float = field(default=-_ASK_S, init=False)
     _refused: bool = field(default=False, init=False)
-    _avoided: str = field(default="", init=False)
     _joining: set[str] = field(default_factory=set, init=False)
     _failed: set[str] = field(default_factory=set, init=False)
 
@@ -77,11 +75,9 @@ class SlurmJob:
         self._note_failed(jobs, say=say)
         # a dead node looks like an idle one until Slurm takes it out of the job
         avoided = ",".join(sorted({*excluded, *self._failed, *self._nodes()}))
-        if avoided != self._avoided:
-            for number, state, *_ in jobs:
-                if state == "PENDING":
-                    self._run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
-            self._avoided = avoided
+        for number, state, *_ in jobs:
+            if state == "PENDING":
+                self._run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
         for _ in range(missing - max(0, len(self._joining) - guests)):
             command = ["sbatch", *self._join_options(avoided), *self.join]
             # of a job that it refuses Slurm keeps a FAILED one, but for a test
@@ -92,7 +88,7 @@ class SlurmJob:
                     say(f"no node can be asked for yet: {submitted.stderr.strip()}; the run goes on with those it has")
                 self._refused = True
                 return
-            number = submitted.stdout.strip()
+            number = submitted.stdout.strip().partition(";")[0]  # ID, or ID;CLUSTER
             self._joining.add(number)
             say(f"job {number} is queued for another node")
 
@@ -102,10 +98,9 @@ class SlurmJob:
             if state == "FAILED" and number in self._joining:
                 self._failed.update(nodes)
                 log = self.records / f"{self._join_name}-{number}.log"
-                said = log.read_text(errors="replace").split("\n") if log.exists() else []
-                why = next((line for line in reversed(said) if line.strip()), "it said nothing")
+                why = (log.read_text(errors="replace") if log.exists() else "").strip().rpartition("\n")[2]
                 say(f"job {number} for another node failed on {', '.join(nodes)}, which is asked no more: {why}")
-        self._joining = {number for number, state, *_ in jobs if state in _LIVE}
+        self._joining = {number for number, state, *_ in jobs if state in ("PENDING", "RUNNING", "COMPLETING")}
 
     def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:
         """What becomes of the job whose agents have got a SIGTERM.
@@ -120,8 +115,11 @@ class SlurmJob:
         return "preempted" if re.search(r" PreemptTime=\d", shown) else "runs"
 
     def note(self, plan: RanksPlan) -> None:
-        """Tells the batch script the outcome, before any agent ends: it would start one that ends without again."""
-        write_text(self.outcome, _end_of(plan))
+        """Tells the batch script the outcome, before any agent ends: it would start one that ends without again.
+
+        The exit code and the reason, a line each, as slurm/ranks.sh reads them.
+        """
+        write_text(self.outcome, f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
 
     def end(self, plan: RanksPlan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
         """Ends the job or queues it again, by the outcome of the run.
@@ -145,7 +143,7 @@ class SlurmJob:
         number = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%A").stdout.strip()
         done = self._run(sys.executable, "-m", "pipeline.cluster.elastic.slurm_end", number, str(plan.outcome))
         if done.returncode:
-            why = done.stderr.strip().rpartition("\n")[2] or f"code {done.returncode}"
+            why = _in_a_line(done.stderr) or f"code {done.returncode}"
             say(f"Slurm could not end it with that code ({why}): it is canceled; submit again what waited for it")
             self._run("scancel", self.number)
 
@@ -162,15 +160,11 @@ class SlurmJob:
             return
         say(f"{plan.reason}; back into the queue")
         changes = [f"ExcNodeList={self._excluded(plan)}"] if plan.excluded else []
-        if 0 < nodes < self.wanted and not plan.short:
-            changes += self._size(nodes)
+        if 0 < nodes < self.wanted and not plan.short:  # it keeps the tasks and cores of its old size otherwise
+            cores = nodes * int(os.environ.get("SLURM_CPUS_PER_TASK", self.tasks))  # the agent is its node's only task
+            changes += [f"NumNodes={nodes}", f"NumTasks={nodes * self.tasks}", f"NumCPUs={cores}"]
         if self._control("requeue", say=say) and changes:
             self._update(changes, say=say)
-
-    def _size(self, nodes: int) -> list[str]:
-        """What makes a queued job one of so many nodes: it keeps the tasks and cores of its old size otherwise."""
-        cores = nodes * int(os.environ.get("SLURM_CPUS_PER_TASK", self.tasks))  # the agent is its node's only task
-        return [f"NumNodes={nodes}", f"NumTasks={nodes * self.tasks}", f"NumCPUs={cores}"]
 
     def _update(self, changes: Sequence[str], *, say: Say) -> None:
         """Changes the queued job.
@@ -237,11 +231,6 @@ class SlurmJob:
             "output": str(self.records / f"{self._join_name}-%j.log"),
         }
         return ["--parsable", *(f"--{name}={value}" for name, value in options.items() if value)]
-
-
-def _end_of(plan: RanksPlan) -> str:
-    """The exit code and the reason, a line each, as slurm/ranks.sh reads them."""
-    return f"{plan.outcome}\n{_in_a_line(plan.reason)}\n"
 
 
 def _in_a_line(reason: str) -> str:

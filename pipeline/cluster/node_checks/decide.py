@@ -120,15 +120,11 @@ def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[NodeLink]]:
 
 def _parts(links: Mapping[str, Sequence[NodeLink]]) -> Iterator[str]:
     """Yields the groups into which the network has parted: which of them is to blame is unknown."""
-    parts: list[set[str]] = []
-    for node, each in links.items():
-        reached = {node, *(link.other for link in each if not link.error)}
-        touching = [part for part in parts if part & reached]
-        parts = [*(part for part in parts if part not in touching), reached.union(*touching)]
-    failed = [(node, link.other) for node, each in links.items() for link in each if link.error]
-    cut = [part for part in parts if len(part) > 1 and any(one in part and other not in part for one, other in failed)]
-    if len(cut) > 1:
-        named = " and ".join(sorted(", ".join(sorted(part)) for part in cut))
+    cut = {node: each for node, each in links.items() if any(link.error for link in each)}
+    parts = {frozenset((node, *(link.other for link in each if not link.error))) for node, each in cut.items()}
+    groups = [part for part in parts if len(part) > 1]
+    if len(groups) > 1 and sum(map(len, groups)) == len(frozenset().union(*groups)):  # without a common node
+        named = " and ".join(sorted(", ".join(sorted(part)) for part in groups))
         yield f"the network has parted: {named} exchange data only among themselves; no start works until it has healed"
 
 
