@@ -39,13 +39,6 @@ headrace_train() {
     records=$run_dir/.agents directory=$run_dir/.agents/$HEADRACE_JOB.${SLURM_RESTART_COUNT:-0}
     mkdir -p "$directory"
 
-    # The script of an earlier start was lost with its node, and the run has ended since: so does the job.
-    if [ -f "$records/$HEADRACE_JOB.ended" ]; then
-        { read -r code && read -r why; } < "$records/$HEADRACE_JOB.ended" || true
-        rm "$records/$HEADRACE_JOB.ended"
-        headrace_end "$code" "$why"
-        return "$code"
-    fi
     echo "$HEADRACE_JOB $step" >> "$records/starts"
     # A later start may have fewer nodes than the job was submitted for, and asks for the others.
     [ -f "$records/$HEADRACE_JOB.nodes" ] || echo "$SLURM_JOB_NUM_NODES" > "$records/$HEADRACE_JOB.nodes"

@@ -183,19 +183,26 @@ def test_a_job_with_fewer_tasks_than_gpus_is_refused(cluster: VirtualCluster, tm
     assert "1 tasks but 2 GPUs per node" in (tmp_path / "train.out").read_text()
 
 
-def test_a_stopped_job_is_requeued_and_finishes_the_run(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
-    config = _long_config(tmp_path, tokens)
-    options = ["--nodes=2", f"--output={tmp_path}/train.out"]
+def test_a_stop_request_queues_a_job_again_and_a_sigterm_of_a_person_ends_it_with_a_checkpoint(
+    cluster: VirtualCluster, tokens: Path, tmp_path: Path
+) -> None:
+    config, log = _long_config(tmp_path, tokens), tmp_path / "train.out"
+    options = ["--nodes=2", f"--output={log}"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=job_env())
     wait_until(lambda: last_step(tmp_path / "long") >= 5)
     cluster.run("scancel", "--signal=USR1", str(number))  # as Slurm does before the time limit
+    wait_until(lambda: "resuming after step" in log.read_text())
+    resumed = int(log.read_text().partition("resuming after step ")[2].split()[0])
+    wait_until(lambda: last_step(tmp_path / "long") > resumed)
+    cluster.run("scancel", "--signal=TERM", str(number))
     job = cluster.wait(number, timeout_s=240)
-    log = (tmp_path / "train.out").read_text()
-    assert job.state == "COMPLETED", log
-    assert "stopped by SIGUSR1" in log
-    assert "stopped; back into the queue" in log
-    assert "resuming after step" in log
-    assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
+    text, steps = log.read_text(), list(_losses(tmp_path / "long"))
+    assert (job.state, job.exit_code) == ("FAILED", 130), text
+    assert text.count("stopped by SIGUSR1") == 2  # which the agents send to the ranks
+    assert text.count("back into the queue") == 1
+    assert f"job {number}: ended with code 130: stopped by SIGTERM: submit it again to go on" in text
+    assert steps == list(range(1, len(steps) + 1))
+    assert (tmp_path / f"long/checkpoints/step-{len(steps):08d}").is_dir()
 
 
 def test_a_job_stopped_three_times_early_is_held(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
@@ -228,11 +235,12 @@ def test_a_run_that_loses_a_rank_and_then_its_first_node_goes_on_and_ends_as_com
         run.wait_for_step(12)
         cluster.node("n2").machine.run("pkill", "-KILL", "-f", "[-]m pipeline.train --config")
         run.wait_for_step(32)
+        options = [f"--dependency=afterok:{run.job}", "--output=/dev/null", "--wrap=true"]
+        after = int(cluster.run("sbatch", "--parsable", *options))
         cluster.node("n1").crash()
-        run.wait_for(lambda: "the job is queued once more" in run.text())
-        cluster.node("n1").up()  # without accounts Slurm cannot make the job smaller that has lost a node already
-        job = cluster.wait(run.job, timeout_s=120)
-    assert job.state == "COMPLETED", run.text()
+        job = cluster.wait(run.job, timeout_s=360)  # its first node does not come back
+        waiting = cluster.wait(after)
+    assert (job.state, waiting.state) == ("COMPLETED", "COMPLETED"), run.text()
     assert "start 2 on n1, n2 (a rank was lost: rank 1 on n2 was ended by SIGKILL" in run.text()
     assert "start 3 on n2 (n1 does not answer)" in run.text()
     assert "resuming after step 3" in run.text()  # 30, or a later one

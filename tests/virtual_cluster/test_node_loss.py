@@ -97,7 +97,7 @@ def test_another_node_takes_the_place_of_one_that_died_without_a_lost_step(run: 
 @pytest.mark.sweep
 @pytest.mark.parametrize("run", [(300, 3)], indirect=True)
 def test_the_job_of_a_run_whose_first_node_is_gone_ends_with_the_code_of_the_run(run: SlurmRun) -> None:
-    """Slurm needs until it has declared the node dead, and two more minutes before a job may start again."""
+    """The agents end it; it is complete once Slurm has declared the node dead."""
     run.wait_for_step(22)
     after_crash(run, "n1")
     job = run.cluster.wait(run.job, timeout_s=900)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.base.errors import EXIT_REQUEUE
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.elastic.leader import Terms, first_plan, grown, newest, next_plan, reconciled, welcomed
 from pipeline.cluster.elastic.local_ranks import Command, LocalRanks
@@ -138,7 +138,7 @@ class Agent:
         else:
             made = self._first(alive) if plan.version == 0 else self._next(plan, alive)
         if made is not None:
-            made = replace(made, leader=self.node)
+            made = replace(self._stopped_by_hand(made), leader=self.node)
             self._tell(made, alive)
             self._decided, self._alive_at_end = made.outcome is not None, alive
             if self._decided and self.slurm is not None:
@@ -199,8 +199,15 @@ class Agent:
             self._host_seen = time.monotonic()
         return time.monotonic() - self._host_seen > _ALONE_S
 
+    def _stopped_by_hand(self, made: RanksPlan) -> RanksPlan:
+        """A stop by a SIGTERM that Slurm did not send ends the job: who sent it wants no other start."""
+        slurm = self.slurm if self._terminated and made.outcome == EXIT_REQUEUE else None
+        if slurm is None or slurm.after_sigterm() != "runs":
+            return made
+        return replace(made, outcome=EXIT_INTERRUPTED, reason=f"{made.reason} by SIGTERM: submit it again to go on")
+
     def _end_job(self, slurm: SlurmJob) -> None:
-        if self._terminated:
+        if self._terminated and slurm.after_sigterm() == "ends":
             slurm.withdraw()
             return
         plan, alive = self._state.plan, self._alive_at_end
@@ -252,7 +259,7 @@ class Agent:
     def _stopped(self, number: int, _frame: object) -> None:
         """Hands a request to stop on; a batch system's SIGTERM gives the ranks time to save as well."""
         self._stop = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
-        self._terminated |= number == signal.SIGTERM  # the batch system ends the job, or takes it back: no requeue
+        self._terminated |= number == signal.SIGTERM
         if self._ranks is not None:
             self._ranks.send(self._stop)
 

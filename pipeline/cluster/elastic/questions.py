@@ -98,11 +98,15 @@ class Questions:
     def bad_nodes(self, directory: Path, number: int) -> Mapping[str, str]:
         """Node -> what checks have found wrong with it; empty also where the config is refused, as `refusal` says.
 
+        Writes what the checks blame on no node.
+
         Args:
             directory: of the records.
             number: of the checks.
         """
         found = read_verdict(directory, attempt=_attempt(directory, number))
+        for text in () if found is None else found.warnings:
+            self.write(f"node checks: warning: {text}\n")
         return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}
 
     def _check(self, *options: str) -> subprocess.CompletedProcess[str]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from headrace.base.directory import write_text
 from headrace.base.errors import EXIT_REQUEUE
@@ -51,7 +53,8 @@ class SlurmJob:
     join: Sequence[str] = ()
     _asked: float = field(default=-_ASK_S, init=False)
     _refused: bool = field(default=False, init=False)
-    _avoided: str = field(default="", init=False)
+    _joining: set[str] = field(default_factory=set, init=False)
+    _failed: set[str] = field(default_factory=set, init=False)
 
     def ask_for(self, missing: int, *, guests: int, excluded: Sequence[str], say: Say) -> None:
         """Submits one job for each missing node that none is asked for yet.
@@ -65,29 +68,58 @@ class SlurmJob:
         if missing <= 0 or not self.join or time.monotonic() - self._asked < _ASK_S:
             return
         self._asked = time.monotonic()
-        listed = self._run("squeue", "--noheader", f"--name={self._join_name}", "--format=%i %T")
+        listed = self._run("squeue", "--noheader", "--states=all", f"--name={self._join_name}", "--format=%i %T %N")
         if listed.returncode:
             return  # the controller does not answer just now
         jobs = [line.split() for line in listed.stdout.splitlines()]
+        self._note_failed(jobs, say=say)
         # a dead node looks like an idle one until Slurm takes it out of the job
-        avoided = ",".join(sorted({*excluded, *self._nodes()}))
-        if avoided != self._avoided:
-            for number, state in jobs:
-                if state == "PENDING":
-                    self._run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
-            self._avoided = avoided
-        for _ in range(missing - max(0, len(jobs) - guests)):
-            submitted = self._run("sbatch", *self._join_options(avoided), *self.join)
+        avoided = ",".join(sorted({*excluded, *self._failed, *self._nodes()}))
+        for number, state, *_ in jobs:
+            if state == "PENDING":
+                self._run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
+        for _ in range(missing - max(0, len(self._joining) - guests)):
+            command = ["sbatch", *self._join_options(avoided), *self.join]
+            # of a job that it refuses Slurm keeps a FAILED one, but for a test
+            submitted = self._run(*command[:1], "--test-only", *command[1:])
+            submitted = submitted if submitted.returncode else self._run(*command)
             if submitted.returncode:
                 if not self._refused:  # perhaps only now, while Slurm knows of no node but those of the job
                     say(f"no node can be asked for yet: {submitted.stderr.strip()}; the run goes on with those it has")
                 self._refused = True
                 return
-            say(f"job {submitted.stdout.strip()} is queued for another node")
+            number = submitted.stdout.strip().partition(";")[0]  # ID, or ID;CLUSTER
+            self._joining.add(number)
+            say(f"job {number} is queued for another node")
+
+    def _note_failed(self, jobs: Sequence[Sequence[str]], *, say: Say) -> None:
+        """Names each job for another node that has failed since the last look, and avoids its node."""
+        for number, state, *nodes in jobs:
+            if state == "FAILED" and number in self._joining:
+                self._failed.update(nodes)
+                log = self.records / f"{self._join_name}-{number}.log"
+                why = (log.read_text(errors="replace") if log.exists() else "").strip().rpartition("\n")[2]
+                say(f"job {number} for another node failed on {', '.join(nodes)}, which is asked no more: {why}")
+        self._joining = {number for number, state, *_ in jobs if state in ("PENDING", "RUNNING", "COMPLETING")}
+
+    def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:
+        """What becomes of the job whose agents have got a SIGTERM.
+
+        It `ends` where Slurm cancels it, ends it at its time limit, or takes it back into the queue by itself. A job
+        that is `preempted` with a grace period is taken back at its end alone: who has saved before, has to ask for it.
+        A job that `runs` on got the signal from a person (`scancel --signal=TERM`).
+        """
+        shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
+        if " JobState=RUNNING " not in shown:
+            return "ends"
+        return "preempted" if re.search(r" PreemptTime=\d", shown) else "runs"
 
     def note(self, plan: RanksPlan) -> None:
-        """Tells the batch script the outcome, before any agent ends: it would start one that ends without again."""
-        write_text(self.outcome, _end_of(plan))
+        """Tells the batch script the outcome, before any agent ends: it would start one that ends without again.
+
+        The exit code and the reason, a line each, as slurm/ranks.sh reads them.
+        """
+        write_text(self.outcome, f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
 
     def end(self, plan: RanksPlan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
         """Ends the job or queues it again, by the outcome of the run.
@@ -103,10 +135,17 @@ class SlurmJob:
         if plan.outcome == EXIT_REQUEUE:
             self._queue_again(plan, step=step, nodes=nodes, say=say)
         elif not script_lives:
-            write_text(self.records / f"{self.number}.ended", _end_of(plan))
-            say("the batch script is gone with its node: the job is queued once more, to end with that code")
-            if self._control("requeue", say=say):
-                self._update(self._size(1), say=say)
+            self._complete(plan, say=say)
+
+    def _complete(self, plan: RanksPlan, *, say: Say) -> None:
+        """Ends the job without its script, whose node is gone: an end needs no node, and so no place in the queue."""
+        say(f"the batch script is gone with its node: job {self.number} ends with code {plan.outcome} without it")
+        number = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%A").stdout.strip()
+        done = self._run(sys.executable, "-m", "pipeline.cluster.elastic.slurm_end", number, str(plan.outcome))
+        if done.returncode:
+            why = _in_a_line(done.stderr) or f"code {done.returncode}"
+            say(f"Slurm could not end it with that code ({why}): it is canceled; submit again what waited for it")
+            self._run("scancel", self.number)
 
     def withdraw(self) -> None:
         """Takes the jobs that wait for more nodes out of the queue."""
@@ -121,15 +160,11 @@ class SlurmJob:
             return
         say(f"{plan.reason}; back into the queue")
         changes = [f"ExcNodeList={self._excluded(plan)}"] if plan.excluded else []
-        if 0 < nodes < self.wanted and not plan.short:
-            changes += self._size(nodes)
+        if 0 < nodes < self.wanted and not plan.short:  # it keeps the tasks and cores of its old size otherwise
+            cores = nodes * int(os.environ.get("SLURM_CPUS_PER_TASK", self.tasks))  # the agent is its node's only task
+            changes += [f"NumNodes={nodes}", f"NumTasks={nodes * self.tasks}", f"NumCPUs={cores}"]
         if self._control("requeue", say=say) and changes:
             self._update(changes, say=say)
-
-    def _size(self, nodes: int) -> list[str]:
-        """What makes a queued job one of so many nodes: it keeps the tasks and cores of its old size otherwise."""
-        cores = nodes * int(os.environ.get("SLURM_CPUS_PER_TASK", self.tasks))  # the agent is its node's only task
-        return [f"NumNodes={nodes}", f"NumTasks={nodes * self.tasks}", f"NumCPUs={cores}"]
 
     def _update(self, changes: Sequence[str], *, say: Say) -> None:
         """Changes the queued job.
@@ -196,11 +231,6 @@ class SlurmJob:
             "output": str(self.records / f"{self._join_name}-%j.log"),
         }
         return ["--parsable", *(f"--{name}={value}" for name, value in options.items() if value)]
-
-
-def _end_of(plan: RanksPlan) -> str:
-    """The exit code and the reason, a line each, as slurm/ranks.sh reads them."""
-    return f"{plan.outcome}\n{_in_a_line(plan.reason)}\n"
 
 
 def _in_a_line(reason: str) -> str:

@@ -68,7 +68,7 @@ def decide(nodes: Sequence[str], records: Mapping[str, NodeRecord], *, terms: No
             if node not in finished:
                 bad[node].append(_silence(records.get(node), terms.timeout))
     links = _links(finished)
-    warnings += chain(_speeds(links, bad, terms), _clocks(links, bad, terms))
+    warnings += chain(_parts(links), _speeds(links, bad, terms), _clocks(links, bad, terms))
     return NodesVerdict({node: tuple(bad[node]) for node in nodes if bad[node]}, tuple(common), tuple(warnings))
 
 
@@ -116,6 +116,16 @@ def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[NodeLink]]:
                 clock = None if link.clock_s is None else -link.clock_s
                 links[link.other].append(NodeLink(node, link.mb_s, clock, link.round_trip_ms, link.error))
     return links
+
+
+def _parts(links: Mapping[str, Sequence[NodeLink]]) -> Iterator[str]:
+    """Yields the groups into which the network has parted: which of them is to blame is unknown."""
+    cut = {node: each for node, each in links.items() if any(link.error for link in each)}
+    parts = {frozenset((node, *(link.other for link in each if not link.error))) for node, each in cut.items()}
+    groups = [part for part in parts if len(part) > 1]
+    if len(groups) > 1 and sum(map(len, groups)) == len(frozenset().union(*groups)):  # without a common node
+        named = " and ".join(sorted(", ".join(sorted(part)) for part in groups))
+        yield f"the network has parted: {named} exchange data only among themselves; no start works until it has healed"
 
 
 def _speeds(

@@ -1,8 +1,7 @@
-"""What an agent leaves for the batch script: whole, or not there."""
+"""What an agent leaves for the batch script, whole or not there; the end of a job without Slurm's library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,29 @@ ENDED = RanksPlan(reason="rank 3 on n2 has died: out of memory", outcome=1)
 TEXT = "1\nrank 3 on n2 has died: out of memory\n"
 
 
-def note(job: SlurmJob) -> None:
-    job.note(ENDED)
+def job_in(directory: Path) -> SlurmJob:
+    return SlurmJob("7", "n1", directory, directory / "outcome", tasks=2, wanted=2, commands=Commands())
 
 
-def end(job: SlurmJob) -> None:
-    job.end(ENDED, step=0, nodes=1, script_lives=False, say=lambda _line: None)
-
-
-@pytest.mark.parametrize(("act", "name"), [(note, "outcome"), (end, "7.ended")])
-def test_an_outcome_is_there_as_a_whole_or_not_at_all(
-    act: Callable[[SlurmJob], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
-    monkeypatch.setattr("pipeline.cluster.elastic.slurm_requeue._UPDATE_S", 0.0)
-    outcome = tmp_path / "outcome"
-    job = SlurmJob("7", "n1", tmp_path, outcome, tasks=2, wanted=2, commands=Commands())
+def test_an_outcome_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File too large"), room_for(10):
-        act(job)
+        job_in(tmp_path).note(ENDED)
     assert list(tmp_path.iterdir()) == []
-    act(job)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert (tmp_path / name).read_text() == TEXT
+    job_in(tmp_path).note(ENDED)
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome"]
+    assert (tmp_path / "outcome").read_text() == TEXT
+
+
+def test_a_job_that_cannot_be_ended_with_its_code_is_canceled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands are linked with no library here."""
+    for name, text in {"scancel": 'echo "$*" >> "$0.calls"', "squeue": "echo 7", "scontrol": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    lines: list[str] = []
+    job_in(tmp_path).end(ENDED, step=0, nodes=1, script_lives=False, say=lines.append)
+    assert lines[-1] == (
+        "Slurm could not end it with that code (scontrol is linked with no libslurm): it is canceled;"
+        " submit again what waited for it"
+    )
+    assert (tmp_path / "scancel.calls").read_text().splitlines()[-1] == "7"

@@ -25,13 +25,11 @@ def verdict(*records: NodeRecord, nodes: str = "", **terms: Any) -> NodesVerdict
     return decide(list(nodes or found), found, terms=NodeChecksSection(**terms))
 
 
-def linked(speeds: dict[str, float], **fields: Any) -> list[NodeRecord]:
-    """Four nodes with links such as "ab"; those that are not given have 1000 MB/s."""
-    pairs = ["ab", "ac", "ad", "bc", "bd", "cd"]
-    return [
-        finished(node, *(NodeLink(p[1], speeds.get(p, 1000.0), 0.0) for p in pairs if p[0] == node), **fields)
-        for node in "abcd"
-    ]
+def linked(speeds: dict[str, float], cut: tuple[str, ...] = (), **fields: Any) -> list[NodeRecord]:
+    """Four nodes with links such as "ab"; those that are not given have 1000 MB/s, and `cut` ones fail."""
+    links = {pair: NodeLink(pair[1], speeds.get(pair, 1000.0), 0.0) for pair in ("ab", "ac", "ad", "bc", "bd", "cd")}
+    links |= {pair: NodeLink(pair[1], error="timed out") for pair in cut}
+    return [finished(node, *(link for pair, link in links.items() if pair[0] == node), **fields) for node in "abcd"]
 
 
 def test_good_nodes_are_not_named() -> None:
@@ -48,6 +46,23 @@ def test_the_common_member_of_slow_links_is_named(bad: str) -> None:
     pairs = [pair for pair in ("ab", "ac", "ad", "bc", "bd", "cd") if bad in pair]
     found = verdict(*linked(dict.fromkeys(pairs, 100.0)))
     assert found.bad == {bad: ("its fastest link of 3 has 100 MB/s, the median node's 1,000",)}
+
+
+@pytest.mark.parametrize(
+    ("cut", "bad", "warned"),
+    [
+        (("ac", "ad", "bc", "bd"), [], "a, b and c, d exchange data only among themselves; no start works until"),
+        (("ac", "bc", "cd"), ["c"], ""),
+        (("ac",), [], "the link of a and c: timed out, and both are quick with others"),
+    ],
+)
+def test_a_network_that_has_parted_names_its_halves_and_no_node(
+    cut: tuple[str, ...], bad: list[str], warned: str
+) -> None:
+    found = verdict(*linked({}, cut=cut))
+    assert list(found.bad) == bad
+    assert warned in "".join(found.warnings[:1])
+    assert any("parted" in text for text in found.warnings) == (len(cut) == 4)
 
 
 def test_of_three_nodes_the_slow_one_is_named_although_two_of_three_links_are_slow() -> None:
