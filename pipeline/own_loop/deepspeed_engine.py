@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -20,6 +21,7 @@ from pipeline.engines.common import raise_if_non_finite
 from pipeline.engines.deepspeed import state as held
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.engines.deepspeed.optimizer import with_update_gate
+from pipeline.engines.parallel.conditional_modules import blocks_of_lists, complete_gradients
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.engine import LoopEngine, Parts, at_rate_zero
 from pipeline.own_loop.state import StateEntry
@@ -50,6 +52,11 @@ class DeepSpeedLoop(LoopEngine):
         if self._stage == 0:  # at the other stages DeepSpeed itself skips an update that is not finite
             with_update_gate(parts.optimizer, lambda: self._finite)
         set_up_deepspeed()
+        if self._stage < 3:
+            complete_gradients(parts.model)
+        else:
+            for block in blocks_of_lists(parts.model):
+                set_z3_leaf_module(block, True)
         self._engine: Any
         with at_rate_zero(parts.optimizer):
             made = _deepspeed_config(parts, self._stage)

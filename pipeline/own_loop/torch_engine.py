@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.engines.common import raise_if_non_finite
 from pipeline.engines.loss_scale import LossScaler
+from pipeline.engines.parallel.conditional_modules import complete_gradients
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.own_loop.engine import LoopEngine, Parts
 from pipeline.own_loop.state import StateEntry
@@ -42,6 +43,7 @@ class TorchLoop(LoopEngine):
             self._autocast = torch.bfloat16 if config.bf16.enabled else torch.float16
         self._wrapped: nn.Module = parts.model
         if mesh is not None:
+            complete_gradients(parts.model)
             stage = config.zero_optimization.stage
             self._wrapped = _replicated(parts) if stage == 0 else _sharded(parts, mesh, keep=stage < 3)
 

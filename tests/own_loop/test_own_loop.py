@@ -27,6 +27,7 @@ LAYOUTS = {
 }
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0}}  # no gradient is a gradient of zeros to it
 HALF = dict.fromkeys(("torch-0", "torch-2", "torch-3", "deepspeed-0", "deepspeed-2", "deepspeed-3"), 1e-2)
 
 
@@ -38,6 +39,7 @@ def all_cases(work: Path) -> dict[str, dict[str, Any]]:
         cases[f"sgd {name}"] = {"config": layout, "optimizer": "sgd", "user_schedule": True}
         folder = str(work / f"model {name}")
         cases[f"norm {name}"] = {"config": layout, "network": "norm", "save_model": folder, "gather": True}
+        cases[f"experts {name}"] = {"config": {**layout, "optimizer": SGD}, "optimizer": "none", "network": "experts"}
         cases[f"save {name}"] = {"config": layout, "save": str(work / name), "network": "norm"}
     for name in ("torch-0", "torch-3", "deepspeed-2"):
         folder = str(work / f"tied {name}")
@@ -134,6 +136,14 @@ def test_batchnorm_sees_the_samples_of_all_ranks(seen: dict[str, Any], layout: s
     assert result["buffers"].keys() == buffers.keys()
     for name, value in buffers.items():
         assert result["buffers"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_that_a_rank_does_not_run_get_no_gradients_of_others(seen: dict[str, Any], layout: str) -> None:
+    model = network("experts")
+    losses, norms, _ = plain("none", torch.optim.SGD(model.parameters(), lr=0.05), model)
+    assert seen[f"experts {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
+    assert seen[f"experts {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
 
 
 @cache

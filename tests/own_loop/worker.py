@@ -40,10 +40,16 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def network(kind: str, *, seed: int = 11) -> nn.Module:
-    """A small network with blocks that can be gathered one by one; "norm" has BatchNorm, "tied" a shared matrix."""
+    """A small network with blocks that can be gathered one by one; "norm" has BatchNorm, "tied" a shared matrix.
+
+    "experts" has experts of which only the chosen ones run.
+    """
     torch.manual_seed(seed)
     if kind == "tied":
         return Tied()
+    if kind == "experts":
+        layers = nn.ModuleList([Experts(), Experts()])
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Sequential(*layers), nn.Linear(16, 3))
     middle: nn.Module = nn.BatchNorm1d(16) if kind == "norm" else nn.LayerNorm(16)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)]
     # a bias before BatchNorm has no gradient but rounding errors, which Adam would make steps of
@@ -61,6 +67,22 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)) + self.second(x))
+
+
+class Experts(nn.Module):
+    """A layer in which every sample goes to one of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = 2 * (x[:, 0] > 0).int() + (x[:, 1] > 0).int(), x
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, torch.tanh(expert(x[rows])))
+        return out
 
 
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer | None:

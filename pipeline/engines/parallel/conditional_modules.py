@@ -1,4 +1,8 @@
-"""Finds the modules that call others as often as the data want, such as experts of which only the chosen ones run.
+"""Modules that call others as often as the data want, such as experts of which only the chosen ones run.
+
+FSDP2 and ZeRO-2 add up the gradients that exist. Where two ranks have those of different experts, they would add one
+expert's to another's, or wait for each other forever, so each rank gives the others a gradient of zeros. Only a model
+of one's own has experts with parameters of their own: those of transformers 5 are rows of one tensor.
 
 ZeRO-3 gathers a module's parameters when the module is called, on all ranks together: ranks that call it a different
 number of times would wait for each other forever. So the whole block of such modules is gathered at once (DeepSpeed
@@ -12,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
@@ -21,6 +25,47 @@ from pipeline.models.resize.shrink import shrink
 
 _V, _TOKENS, _INPUTS = 32, 2, 8
 """Ids, positions and number of the inputs: so few tokens do not go to all experts."""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
+    """The modules within a layer, an element of a list, that have a list of modules themselves: experts, perhaps."""
+    stacks = [module for module in model.modules() if isinstance(module, (*_LISTS, nn.Sequential))]
+    within = {part for each in stacks for layer in each.children() for part in layer.modules()}
+    return [m for m in model.modules() if m in within and any(isinstance(child, _LISTS) for child in m.children())]
+
+
+def complete_gradients(model: nn.Module) -> None:
+    """Gives every parameter of `blocks_of_lists` a gradient in each backward pass: zeros if it was not used."""
+    for block in blocks_of_lists(model):
+        block.register_forward_pre_hook(_use_all, with_kwargs=True)
+
+
+def _use_all(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A pre-hook: the backward pass of the block's input, its last part, finishes the gradients of all parameters.
+
+    So they are finished in the same order on every rank, in which ZeRO-2 puts them into buckets.
+    """
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    at = next((key for key, each in given.items() if isinstance(each, Tensor) and each.is_floating_point()), None)
+    if at is None or not torch.is_grad_enabled():
+        return None
+    given[at] = _Used.apply(given[at], *(p for p in block.parameters() if p.requires_grad))
+    return tuple(given[number] for number in range(len(args))), {key: given[key] for key in kwargs}
+
+
+class _Used(torch.autograd.Function):
+    """Its first argument; the gradients of the others are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.zeros = [(each.new_zeros(()), each.shape) for each in parameters]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return (*gradients, *(zero.expand(shape) for zero, shape in ctx.zeros))
 
 
 def conditional_blocks(config: PretrainedConfig) -> list[type[nn.Module]]:
