@@ -57,7 +57,9 @@ def write_model(
     try:
         save_pretrained: Any = getattr(module, "save_pretrained", None)
         if save_pretrained is not None:
-            save_pretrained(staging, state_dict=_sharing(cast, weights))
+            old = _drop_old_ties(module)
+            state = {name: each.clone() for name, each in cast.items()} if old else _sharing(cast, weights)
+            save_pretrained(staging, state_dict=state)
             _set_dtype(staging / "config.json", dtype)
         else:
             save_file(_once(cast, weights), staging / "model.safetensors")
@@ -103,6 +105,17 @@ def _sharing(cast: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[
     """Tied weights as one tensor, which transformers writes once."""
     by_original: dict[int, Tensor] = {}
     return {name: by_original.setdefault(id(weights[name]), tensor) for name, tensor in cast.items()}
+
+
+def _drop_old_ties(module: nn.Module) -> bool:
+    """Whether the code of a model lists its tied weights as transformers 4 did, where 5 fails; if so, without the list.
+
+    Tied weights are written under each of their names then.
+    """
+    listed: list[Any] = [m for m in module.modules() if isinstance(getattr(m, "_tied_weights_keys", None), list)]
+    for each in listed:
+        each._tied_weights_keys = {}
+    return bool(listed)
 
 
 def _once(cast: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

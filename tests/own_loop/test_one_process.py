@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,3 +138,22 @@ def test_bf16_computes_in_bf16_with_fp32_weights_gradients_and_states() -> None:
     assert seen == [torch.bfloat16] * 2
     states = [value for state in optimizer.state.values() for value in state.values()]
     assert {p.dtype for p in model.parameters()} | {value.dtype for value in states} == {torch.float32}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_code_for_transformers_4_is_saved_with_its_head(tmp_path: Path, shared: bool) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = ListsItsTies(LlamaConfig(**sizes, vocab_size=32, tie_word_embeddings=False))
+    if shared:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    engine, _, _ = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), config=CONFIG)
+    saved = load_file(Path(engine.save_model(tmp_path / "out")) / "model.safetensors")
+    for name, value in model.state_dict().items():
+        assert torch.equal(saved.pop(name), value)
+    assert not saved
+
+
+class ListsItsTies(LlamaForCausalLM):
+    """As the code of models for transformers 4 does; 5 wants a dict."""
+
+    _tied_weights_keys = ["lm_head.weight"]  # type: ignore[assignment]  # noqa: RUF012
