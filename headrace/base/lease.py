@@ -150,16 +150,15 @@ def take_lease(place: str, after: Lease | None, *, token: str, silent_s: float) 
 
 
 class Held:
-    """The lease of a place that this process holds; see `held`."""
+    """The lease of a place that this process holds; see `held`.
+
+    Attributes:
+        number: of the lease.
+    """
 
     def __init__(self, place: str, lease: Lease) -> None:
-        self._place, self._lease, self._renewed_at = place, lease, time.monotonic()
-        self._renewing = threading.Lock()
-
-    @property
-    def number(self) -> int:
-        """The number of the lease."""
-        return self._lease.number
+        self._place, self._lease, self.number = place, lease, lease.number
+        self._renewed_at, self._renewing = time.monotonic(), threading.Lock()
 
     def check(self) -> None:
         """To be called before each write: asks the place where the lease may have become out of date meanwhile.
