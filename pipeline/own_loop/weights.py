@@ -57,9 +57,8 @@ def write_model(
     try:
         save_pretrained: Any = getattr(module, "save_pretrained", None)
         if save_pretrained is not None:
-            old = _drop_old_ties(module)
-            state = {name: each.clone() for name, each in cast.items()} if old else _sharing(cast, weights)
-            save_pretrained(staging, state_dict=state)
+            alone = {name: each.clone() for name, each in cast.items()} if _drop_old_ties(module) else None
+            save_pretrained(staging, state_dict=alone or _sharing(cast, weights))
             _set_dtype(staging / "config.json", dtype)
         else:
             save_file(_once(cast, weights), staging / "model.safetensors")
