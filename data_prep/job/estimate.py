@@ -25,7 +25,7 @@ _WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 8 << 20, 16 << 20, 64 << 20
 _MIN_BYTES = 2 << 20
 _SAMPLE_BYTES = 4 << 20
 """Text that a tokenizer is trained on for the estimate, once all of it and once a quarter. With 32,000 ids, a line
-through the two times is 10 to 30 % below the time for 16 MiB: see docs/log.md."""
+through the two times is 10 to 30 % below the time for 16 MiB: docs/log.md, Data prep."""
 _SMALL_SHARE = 4
 
 

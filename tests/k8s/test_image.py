@@ -74,8 +74,9 @@ def test_the_cpu_image_prepares_data_and_trains_as_the_manifests_start_it(image:
     for folder in ("data-prep", "train"):
         for name, text in document(f"overlays/cpu-small/{folder}", "ConfigMap")["data"].items():
             (config / name).write_text(text)
-    lines = (ROOT / "docs/log.md").read_text().split("\n\n")
-    (corpus / "log.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in lines))
+    pages = sorted((ROOT / "docs/how-to").glob("*.md"))
+    texts = [text for page in pages for text in page.read_text().split("\n\n")]
+    (corpus / "pages.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
     mounts = {config: "/etc/headrace:ro", corpus: "/corpus:ro", tokens: "/tokens", runs: "/runs"}
     job = document("overlays/cpu-small/data-prep", "Job")["spec"]["template"]["spec"]["containers"][0]["args"]
     alone = [*job[: job.index("--of")], "--of", "1"]

@@ -71,7 +71,7 @@ SCHEDULES = {
         overlaps=True,
         splits_backward=True,
         bubble=2 / 3,
-        searched=False,  # its formula of memory is low on the first rank (docs/log.md)
+        searched=False,  # its formula of memory is low on the first rank (docs/log.md, DualPipeV)
     ),
 }
 """By `parallel.schedule`."""

@@ -2,7 +2,7 @@
 
 Formulas of what exists at the end of the forward pass, beside student and teacher: the teacher's features of all mapped
 layers, gradients of the student's in fp32, the student's queries, keys and values where activation checkpointing would
-not have kept them, and a relation of some rows. Measured: see docs/log.md.
+not have kept them, and a relation of some rows. Measured: docs/log.md, Distillation.
 """
 
 from __future__ import annotations
