@@ -10,7 +10,7 @@ Native engine, ZeRO stage 0; a process per island, and `--processes` for ordinar
 
 Data parallelism's bytes are those of a ring all-reduce of fp32 gradients between as many sites, computed:
 2 (m - 1) / m x 4 bytes per parameter, step and site. Islands' are the journals' `bytes_sent`; on the wire they are 1.00
-to 1.15 times that (benchmarks/islands_netem.py). `--picture FILE.svg` draws the held-out losses.
+to 1.15 times that (benchmark `islands_netem` of b3bed26c). `--picture FILE.svg` draws the held-out losses.
 """
 
 from __future__ import annotations

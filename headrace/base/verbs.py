@@ -1,4 +1,4 @@
-"""The verbs of the command line, in the order of the data's way from text to a compressed model.
+"""The verbs of the command line: first the eight that take a text to a model that serves, then all others.
 
 `headrace`, `python -m headrace` and `python -m pipeline` serve this table. Modules are named, not imported: only that
 of the verb that is typed is loaded.
@@ -15,8 +15,8 @@ from typing import Any
 Declare = Callable[[Any], None]
 Run = Callable[[argparse.Namespace], int | None]
 
-DATA_PREP, TRAINING, CLUSTER, MODELS = "Data prep", "Training", "Cluster", "Models"
-COMPRESSION, CONFIG = "Compression", "Config"
+WAY, DATA_PREP, TRAINING = "From text to a model that serves", "Data prep", "Training"
+MODELS, COMPRESSION, CONFIG = "Models", "Compression", "Config"
 
 
 @dataclass(frozen=True)
@@ -51,27 +51,58 @@ VERBS = (
     Verb(
         "prep",
         "turn text into tokens: clean, deduplicate, tokenize, shard",
-        DATA_PREP,
+        WAY,
         "data_prep.__main__",
         config="corpus",
+    ),
+    Verb(
+        "check",
+        "print the resolved run of a config, or the one thing that is wrong with it",
+        WAY,
+        "pipeline.plan.check",
+    ),
+    Verb(
+        "plan",
+        "memory, time and money of a run before it starts; the best layouts; --calibrate measures this machine",
+        WAY,
+        "pipeline.plan.command_plan",
+    ),
+    Verb(
+        "train",
+        "train a language model, or resume from the newest checkpoint of run.dir",
+        WAY,
+        "pipeline.train",
+    ),
+    Verb(
+        "status",
+        "show how far a run or a data-prep job is, live: loss, goodput, restarts, Slurm job; why it ended; its log",
+        WAY,
+        "headrace.commands.status",
+    ),
+    Verb(
+        "export",
+        "write a run's model as a Hugging Face folder",
+        WAY,
+        "pipeline.checkpoint.export.command_export",
+    ),
+    Verb(
+        "compress",
+        "prune, distil, quantize and evaluate from one config; verify a result",
+        WAY,
+        "pipeline.compress.recipe.command",
+        config="compress",
+    ),
+    Verb(
+        "submit",
+        "submit configs to Slurm: data prep, training, export, compression, in a chain",
+        WAY,
+        "headrace.commands.submit",
     ),
     Verb(
         "import",
         "turn tokens of other tools into a tokens directory, or a checkpoint of another trainer into a run",
         DATA_PREP,
         "headrace.commands.import_",
-    ),
-    Verb(
-        "plan",
-        "memory, time and money of a run before it starts; the best layouts; --calibrate measures this machine",
-        TRAINING,
-        "pipeline.plan.command_plan",
-    ),
-    Verb(
-        "train",
-        "train a language model, or resume from the newest checkpoint of run.dir",
-        TRAINING,
-        "pipeline.train",
     ),
     Verb(
         "prove",
@@ -90,12 +121,6 @@ VERBS = (
         "train replicas of the model that may die and come back: a lighthouse and replicas on this machine",
         TRAINING,
         "pipeline.run.groups.replicas.command",
-    ),
-    Verb(
-        "check",
-        "print the resolved run of a config, or the one thing that is wrong with it",
-        TRAINING,
-        "pipeline.plan.check",
     ),
     Verb(
         "goodput",
@@ -122,28 +147,10 @@ VERBS = (
         "pipeline.evaluation.report.command",
     ),
     Verb(
-        "status",
-        "show how far a run or a data-prep job is, live: loss, goodput, restarts, Slurm job; why it ended; its log",
-        TRAINING,
-        "headrace.commands.status",
-    ),
-    Verb(
         "checkpoint",
         "list, verify or export the checkpoints of a run",
         TRAINING,
         "pipeline.checkpoint.export.command_checkpoint",
-    ),
-    Verb(
-        "submit",
-        "submit configs to Slurm: data prep, training, export, compression, in a chain",
-        CLUSTER,
-        "headrace.commands.submit",
-    ),
-    Verb(
-        "export",
-        "write a run's model as a Hugging Face folder",
-        MODELS,
-        "pipeline.checkpoint.export.command_export",
     ),
     Verb(
         "card",
@@ -201,13 +208,6 @@ VERBS = (
         COMPRESSION,
         "pipeline.quantize",
         config="quantize",
-    ),
-    Verb(
-        "compress",
-        "prune, distil, quantize and evaluate from one config; verify a result",
-        COMPRESSION,
-        "pipeline.compress.recipe.command",
-        config="compress",
     ),
     Verb(
         "schema",

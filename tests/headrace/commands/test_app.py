@@ -50,11 +50,12 @@ def complete(words: str, tmp_path: Path) -> list[str]:
 def test_without_a_verb_all_verbs_are_printed_in_groups() -> None:
     said = run()
     assert said == run("--help")
-    groups = ["Data prep", "Training", "Cluster", "Models", "Compression", "Config"]
+    groups = ["From text to a model that serves", "Data prep", "Training", "Models", "Compression", "Config"]
     places = [said.index(f"\n{group}:\n") for group in groups]
     assert places == sorted(places)
     listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ") and line[2] not in " -"]
     assert listed == list(VERBS)
+    assert listed[:8] == ["prep", "check", "plan", "train", "status", "export", "compress", "submit"]
 
 
 @pytest.mark.parametrize("verb", sorted({*VERBS, *(f"prep {name}" for name in ("run", *DATA_PREP))}))

@@ -67,6 +67,12 @@ def test_the_reference_page_is_that_of_the_code() -> None:
     assert page == reference(), "write it anew: headrace schema --markdown > docs/config-reference.md"
 
 
+def test_the_page_of_common_keys_has_forty_that_exist() -> None:
+    listed = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/reference/common-keys.md").read_text(), re.MULTILINE)
+    assert len(listed) == len({*listed}) == 40
+    assert {*listed} - {key.path for key in keys("run")} == set()
+
+
 def test_the_schema_may_be_written_to_a_file(tmp_path: Path) -> None:
     run("schema", "corpus", "--output", tmp_path / "corpus.schema.json")
     assert json.loads((tmp_path / "corpus.schema.json").read_text()) == KINDS["corpus"].schema()
