@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait f
     from headrace.base.directory import Manifest
 
 INDEX = "JOB_COMPLETION_INDEX"
-"""Variable in which Kubernetes tells a pod of an indexed Job its number."""
+"""Environment variable with the number of a pod in an indexed Job of Kubernetes."""
 _TEXT = "Turns a corpus into a tokens directory: reads, splits, tokenizes, shards, checksums. A stopped job resumes."
 _EPILOG = """\
 Without a command, the whole job is run, as by 'run'. Shares of a scheduler: a phase runs every task t with t % N == I.
@@ -279,7 +279,7 @@ COMMANDS = (
 
 
 def _config(args: argparse.Namespace, *, hosts: bool = False) -> CorpusConfig:
-    """The config that was given; `hosts`: processes of several hosts may work on the job."""
+    """Loads the given config; `hosts`: whether processes of several hosts may work on the job."""
     from data_prep.config.corpus import load  # noqa: PLC0415
 
     config = load(args.config, args.overrides)
@@ -290,7 +290,7 @@ def _config(args: argparse.Namespace, *, hosts: bool = False) -> CorpusConfig:
 
 
 def _output_exists(config: CorpusConfig) -> bool:
-    """For commands that do not check the inputs otherwise, as when a scheduler runs a finished job again."""
+    """Whether the output is complete, for commands that check no inputs (a scheduler reruns a finished job)."""
     from data_prep.job import prepare  # noqa: PLC0415
     from data_prep.job.directory import Job  # noqa: PLC0415
 

@@ -69,12 +69,12 @@ def id_keys(source: str, ids: Sequence[object], *, seed: int) -> U64:
 
 
 def select_fraction(hashes: U64, *, fraction: float, seed: int, purpose: int) -> npt.NDArray[np.bool_]:
-    """Selects a pseudorandom fraction of hashed items: those whose hash, mixed with seed and purpose, is below it.
+    """Selects a pseudorandom fraction of hashed items: the mix of hash, seed and purpose is below the fraction.
 
     Args:
         hashes: uint64 [n], well mixed.
         fraction: expected fraction of selected items, 0 to 1.
-        seed: of the job.
+        seed: seed of the job.
         purpose: selections with different purposes are independent.
 
     Returns:

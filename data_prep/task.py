@@ -32,8 +32,8 @@ class Counts:
     Attributes:
         input_bytes: bytes of input read, as stored (compressed).
         text_bytes: bytes of UTF-8 of the documents.
-        documents, tokens: numbers of each.
-        dropped: numbers of documents dropped, by reason.
+        documents, tokens: number of documents and of tokens.
+        dropped: reason -> number of dropped documents.
     """
 
     input_bytes: int = 0
@@ -80,7 +80,7 @@ class Task(Protocol):
             report: progress callback.
 
         Returns:
-            the contents of the completion marker.
+            The contents of the completion marker.
 
         Raises:
             DataError: the input is not usable, or the output cannot be written (e.g. the disk is full).
@@ -100,8 +100,8 @@ def read_marker_file(path: Path, *, remove: Path) -> dict[str, Any] | None:
     """The JSON object in a marker, without its checksum, or None if there is no such file.
 
     Args:
-        path: of the marker.
-        remove: what has to be removed to repeat the task, for the message.
+        path: path of the marker.
+        remove: path to remove for repeating the task, for the message.
 
     Raises:
         DataError: it is damaged.
@@ -145,16 +145,16 @@ class DirectoryTask:
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         raise NotImplementedError
 
     @property
     def finished(self) -> bool:
-        """See `Task.finished`."""
+        """Implements `Task.finished`."""
         return (self.directory / MARKER).is_file()
 
     def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`."""
+        """Implements `Task.run`."""
         if (done := read_marker(self.directory)) is not None:
             return done
         with os_errors_as_data_errors(self.name), atomic_directory(self.directory) as scratch:
@@ -201,7 +201,7 @@ def os_errors_as_data_errors(doing: str) -> Iterator[None]:
     """Converts an `OSError` into a `DataError` that says what to do.
 
     Args:
-        doing: what was being done, as the message's subject, e.g. `map task 3`.
+        doing: subject of the message: the task or action that failed, e.g. `map task 3`.
     """
     try:
         yield

@@ -29,13 +29,13 @@ class EncodedConversation:
     """A conversation as training data.
 
     Attributes:
-        text: rendered by the chat template.
+        text: text rendered by the chat template.
         ids: uint32 [n], token ids.
         mask: uint8 [n], loss mask: 1 for tokens that count in the loss.
-        end_learnt: whether the EOS that is put after it counts in the loss: where it takes the place of one that does,
-            and where no other token ends the assistant's last turn.
+        end_learnt: whether an EOS appended to it counts in the loss: if it replaces one that does, or if no other token
+            ends the assistant's last turn.
         blanks: number of blank tokens at its end, such as the line end behind `<|im_end|>`.
-        unprinted: see `Rendered`.
+        unprinted: field that leaves no trace in the text -> number of messages that have it.
     """
 
     text: str
@@ -46,13 +46,12 @@ class EncodedConversation:
     unprinted: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, before: Sequence[int], after: Sequence[int]) -> EncodedConversation:
-        """Without the BOS and the EOS that the template has written, where the same are put around every document.
+        """Removes the template's BOS and EOS if the same ids are put around every document, with blanks after EOS.
 
-        Otherwise a document would begin with two and end with two, which no other text has. Blanks behind that EOS go
-        with it.
+        Otherwise a document would begin with two and end with two, which no other text has.
 
         Args:
-            before, after: the ids that are put around a document; at most one each.
+            before, after: ids put before and after a document; at most one each.
         """
         first, last = int(self.ids[:1].tolist() == list(before)), len(self.ids) - self.blanks - 1
         ends = bool(after) and self.ids[last : last + 1].tolist() == list(after)
@@ -65,9 +64,9 @@ class ChatEncoder:
     """Renders and tokenizes conversations.
 
     Args:
-        folder: of the tokenizer, which has a chat template.
+        folder: folder of the tokenizer, with a chat template.
         parse_special_tokens: whether a message may contain a literal special token, which then becomes that token.
-        date: see `ChatTemplate`.
+        date: date that the template's `strftime_now` formats, e.g. "2026-01-31"; None refuses templates that need it.
     """
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool, date: str | None = None) -> None:
@@ -84,7 +83,7 @@ class ChatEncoder:
 
         Args:
             line: JSON, from `conversation_line`.
-            everything: sets the loss mask to 1 for all tokens, not only the assistant's.
+            everything: whether all tokens count in the loss, not only the assistant's.
 
         Raises:
             ConversationError: a message or a tool contains a special token, the tools are not a list, the template
@@ -180,7 +179,7 @@ def missing_template_error() -> DataError:
 def template_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
     """The special tokens that a chat template may use, from the contents of tokenizer_config.json.
 
-    As in transformers: every key `..._token` that names a token, and the named tokens of the model's own.
+    Like in transformers: every key `..._token` that names a token, and the named tokens of the model's own.
     """
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
@@ -189,7 +188,7 @@ def template_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _encoder(folder: Path, tokenizer: Any) -> Callable[[str], tuple[npt.NDArray[np.uint32], Offsets]]:
-    """A function that gives the ids of a text and the characters that each stands for."""
+    """Makes a function that returns the ids of a text and the characters of each."""
     if reference_of(folder) == "sentencepiece":
         from data_prep.tokenizer.sentencepiece_engine import SentencepieceEngine  # noqa: PLC0415 - few jobs need it
 
@@ -203,11 +202,11 @@ def _encoder(folder: Path, tokenizer: Any) -> Callable[[str], tuple[npt.NDArray[
 
 
 def _learnt_spans(rendered: Rendered, messages: Messages, *, everything: bool) -> tuple[tuple[int, int], ...]:
-    """The spans that count in the loss: those of the assistant's messages whose `weight` is not 0, or all of the text.
+    """The spans that count in the loss: the assistant's messages with a `weight` other than 0, or all of the text.
 
     Raises:
         ConversationError: a weight is neither 0 nor 1, does not fit `everything`, or cannot be related to a span; or a
-            message is left out by a key of another tool.
+            message is left out by another tool's key.
     """
     for message in messages:
         for key in _OTHER_WEIGHTS:
@@ -227,7 +226,7 @@ def _learnt_spans(rendered: Rendered, messages: Messages, *, everything: bool) -
 
 
 _OTHER_WEIGHTS = ("train", "loss_mask")
-"""Keys of other tools in the place of `weight`."""
+"""Keys with which other tools leave messages out of the loss, in place of `weight`."""
 
 
 def learn_ends(
@@ -238,7 +237,7 @@ def learn_ends(
     blank: Sequence[bool],
     special: npt.NDArray[np.bool_],
 ) -> bool:
-    """Sets the loss mask of the special token that ends a turn, where it follows the assistant's span.
+    """Sets the loss mask of the special token that ends a turn, if it follows the assistant's span.
 
     A span that ends in a special token (blanks may follow) is left as it is. After any other, the model would never
     learn to stop: the special token that follows at once or after blanks is learnt, with these: an end of turn behind
@@ -247,12 +246,12 @@ def learn_ends(
     Args:
         mask: uint8 [n], changed in place.
         offsets: (start, end) of each token in the text, in characters.
-        spans: what the assistant says, in characters.
+        spans: (start, end) of each of the assistant's outputs in the text, in characters.
         blank: [n], whether a token is white space.
         special: [n], whether a token is special.
 
     Returns:
-        whether nothing but blanks follows the last span, and no special token ends it: then EOS has to be learnt.
+        Whether only blanks follow the last span, and no special token ends it: then EOS has to be learnt.
     """
     starts = np.array([start for start, _ in offsets], np.int64)
     for first, end in spans:

@@ -1,4 +1,4 @@
-"""Values of messages in the forms that OpenAI's API has, changed where the chat template cannot print them.
+"""Rewrites values of messages in OpenAI's forms that a chat template cannot print.
 
 A message may have no content (null) or a list of parts, and the arguments of a tool call may be a string of JSON or an
 object. Templates take some of these forms and print others as Python's own text (`None`, `[{'type': ...}]`) or as JSON
@@ -19,9 +19,9 @@ from headrace.base.foreign_json import json_row
 Messages = Sequence[Mapping[str, Any]]
 
 NEEDED = frozenset({"content", "tool_calls", "function_call"})
-"""Fields without which a conversation is not trained on."""
+"""Fields that a rendering must show: a conversation that loses them is not trained on."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of an answer's reasoning, of which transformers takes the first that is given for all (5.23,
+"""Names of an answer's reasoning; transformers copies the first one given to all of them (5.23,
 `_alias_reasoning_fields`)."""
 _OTHER = "\U0010fff3"
 _NEVER_PRINTED = frozenset({"role", "weight", "train", "loss_mask"})
@@ -32,8 +32,8 @@ class _Form:
     """A form of a value.
 
     Attributes:
-        change: the messages with another form in its place; equal if none has it.
-        misprints: texts of which a rendering has more where the template cannot print the form.
+        change: returns the messages with another form in its place; equal ones if no message has it.
+        misprints: returns texts that occur more often in a rendering if the template cannot print the form.
     """
 
     change: Callable[[Messages], list[Any]]
@@ -41,11 +41,11 @@ class _Form:
 
 
 def fit(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """The messages, with other forms of the values that a template cannot print as they are.
+    """Changes the form of values that a template cannot print.
 
     Args:
-        messages: as read.
-        render: gives the text of messages; raises ConversationError.
+        messages: messages of a conversation, unchanged.
+        render: returns the text of messages; raises ConversationError.
 
     Raises:
         ConversationError: a part of a message is not text.
@@ -63,7 +63,7 @@ def fit(messages: Messages, render: Callable[[Messages], str]) -> Messages:
 
 
 def with_reasoning(messages: Messages) -> Messages:
-    """The messages, with their reasoning under the names that templates read, as transformers does it."""
+    """Adds reasoning under all names that templates read, like transformers."""
     found: list[Any] = []
     for message in messages:
         given = {key: value for key, value in message.items() if key not in _REASONING or value is not None}
@@ -73,7 +73,7 @@ def with_reasoning(messages: Messages) -> Messages:
 
 
 def lost_reasoning(messages: Messages, text: str) -> int:
-    """The number of messages with reasoning in their content, before `</think>`, that is not in the text."""
+    """Counts messages with reasoning in their content (before `</think>`) that the text lacks."""
     parts = (m["content"].rpartition("</think>")[0] for m in messages if isinstance(m.get("content"), str))
     return sum(part.replace("<think>", "").strip() not in text for part in parts)
 
@@ -99,7 +99,7 @@ def doubtful_fields(messages: Messages, text: str) -> Iterator[tuple[str, list[i
 
 
 def without(messages: Messages, name: str, which: Sequence[int]) -> list[Any]:
-    """The messages, some of them without a field that `doubtful_fields` names; a content gives way to another."""
+    """Removes a field named by `doubtful_fields` from some messages; a content is replaced by another."""
     gone = _REASONING if name == "reasoning" else (name,)
     other = {"content": _OTHER} if name.startswith("content") else {}
     return [
@@ -136,13 +136,13 @@ def _with_strings(messages: Messages) -> list[Any]:
 
 
 def _as_object(value: Any) -> Any:
-    """The object that a string of JSON holds; other values as they are."""
+    """Parses a string that holds a JSON object; returns other values unchanged."""
     parsed = json_row(value) if isinstance(value, str) else None
     return value if parsed is None else parsed
 
 
 def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> list[Any]:
-    """The messages with the arguments of all tool calls changed."""
+    """Changes the arguments of all tool calls."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, dict):

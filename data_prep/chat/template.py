@@ -41,7 +41,7 @@ class Rendered:
     Attributes:
         text: the output of the template.
         spans: (start, end) in characters, end exclusive, of each part that the assistant generates.
-        unprinted: fields that leave no trace in the text, and the number of messages that have them.
+        unprinted: field that leaves no trace in the text -> number of messages that have it.
     """
 
     text: str
@@ -50,7 +50,7 @@ class Rendered:
 
 
 class _Generation(Extension):
-    """The block `{% generation %} ... {% endgeneration %}`. found: whether the template has one."""
+    """The block `{% generation %} ... {% endgeneration %}`; `found` is whether the template has one."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
     found = False
@@ -74,7 +74,7 @@ class ChatTemplate:
         source: the template.
         tokens: variables of the template: `bos_token`, `eos_token` and the like; one that is None is undefined.
         special: texts of the tokenizer's special tokens.
-        date: what `strftime_now` formats, e.g. "2026-01-31"; None refuses it.
+        date: date that `strftime_now` formats, e.g. "2026-01-31"; None refuses templates that need it.
 
     Raises:
         ConversationError: the template does not compile.
@@ -96,7 +96,7 @@ class ChatTemplate:
         self._has_generation_blocks = generation.found
 
     def fit(self, messages: forms.Messages, *, tools: Sequence[Any] | None = None) -> forms.Messages:
-        """The messages as the template can print them, see `forms`.
+        """Changes the messages to forms that the template can print (see `forms`).
 
         Raises:
             ConversationError: a part of a message is not text.
@@ -130,7 +130,7 @@ class ChatTemplate:
             raise ConversationError(_message(error)) from None
 
     def _unprinted(self, messages: forms.Messages, tools: Sequence[Any] | None, text: str) -> Counter[str]:
-        """The fields without which the text is the same, and the number of messages that have them."""
+        """Counts messages by field without which the text stays the same."""
 
         def is_text(messages: forms.Messages, tools: Sequence[Any] | None) -> bool:
             try:
@@ -145,7 +145,7 @@ class ChatTemplate:
         return +found
 
     def _turn_by_turn(self, messages: forms.Messages, tools: Sequence[Any] | None) -> Rendered:
-        """An assistant turn's span: what it adds to the text before it, generation prompt included there."""
+        """Renders turn by turn: an assistant's span is what its turn adds to the text with a generation prompt."""
         whole = self._render(messages, tools)
         if _MARKER.search(whole):
             raise ConversationError(
@@ -155,14 +155,14 @@ class ChatTemplate:
         return Rendered(whole, tuple(self._span(whole, messages, i, tools) for i in turns))
 
     def _span(self, whole: str, messages: forms.Messages, i: int, tools: Sequence[Any] | None) -> tuple[int, int]:
-        """The span of message `i` in the text of all.
+        """The span of message `i` in the text of the whole conversation.
 
         Two things that templates write at the end of a text do not hold for a turn within it: a generation prompt that
         has more than the turn begins with (`<think>`), and other special tokens at its end (a closing EOS). There the
         span ends where the two texts part.
 
         Raises:
-            ConversationError: the turn, or one before it, is written otherwise in the text of all.
+            ConversationError: the turn, or one before it, is rendered differently in the whole conversation.
         """
         after = self._render(messages[: i + 1], tools)
         before = self._render(messages[:i], tools, prompt=True) if i else self._before_first(after, tools)
@@ -188,7 +188,7 @@ class ChatTemplate:
         return min((at for token, *window in windows if (at := text.find(token, *window)) >= 0), default=shared)
 
     def _before_first(self, after: str, tools: Sequence[Any] | None) -> str:
-        """What a template writes before an assistant's message that begins a conversation, such as a system prompt.
+        """The text that a template writes before an assistant's opening message, such as a system prompt.
 
         Many templates fail without any message. So it is the beginning that the rendering shares with two others, of
         contents that have no character in common.

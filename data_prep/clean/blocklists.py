@@ -21,7 +21,7 @@ _NOT_IN_URL_WORDS = re.compile(r"[^a-z0-9]+")
 
 
 class UrlBlocklist:
-    """See `UrlBlocklistSection`."""
+    """The cleaning step of `UrlBlocklistSection`."""
 
     def __init__(self, section: UrlBlocklistSection, *, field: str) -> None:
         if not section.files():
@@ -33,7 +33,7 @@ class UrlBlocklist:
         self._section = section
 
     def __call__(self, document: Document, fields: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         url = fields.get(self._section.field)
         if not isinstance(url, str) or not url:
             return document if self._section.missing == "keep" else "no URL"
@@ -47,7 +47,7 @@ class UrlBlocklist:
 
 
 class WordBlocklist:
-    """See `WordBlocklistSection`. Matching ignores case; a word matches where no letter or digit is next to it."""
+    """The cleaning step of `WordBlocklistSection`; ignores case; no letter or digit may be next to a match."""
 
     def __init__(self, section: WordBlocklistSection, *, field: str) -> None:
         terms = sorted({term.lower() for term in read_entries(section.words, field=f"{field}.words")})
@@ -66,7 +66,7 @@ class WordBlocklist:
         self._first_words = KeySet(np.fromiter(self._by_first_word, np.uint64))
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         patterns = list(self._search_always)
         if self._by_first_word:
             for key in set(self._first_words.intersection(document.folded_keys).tolist()):

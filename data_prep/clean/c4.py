@@ -20,13 +20,13 @@ _SENTENCE_END = re.compile(r"(?<![.!?…])(?<![.\s][A-Za-z])[.!?…]++[\"'”’
 
 
 class C4:
-    """See `C4Section`."""
+    """The cleaning step of `C4Section`."""
 
     def __init__(self, section: C4Section) -> None:
         self._section = section
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         lines = [line for line in map(str.strip, document.text.splitlines()) if line and self._well_formed(line)]
         lines = [line for line in map(self._without_citations, lines) if self._ends_sentence(line)]
         folded = "\n".join(lines).lower()
@@ -65,7 +65,7 @@ class C4:
 
 
 def _without(lines: list[str], phrases: tuple[str, ...], folded: str) -> list[str]:
-    """The lines that contain none of the phrases, ignoring case. folded: all lines joined, in lower case."""
+    """The lines with none of the phrases, ignoring case; `folded` is all lines joined, in lower case."""
     phrases = tuple(phrase for phrase in phrases if phrase in folded)
     if not phrases:
         return lines

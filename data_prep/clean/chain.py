@@ -42,7 +42,7 @@ class Dropped:
 
     Attributes:
         step: label of the step.
-        reason: one of a fixed set of short phrases, by which the manifest counts.
+        reason: short phrase from a fixed set, by which the manifest counts.
     """
 
     step: str

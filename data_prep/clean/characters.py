@@ -20,7 +20,7 @@ an APOSTROPHE; everything else is OTHER."""
 LETTER = 8
 """Flag: a letter, as in `str.isalpha`."""
 PLAIN = 16
-"""Flag: not punctuation, symbol, control or separator: outside of Unicode's categories P, S, C and Z."""
+"""Flag: not punctuation, symbol, control or separator (Unicode's categories P, S, C and Z)."""
 _KNOWN = 128
 
 # spaCy joins a run of STROKEs into one token, and splits runs of other punctuation

@@ -20,14 +20,14 @@ from headrace.base.errors import ConfigError
 
 
 class Decontaminate:
-    """See `DecontaminateSection`."""
+    """The cleaning step of `DecontaminateSection`."""
 
     def __init__(self, section: DecontaminateSection, *, field: str) -> None:
         self._n = section.ngram
         self._evaluation_ngrams = KeySet(self._ngrams_of(section, field=field))
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         found = self._evaluation_ngrams.intersection(NGrams(document.folded_keys).of(self._n))
         return "in evaluation data" if len(found) else document
 

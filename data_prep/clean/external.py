@@ -19,7 +19,7 @@ _UNSUPPORTED = {
 
 
 class Datatrove:
-    """See `DatatroveSection`. A drop's reason is the one that the filter returns; the filter may change the text."""
+    """The cleaning step of `DatatroveSection`; the filter returns a drop's reason, and may change the text."""
 
     def __init__(self, section: DatatroveSection, *, field: str) -> None:
         filters = import_optional("datatrove.pipeline.filters", package="datatrove", field=field)
@@ -28,7 +28,7 @@ class Datatrove:
         self._metadata = section.metadata
 
     def __call__(self, document: Document, fields: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         metadata = {name: fields.get(name) for name in self._metadata}
         theirs = self._document_class(text=document.text, id="", metadata=metadata)
         try:

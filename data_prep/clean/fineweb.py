@@ -23,7 +23,7 @@ class FineWebQuality:
         self._ends = _SentenceTerminals()
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         lines = [line for line in document.lines if line and not line.isspace()]
         if not lines:
             return "no lines"

@@ -29,7 +29,7 @@ class GopherRepetition:
         self._repeated = [(n, limits[name.format(n)]) for n in range(5, 11) if limits[name.format(n)] is not None]
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         return self._paragraphs(document) or self._lines(document) or self._ngrams(document) or document
 
     def _paragraphs(self, document: Document) -> str | None:
@@ -102,7 +102,7 @@ class GopherQuality:
         self._stop = [np.uint64(splitter.key(word)) for word in dict.fromkeys(section.stop_words)]
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         words = document.words(self._splitter)
         if not len(words.length):
             return "too few words"
@@ -213,9 +213,9 @@ def _repeated_characters(keys: Keys, starts: Ints, sizes: Ints, n: int) -> int:
 
     Args:
         keys: keys of the n-grams that occur more than once, in order.
-        starts: index of the first word of each.
-        sizes: characters of each.
-        n: words in each.
+        starts: index of the first word of each n-gram.
+        sizes: characters of each n-gram.
+        n: words per n-gram.
     """
     seen: set[int] = set()
     total = free = 0

@@ -13,7 +13,7 @@ from headrace.base.section import suggest
 
 
 class Language:
-    """See `LanguageSection`."""
+    """The cleaning step of `LanguageSection`."""
 
     def __init__(self, section: LanguageSection, *, field: str) -> None:
         cld2 = import_optional("pycld2", package="pycld2", field=field)
@@ -23,7 +23,7 @@ class Language:
         self._section = section
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         percent = sum(share for _, code, share, _ in self._detect_languages(document.text) if code in self._keep)
         return document if percent >= 100 * self._section.min_share else "other language"
 

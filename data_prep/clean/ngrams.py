@@ -84,7 +84,7 @@ def max_weight_bound(keys: Keys, weights: npt.NDArray[np.int64]) -> float:
 
     Args:
         keys: uint64[keys], well mixed.
-        weights: int64[keys], of each occurrence.
+        weights: int64[keys], weight of each occurrence.
     """
     bits = max(4, (4 * len(keys)).bit_length())
     buckets = (keys >> np.uint64(64 - bits)).astype(np.int64)

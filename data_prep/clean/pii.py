@@ -30,14 +30,14 @@ Spans = Iterator[tuple[int, int]]
 
 
 class PII:
-    """See `PIISection`."""
+    """The cleaning step of `PIISection`."""
 
     def __init__(self, section: PIISection) -> None:
         pairs = ((section.email, emails), (section.ip, public_ipv4), (section.ipv6, public_ipv6))
         self._masks: list[tuple[str, Callable[[str], Spans]]] = [(by, find) for by, find in pairs if by is not None]
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         masked = document.text
         for replacement, find in self._masks:
             masked = _replace(masked, find(masked), by=replacement)

@@ -20,7 +20,7 @@ _REMOVED_ASCII = bytes([*range(9), 0x0B, *range(0x0E, 0x20), 0x7F])
 
 
 class Repair:
-    """See `UnicodeSection`."""
+    """The cleaning step of `UnicodeSection`."""
 
     def __init__(self, section: UnicodeSection, *, field: str) -> None:
         self._ftfy = import_optional("ftfy", package="ftfy", field=field)
@@ -42,7 +42,7 @@ class Repair:
         )
 
     def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
-        """See `chain.Rule`."""
+        """Implements `chain.Rule`."""
         if self._is_unchanged(document.text):
             return document
         # "auto" keeps entities from the first line with a "<" on

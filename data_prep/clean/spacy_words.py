@@ -24,7 +24,7 @@ _CAPACITY_CHARACTERS = 1 << 24
 
 
 class SpacySplitter:
-    """See `words.Splitter`.
+    """Implements `words.Splitter`.
 
     Raises:
         ConfigError: spaCy is not installed.
@@ -40,7 +40,7 @@ class SpacySplitter:
         self._clear()
 
     def words(self, text: str) -> Words:
-        """See `words.Splitter`."""
+        """Implements `words.Splitter`."""
         if len(self._pieces) > self._capacity or self._characters > _CAPACITY_CHARACTERS:
             self._clear()
         pieces, known = text.split(), self._pieces
@@ -55,7 +55,7 @@ class SpacySplitter:
         )
 
     def key(self, word: str) -> int:
-        """See `words.Splitter`."""
+        """Implements `words.Splitter`."""
         return xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
 
     def _clear(self) -> None:

@@ -70,7 +70,7 @@ class CharacterSplitter:
         self._edges = np.array([_edge(window, inside, joined) for window in windows], np.uint8)
 
     def words(self, text: str) -> Words:
-        """See `Splitter`."""
+        """Implements `Splitter`."""
         code = kind.codes(text)
         kinds = kind.kinds(code)
         starts, ends = self._bounds(kinds)
@@ -85,7 +85,7 @@ class CharacterSplitter:
         return word_keys(code, *self._bounds(kind.kinds(code)))
 
     def key(self, word: str) -> int:
-        """See `Splitter`."""
+        """Implements `Splitter`."""
         code = kind.codes(word)
         return int(word_keys(code, np.array([0]), np.array([len(code)]))[0])
 

@@ -66,7 +66,7 @@ class UnicodeSection(StepSection):
     quotes: bool = Field(False, description="true replaces curly quotation marks by straight ones")
 
     def packages(self) -> list[str]:
-        """See `StepSection.packages`."""
+        """Implements `StepSection.packages`."""
         return ["ftfy"]
 
 
@@ -83,7 +83,7 @@ class LanguageSection(StepSection):
     )
 
     def packages(self) -> list[str]:
-        """See `StepSection.packages`."""
+        """Implements `StepSection.packages`."""
         return ["pycld2"]
 
 
@@ -93,7 +93,7 @@ class _WordsSection(StepSection):
     )
 
     def packages(self) -> list[str]:
-        """See `StepSection.packages`."""
+        """Implements `StepSection.packages`."""
         return ["spacy"] if self.words == "spacy" else []
 
 
@@ -217,7 +217,7 @@ class FineWebQualitySection(_WordsSection):
     max_line_feeds: float | None = Field(0.3, ge=0, description="most line feeds per word, e.g. 0.3; null: no limit")
 
     def packages(self) -> list[str]:
-        """See `StepSection.packages`."""
+        """Implements `StepSection.packages`."""
         return ["regex", *super().packages()]
 
 
@@ -254,7 +254,7 @@ class UrlBlocklistSection(StepSection):
     )
 
     def files(self) -> list[str]:
-        """See `StepSection.files`."""
+        """Implements `StepSection.files`."""
         return [*self.domains, *self.urls, *self.words]
 
 
@@ -271,7 +271,7 @@ class WordBlocklistSection(StepSection):
     )
 
     def files(self) -> list[str]:
-        """See `StepSection.files`."""
+        """Implements `StepSection.files`."""
         return list(self.words)
 
 
@@ -295,7 +295,7 @@ class DecontaminateSection(StepSection):
     )
 
     def files(self) -> list[str]:
-        """See `StepSection.files`."""
+        """Implements `StepSection.files`."""
         return list(self.evaluations)
 
 
@@ -315,11 +315,11 @@ class DatatroveSection(StepSection):
     )
 
     def files(self) -> list[str]:
-        """See `StepSection.files`."""
+        """Implements `StepSection.files`."""
         return list(self.reads)
 
     def packages(self) -> list[str]:
-        """See `StepSection.packages`."""
+        """Implements `StepSection.packages`."""
         return ["datatrove"]
 
 

@@ -27,7 +27,7 @@ TrainedKind = Literal["bpe", "sentencepiece-unigram", "sentencepiece-bpe"]
 TOKENIZER_PARENT = "tokenizer"
 """Key of a given tokenizer among the manifest's parents; no source may have this name."""
 _MAX_RECORD_BYTES = 256 << 20
-"""Default of `max_record_bytes`: more than any honest document, and a worker with such a line takes about 1 GB."""
+"""Default of `max_record_bytes`: more than any real document; a worker with such a line takes about 1 GB."""
 
 
 _OWN_ARGUMENTS = {
@@ -36,7 +36,7 @@ _OWN_ARGUMENTS = {
     "split": 'name it as "split" of the source, and remove it here',
     "path": 'it is the "builder" of the source: remove it here',
 }
-"""Arguments of `datasets.load_dataset` that are not given by `kwargs`."""
+"""Arguments of `datasets.load_dataset` that `kwargs` may not have, with the remedy."""
 
 
 class Source(Section):
@@ -137,7 +137,7 @@ class Source(Section):
 
     @property
     def paths(self) -> list[str]:
-        """The paths as written in the config; empty for a builder."""
+        """Paths as written in the config; empty for a builder."""
         return [self.path] if isinstance(self.path, str) else list(self.path or [])
 
     @property
@@ -327,7 +327,7 @@ class CorpusConfig(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """The config as the manifest records it: without `output`, so that the directory may be moved or renamed."""
+        """The config for the manifest: without `output`, so that the directory may be moved or renamed."""
         identity = self.model_dump(exclude={"output"})
         if self.max_record_bytes == _MAX_RECORD_BYTES:  # keys that jobs and outputs of older versions do not have
             del identity["max_record_bytes"]

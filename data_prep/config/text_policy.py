@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ENGINE_FILE = "engine.json"
-"""File beside a tokenizer folder: the tokenization engine that was verified to give its ids, and why not another."""
+"""File beside a tokenizer folder: the engine verified to give its ids, and why others were rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPolicy:
-    """How texts become ids.
+    """Rules by which texts become ids.
 
     Attributes:
         prepend_bos: whether every document begins with the BOS (beginning-of-sequence) token.

@@ -40,7 +40,7 @@ class ComponentsTask(DirectoryTask):
     Args:
         exact, near: directories with pairs of exact and of near duplicates.
         runs: the runs' directories, in the order that numbers the documents of the pairs.
-        section: how near duplicates are decided on; None: as connected.
+        section: rules for near duplicates; None: documents connected by pairs are duplicates.
     """
 
     exact: tuple[Path, ...]
@@ -51,7 +51,7 @@ class ComponentsTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return "dedup components"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class ComponentsTask(DirectoryTask):
         return done | {"seen": int(counts[SEEN])} | clusters
 
     def _find_duplicates(self, scratch: Path) -> tuple[Numbers, NDArray[np.uint8], dict[str, Any]]:
-        """The numbers of all documents in a pair, ascending, and the decision for each; sizes of the clusters."""
+        """Decides on all documents in a pair; returns their numbers, ascending, the decisions, and cluster sizes."""
         paired = _PairedDocuments([*self.exact, *self.near], self.runs)
         ranks = _ranks_of(paired, self.runs)
         position, seen = _positions(ranks), int((ranks < 0).sum())
@@ -103,10 +103,10 @@ class ComponentsTask(DirectoryTask):
         *,
         seen: int,
     ) -> NDArray[Any]:
-        """The position of the document that is kept for each; that of an exact duplicate is its own.
+        """Position of the document that is kept in place of each one; for an exact duplicate its own.
 
         Args:
-            seen: how many documents are seen already; their positions are the first.
+            seen: number of documents of an earlier corpus; their positions come first.
         """
         assert self.section is not None
         order = np.flatnonzero(~exact).astype(roots.dtype)
@@ -123,8 +123,10 @@ class ComponentsTask(DirectoryTask):
     def _signatures(
         self, path: Path, numbers: Numbers, place: NDArray[Any], position: NDArray[Any], count: int
     ) -> Signatures:
-        """The signatures of the documents whose position has a place, in that order, in a file: they need not fit into
-        memory, and each run is opened once."""
+        """Collects the signatures of the documents with a place, in that order, in a file, which may exceed memory.
+
+        Each run is opened once.
+        """
         assert self.section is not None
         shape = (max(1, count), self.section.slots)  # no file of no bytes can be mapped
         found: Signatures = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
@@ -141,7 +143,7 @@ _LARGEST = 5
 
 
 def _roots(parents: NDArray[Any]) -> NDArray[Any]:
-    """The root of each item, in an array of its own."""
+    """The root of each item, in a new array."""
     found = np.empty_like(parents)
     for part in _slices(len(parents)):
         found[part] = find_roots(parents, np.arange(part.start, part.stop))
@@ -153,7 +155,7 @@ def _are_attached(roots: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _sizes(kept_for: NDArray[Any], numbers: Numbers, position: NDArray[Any]) -> dict[str, Any]:
-    """The sizes of the clusters; see `ComponentsTask`."""
+    """Sizes of the clusters for the marker of `ComponentsTask`."""
     sizes, bins, largest = np.zeros_like(kept_for), np.zeros(64, dtype=np.int64), list[int]()
     for part in _slices(len(kept_for)):
         np.add.at(sizes, kept_for[part], 1)
@@ -170,7 +172,7 @@ def _sizes(kept_for: NDArray[Any], numbers: Numbers, position: NDArray[Any]) -> 
 
 
 def drops_path(directory: Path, run: int) -> Path:
-    """The file in which a finished `ComponentsTask` has the decisions for the documents of a run."""
+    """Path of a finished `ComponentsTask`'s decisions for the documents of a run."""
     return directory / f"run-{run:06d}.npy"
 
 
@@ -208,11 +210,11 @@ def _read_pairs(directory: Path) -> Iterator[NDArray[np.int64]]:
 
 
 class _PairedDocuments:
-    """The documents in any pair, a bit for each document of all runs.
+    """Set of the documents in any pair: a bit for each document of all runs.
 
     Args:
-        directories: with pairs.
-        runs: the runs' directories.
+        directories: directories with pairs.
+        runs: directories of the runs.
     """
 
     def __init__(self, directories: Sequence[Path], runs: Sequence[Path]) -> None:
@@ -227,12 +229,12 @@ class _PairedDocuments:
                 )
 
     def of_run(self, run: int) -> Numbers:
-        """The indices of those of a run, ascending."""
+        """Indices of the set's documents in a run, ascending."""
         bits = self._bits[self._first[run] : self._first[run + 1]]
         return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
     def numbers(self) -> Numbers:
-        """The numbers of all, ascending."""
+        """Numbers of all documents in the set, ascending."""
         found = np.empty(int(np.bitwise_count(self._bits).sum(dtype=np.int64)), dtype=np.int64)
         end = 0
         for run in range(len(self._first) - 1):
@@ -256,7 +258,7 @@ def _ranks_of(paired: _PairedDocuments, runs: Sequence[Path]) -> NDArray[np.int6
 
 
 def _positions(ranks: NDArray[np.int64]) -> NDArray[Any]:
-    """The position of each rank in ascending order; of four bytes where that is enough."""
+    """Position of each rank in ascending order, as four-byte integers if these are enough."""
     order = np.argsort(ranks)
     position = np.empty(len(order), dtype=np.int32 if len(order) < 1 << 31 else np.int64)
     for part in _slices(len(order)):
@@ -267,7 +269,7 @@ def _positions(ranks: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _slices(count: int) -> Iterator[slice]:
-    """All of so many items, some at a time."""
+    """Yields slices that cover `count` items."""
     return (slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
 
 
@@ -278,7 +280,7 @@ def _union_all(directory: Path, parents: NDArray[Any], numbers: Numbers, positio
 
 
 def _index_of(numbers: Numbers, wanted: Numbers) -> NDArray[np.intp]:
-    """The index of each wanted number in ascending numbers. Searching in ascending order is ten times as fast."""
+    """Index of each wanted number among ascending numbers. Searching in ascending order is ten times as fast."""
     order = np.argsort(wanted)
     found = np.empty_like(order)
     found[order] = np.searchsorted(numbers, wanted[order])

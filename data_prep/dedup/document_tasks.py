@@ -2,7 +2,7 @@
 
     exact.*.npy  a `table` of the texts' 128-bit hashes: one row, of two words
     near.*.npy   a `table` of the LSH band hashes: a row per band
-    signatures.npy  uint8[documents, slots], see `verify.Signatures`; where clusters are verified
+    signatures.npy  uint8[documents, slots], see `verify.Signatures`; only if clusters are verified
     rank.npy     int64[documents]: of duplicates, the one of the smallest rank in the whole job is kept
 
 A pairs task reads one row and one range of hashes of all runs and writes the pairs of documents with equal hashes.
@@ -40,10 +40,10 @@ def write_dedup_tables(
 
     Args:
         directory: the directory of the run.
-        rank: int64[documents], in the order of the run's documents, as the following.
+        rank: int64[documents], in the order of the run's documents, like the other arrays.
         hashes: uint64[documents, 2], the 128-bit hash of each text; None without exact deduplication.
-        bands: uint64[documents, bands], see `minhash.band_hashes`; None without near deduplication.
-        signatures: uint8[documents, slots]; None where no clusters are verified.
+        bands: uint64[documents, bands], LSH band hashes (`minhash.band_hashes`); None without near deduplication.
+        signatures: uint8[documents, slots], MinHash signatures; None if clusters are not verified.
     """
     np.save(directory / RANK, rank)
     if signatures is not None:
@@ -68,7 +68,7 @@ class PairsTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"dedup task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def table_plans(
     """The plans that read the tables of exact and of near duplicates.
 
     Args:
-        runs: the runs' directories; their order numbers them, and does not change what is dropped.
-        documents: int64[runs], approximate documents of each.
-        directory: the tasks write subdirectories of it.
+        runs: directories of the runs; their order numbers them, and does not change the result.
+        documents: int64[runs], approximate number of documents in each run.
+        directory: parent of the tasks' directories.
 
     Returns:
         (plans of exact, plans of near duplicates); each has one plan, or none if the section turns it off.

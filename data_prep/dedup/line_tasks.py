@@ -30,10 +30,10 @@ def write_line_hashes(directory: Path, hashes: Iterable[NDArray[np.uint64]]) -> 
     """Writes the table of the lines of a map task's documents by an external sort, in the memory of `_BLOCK_LINES`.
 
     Args:
-        hashes: `line_hashes` of the documents, in order; each array has those of one or more documents.
+        hashes: `line_hashes` of the documents, in order; an array has the lines of one or more documents.
 
     Returns:
-        how many lines are compared, that is, are not `EXEMPT`.
+        Number of lines to compare (not `EXEMPT`).
     """
     scratch = directory / "sorted"
     scratch.mkdir()
@@ -51,7 +51,7 @@ def write_line_hashes(directory: Path, hashes: Iterable[NDArray[np.uint64]]) -> 
 
 
 def _blocks(hashes: Iterable[NDArray[np.uint64]]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """The same hashes in blocks of about `_BLOCK_LINES`, each with the number of its first line."""
+    """Regroups hashes into blocks of about `_BLOCK_LINES` lines, each with the number of its first line."""
     first, block, count = 0, list[NDArray[np.uint64]](), 0
     for some in hashes:
         block.append(some)
@@ -64,7 +64,7 @@ def _blocks(hashes: Iterable[NDArray[np.uint64]]) -> Iterator[tuple[int, NDArray
 
 
 def _write_part(directory: Path, lines: NDArray[np.uint64], first: int) -> int:
-    """Writes the table of consecutive lines, starting at number `first`; returns how many are compared."""
+    """Writes the table of consecutive lines, starting at number `first`; returns the number to compare."""
     assert first + len(lines) <= 1 << 32
     items = np.flatnonzero(lines != EXEMPT)
     items = items[np.argsort(lines[items], kind="stable")]
@@ -90,7 +90,7 @@ def _merge(parts: Sequence[Path], directory: Path, total: int) -> None:
 
 @contextmanager
 def _open_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Iterator[BinaryIO]:
-    """Opens an .npy file of this shape to which the elements are to be written in order."""
+    """Opens an .npy file of this shape, for writing the elements in order."""
     with path.open("wb") as file:
         header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
@@ -101,7 +101,7 @@ def _open_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Ite
 class RepeatedLinesTask(DirectoryTask):
     """Finds the lines in a range of hashes that follow `kept_occurrences` equal lines, over all runs in order.
 
-    Writes their numbers, int64 little-endian, ascending: to `directory/within.bin` those that follow so many equal
+    Writes their numbers, int64 little-endian, ascending: to `directory/within.bin` lines that follow so many equal
     lines of their own run, which may be most of a corpus and are not kept in memory, and to `across.bin` the rest.
     """
 
@@ -112,7 +112,7 @@ class RepeatedLinesTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"dedup task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
@@ -138,9 +138,9 @@ def repeated_lines_tasks(
     """The tasks that find repeated lines.
 
     Args:
-        runs: the directories of `write_line_hashes`, in the order of the input.
-        lines: how many lines of all runs are compared.
-        directory: the tasks write subdirectories of it.
+        runs: directories that `write_line_hashes` wrote, in the order of the input.
+        lines: number of lines of all runs to compare.
+        directory: parent of the tasks' directories.
     """
     return [
         RepeatedLinesTask(section.copies, within, tuple(runs), directory / f"lines-{within.part:05d}")
@@ -152,13 +152,13 @@ class DroppedLines:
     """The lines that one run drops, read document by document in the order in which its lines were hashed."""
 
     def __init__(self, tasks: Sequence[Path], *, run: int) -> None:
-        """`tasks`: the directories of all `RepeatedLinesTask`s, finished."""
+        """Opens the dropped lines of a run; `tasks`: directories of all finished `RepeatedLinesTask`s."""
         files = [directory / name for directory in tasks for name in (_WITHIN, _ACROSS)]
         self._lines = np.sort(np.concatenate([_lines_of_run(file, run) for file in files]))
         self._next_line = 0
 
     def next_document(self, lines: int) -> NDArray[np.bool_]:
-        """bool[lines]: which lines of the next document are dropped."""
+        """Mask of the lines of the next document to drop: bool[lines]."""
         start, self._next_line = self._next_line, self._next_line + lines
         first, end = np.searchsorted(self._lines, [start, self._next_line])
         dropped = np.zeros(lines, dtype=bool)

@@ -46,5 +46,5 @@ def remove_lines(text: str, dropped: NDArray[np.bool_], *, section: LinesSection
 
 
 def _separator(section: LinesSection) -> str:
-    """What ends a line or a paragraph. A paragraph ends at an empty line."""
+    """Separator of lines or paragraphs. A paragraph ends at an empty line."""
     return "\n" if section.unit == "line" else "\n\n"

@@ -25,10 +25,10 @@ Ids = NDArray[np.uint32]
 Offsets = NDArray[np.int64]
 
 EMPTY = np.uint32(0xFFFFFFFF)
-"""The value of an empty slot. A minimum of this value counts as empty, with a probability of 2^-32."""
+"""Value of an empty slot. A minimum of this value (probability 2^-32) also counts as empty."""
 _ROUNDS = 6
-"""Rounds of hashing before a slot that is still empty gets a hash of its own. With 1 or 16 rounds, a document of 100
-tokens takes 2.5 or 1.4 times as long."""
+"""Number of hashing rounds before a slot that is still empty gets a hash of its own. With 1 or 16 rounds, a document of
+100 tokens takes 2.5 or 1.4 times as long."""
 _BLOCK = 1 << 15  # windows at a time: their hashes fit a core's cache; with 2^18 each takes four times as long
 _LONG = 1 << 12  # a document of more windows and still an empty slot is repetitive: each distinct window is used once
 BASE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
@@ -45,7 +45,7 @@ def band_hashes(ids: Ids, offsets: Offsets, *, section: NearSection) -> Hashes:
 
     Args:
         ids: uint32[n], the token ids of all documents, concatenated.
-        offsets: int64[docs + 1], the start of each; the last is n.
+        offsets: int64[docs + 1], start of each document; the last is n.
         section: the size of n-grams, and the numbers of bands and rows.
 
     Returns:
@@ -107,8 +107,7 @@ def _join(first: Hashes, first_width: int, second: Hashes, second_width: int) ->
 
 
 def _hash_block(hashes: Hashes, start: int, offsets: Offsets, minima: NDArray[np.uint32], *, ngram: int) -> None:
-    """Puts the windows that start at tokens `start`, `start + 1`, ... into their slots, except those that cross from
-    one document into the next."""
+    """Puts windows that start at tokens `start`, `start + 1`, ... into slots, unless they cross documents."""
     end = start + len(hashes)
     first, last = np.searchsorted(offsets, [start, end - 1], side="right") - 1
     bounds = np.clip(offsets[first : last + 2], start, end) - start
@@ -136,7 +135,7 @@ def _batches(documents: NDArray[np.intp], offsets: Offsets) -> Iterator[NDArray[
 def _window_hashes_of(
     ids: Ids, offsets: Offsets, documents: NDArray[np.intp], ngram: int
 ) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hashes of the windows of these documents, concatenated, and how many each has (at least one)."""
+    """Hashes of the windows of these documents, concatenated, and each document's number of them (at least one)."""
     starts, lengths = offsets[documents], offsets[documents + 1] - offsets[documents]
     room = np.maximum(lengths, ngram)
     ends = np.cumsum(room)

@@ -21,13 +21,12 @@ _CLASSES = "classes.npy"
 
 @dataclass(frozen=True)
 class MinHasher:
-    """Computes band hashes. classes: uint32 [vocabulary], the token classes, see `words.token_classes`."""
+    """Computes band hashes; `classes`: uint32 [vocabulary], the token classes of `words.token_classes`."""
 
     classes: np.ndarray[Any, Any]
 
     def hashes(self, tokens: Tokens, *, section: NearSection | None) -> tuple[U64, Signatures | None]:
-        """uint64 [documents, bands], see `dedup.minhash.band_hashes`; and the signatures, where clusters are verified
-        by them."""
+        """Band hashes, uint64 [documents, bands]; and the signatures, or None if clusters are not verified."""
         assert section is not None
         comparable = words.comparable_tokens(tokens.ids, tokens.offsets, classes=self.classes, ngram=section.ngram)
         minima = minhash.signatures(*comparable, section=section)
@@ -37,7 +36,7 @@ class MinHasher:
 
 @cache
 def open_minhasher(directory: Path) -> MinHasher:
-    """Reads the classes of `write_token_classes`; cached for the next task of the same process."""
+    """Reads the classes that `write_token_classes` wrote; cached for the next task of the same process."""
     return MinHasher(np.load(directory / _CLASSES))
 
 

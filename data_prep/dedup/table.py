@@ -22,13 +22,13 @@ Numbers = NDArray[np.int64]
 Word = TypeVar("Word", np.uint64, np.int64)
 
 MEMORY = 256 << 20
-"""Bytes of memory of a task for its range of hashes. Equal hashes are in one range: each run keeps one item of them."""
+"""Memory of a task for its range of hashes, in bytes. Equal hashes are in one range; a run keeps one item of them."""
 PAIRS = "pairs.bin"
-"""int64 little-endian, the numbers of two items for each pair."""
+"""File of pairs: int64 little-endian, the numbers of two items each."""
 _PAIR_BYTES = 16
 _ITEM_BYTES = 80  # of such a task; 58 were measured, with 128-bit hashes
 RUN_BITS = 32
-"""Bits of the number of an item that are its index within its run; above them is the run."""
+"""Low bits of an item's number that are its index within its run; the higher bits are the run."""
 _SPACE = 1 << 64
 
 
@@ -63,7 +63,7 @@ class TableSlice:
         return TableSlice(self.hashes[:, chosen], self.numbers[chosen])
 
     def repeats(self, *, back: int = 1) -> NDArray[np.bool_]:
-        """bool[items]: whether the item `back` positions before, and so at least `back` items, have the same hash."""
+        """Whether at least `back` items before each item have the same hash: bool[items]."""
         same = np.ones(len(self.numbers), dtype=bool)
         same[:back] = False
         for word in self.hashes:
@@ -110,10 +110,10 @@ def write_pairs(slices: Iterable[TableSlice], file: BinaryIO) -> tuple[int, Tabl
     A hash that a slice repeats many times takes the memory of one item.
 
     Args:
-        slices: of one range, by ascending run.
+        slices: slices of one range, by ascending run.
 
     Returns:
-        number of pairs, and the first item of each hash.
+        Number of pairs, and the first item of each hash.
     """
     start = file.tell()
     joined = join_slices([_write_repeats(part, file) for part in slices])  # the slices themselves are freed by now
@@ -133,7 +133,7 @@ def _write_repeats(part: TableSlice, file: BinaryIO) -> TableSlice:
 
 
 def sorted_unique(values: NDArray[Word]) -> NDArray[Word]:
-    """`np.unique` by sorting: 3 ms for 300,000 numbers; that of numpy 2.4, by hashing, takes 160 ms."""
+    """`np.unique` by sorting: 3 ms for 300,000 numbers; numpy 2.4's, by hashing, takes 160 ms."""
     ordered = np.sort(values)
     first = np.ones(len(ordered), dtype=bool)
     first[1:] = ordered[1:] != ordered[:-1]

@@ -19,25 +19,26 @@ Signatures = NDArray[np.uint8]
 """uint8 [documents, slots]: the lowest 8 bits of each minimum (Li and Koenig, "b-Bit Minwise Hashing", 2010)."""
 _EQUAL_BY_CHANCE = 1 / 256
 _FIRST_KEPT = 64
-"""Kept documents of a component with which all others are compared. Of components with more (texts of one template),
-the others are compared with those with which they share a band, so that their time is not the square of their size."""
+"""Number of kept documents of a component with which all others are compared. In components with more (texts of one
+template), the rest is compared with kept ones that share a band, so that time does not grow as the square of the size.
+"""
 _CHUNK = 1 << 16
 
 
 def shortened(minima: NDArray[np.uint32]) -> Signatures:
-    """The signatures that are kept, from those of `minhash.signatures`."""
+    """Shortens the signatures of `minhash.signatures` to the lowest 8 bits of each minimum."""
     return minima.astype(np.uint8)
 
 
 def find_kept(
     cluster: NDArray[Any], signatures: Signatures, *, seen: NDArray[np.bool_], section: NearSection
 ) -> NDArray[Any]:
-    """For each document the one that is kept for it, itself if it is kept.
+    """Finds, for each document, the one that is kept in its place (itself if it is kept).
 
     Args:
-        cluster: int [documents], the component of each, ascending; within one in the order of the input.
-        signatures: of the documents; may be a memory map.
-        seen: bool [documents]: those of an earlier corpus, which count as kept, also where they are similar to others.
+        cluster: int [documents], component of each document, ascending; within a component in the order of the input.
+        signatures: uint8 [documents, slots], shortened signatures; may be a memory map.
+        seen: bool [documents], whether a document is of an earlier corpus: it counts as kept even if similar to others.
     """
     share = section.threshold * (1 - _EQUAL_BY_CHANCE) + _EQUAL_BY_CHANCE
     least = math.ceil(share * section.slots - 1e-9)
@@ -74,8 +75,7 @@ def _compare_by_bands(
     least: int,
     section: NearSection,
 ) -> None:
-    """Decides on the documents left, one by one: each is compared with the first `_FIRST_KEPT` kept ones of each of its
-    bands."""
+    """Decides on the remaining documents, each by the first `_FIRST_KEPT` kept ones of each of its bands."""
     buckets: dict[tuple[int, bytes], list[int]] = {}
     last = None
     for document in undecided.tolist():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from data_prep.dedup.minhash import Ids, Offsets
 
 IGNORED = np.uint32(0xFFFFFFFF)
-"""The class of tokens that are not compared."""
+"""Class of tokens that are not compared."""
 
 
 def tokenizer_token_classes(file: Path) -> NDArray[np.uint32]:
@@ -34,8 +34,8 @@ def token_classes(tokens: Sequence[str], *, special: Iterable[int] = ()) -> NDAr
     """The class of each token: the smallest id with the same letters and digits, in lower case.
 
     Args:
-        tokens: each id decoded on its own. A part of a character (U+FFFD when decoded) is its own class.
-        special: ids that occur in no text, such as the end of a document: they are ignored.
+        tokens: text of each id, decoded on its own. A part of a character (decoded to U+FFFD) is its own class.
+        special: ids that occur in no text, such as the end of a document; they are ignored.
 
     Returns:
         uint32[vocabulary]; `IGNORED` for tokens without letters or digits.
@@ -59,7 +59,7 @@ def comparable_tokens(ids: Ids, offsets: Offsets, *, classes: NDArray[np.uint32]
     Args:
         ids: uint32[n].
         offsets: int64[docs + 1].
-        classes: uint32[vocabulary], of `token_classes`.
+        classes: uint32[vocabulary], result of `token_classes`.
         ngram: tokens per n-gram.
     """
     of_ids = classes[ids]

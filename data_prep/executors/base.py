@@ -41,7 +41,7 @@ def default_workers() -> int:
 
 
 def check_reachable(option: str, addresses: Sequence[str], *, remedy: str) -> None:
-    """Checks that one of some HOST:PORT accepts a connection.
+    """Checks that at least one of several HOST:PORT accepts a connection.
 
     The engines themselves retry for minutes and then fail with a stack trace.
 
@@ -71,7 +71,7 @@ class LostWorkerError(DataError):
 
 
 class _AlreadyFinishedError(Exception):
-    """Another attempt has finished the task."""
+    """Raised when another attempt has finished the task."""
 
 
 def attempt_task(task: Task, report: Report) -> tuple[str, Any]:

@@ -17,8 +17,8 @@ def open_executor(name: str, *, root: Path, workers: int | None, address: str | 
 
     Args:
         root: the job directory.
-        workers: concurrent tasks; None: as many as there are CPUs.
-        address: of a Ray cluster or a Spark master; None: the engine's own default.
+        workers: number of concurrent tasks; None: the number of CPUs.
+        address: address of a Ray cluster or a Spark master; None: the engine's own default.
 
     Raises:
         ConfigError: the engine is not installed or cannot be reached.

@@ -59,7 +59,7 @@ class LocalExecutor:
         self._idle = []
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """See `Executor.run`. A killed worker is an error without a retry: its cause would kill the next one, too."""
+        """Implements `Executor.run`. A killed worker is not retried: the cause would kill the next one, too."""
         busy: dict[Connection, tuple[_Worker, Task]] = {}
         waiting = list(reversed(tasks))
         try:

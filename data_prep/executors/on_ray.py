@@ -31,7 +31,7 @@ SETTINGS = {
 _RETRIES = 4
 _STORE_BYTES = 80_000_000  # of a cluster started here; results are small, and Ray accepts no less than 75 MB
 _SLOW_FACTOR = 3.0
-"""Times the median duration: a task that takes longer gets a speculative second attempt."""
+"""Multiple of the median duration after which a task gets a speculative second attempt."""
 _POLL_S = 0.5
 _STOP_S = 10.0
 
@@ -43,7 +43,7 @@ def open_ray(root: Path, *, workers: int | None, address: str | None) -> Iterato
     Args:
         root: the job directory.
         workers: concurrent tasks; None: the number of CPUs of the cluster, or of this process if one is started.
-        address: of a cluster, as `ray.init` takes it; None: RAY_ADDRESS, or else a cluster is started here.
+        address: address of a cluster, for `ray.init`; None: RAY_ADDRESS, or else a cluster is started here.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster cannot be reached.
@@ -83,7 +83,7 @@ class RayExecutor:
     """Runs tasks on the cluster that this process is connected to.
 
     Attributes:
-        slow_s: seconds before a task may get a speculative second attempt, see `_Scheduler.speculate`.
+        slow_s: seconds before a task may get a speculative second attempt (`_Scheduler.speculate`).
     """
 
     root: Path
@@ -91,7 +91,7 @@ class RayExecutor:
     slow_s: float = 10.0
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """See `Executor.run`. A task whose worker or machine is lost is retried, up to four times."""
+        """Implements `Executor.run`. A task whose worker or machine is lost is retried, up to four times."""
         if not tasks:
             return
         with TaskClaims(self.root, tasks) as claims:

@@ -38,7 +38,7 @@ def open_spark(root: Path, *, workers: int | None, address: str | None) -> Itera
     Args:
         root: the job directory.
         workers: concurrent tasks, in local and standalone mode; None: all CPUs.
-        address: Spark's master; None: that of the settings, or else local mode.
+        address: Spark's master; None: the master of the settings, or else local mode.
 
     Raises:
         ConfigError: Spark or Java is not installed, or the master cannot be reached.
@@ -96,7 +96,7 @@ class SparkExecutor:
     root: Path
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """See `Executor.run`. All results come at the end of a phase; `report` is called while it runs."""
+        """Implements `Executor.run`. All results come at the end of a phase; `report` is called while it runs."""
         if not tasks:
             return
         with TaskClaims(self.root, tasks) as claims:

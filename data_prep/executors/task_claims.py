@@ -38,9 +38,9 @@ class TaskOutcome:
     """Outcome of one attempt at a task.
 
     Attributes:
-        kind, value: see `attempt_task`.
-        counts: all the work it reported.
-        seconds: its duration on the worker.
+        kind, value: result of `attempt_task`: "done" and the result, "error" and a message, or "bug" and a traceback.
+        counts: all work that the attempt reported.
+        seconds: seconds that the attempt took on the worker.
     """
 
     kind: str
@@ -51,10 +51,10 @@ class TaskOutcome:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Task number `index` of a run, as it is sent to a worker.
+    """Task number `index` of a run, in the form sent to a worker.
 
     Attributes:
-        cwd: the directory that the task's relative paths start from.
+        cwd: directory to which the task's paths are relative.
         run_directory: `.NAME.job/running/RUN`.
         coordinator: host name of the process that runs the job.
     """
@@ -105,7 +105,7 @@ class _HeartbeatWriter:
             raise HeadraceError(f"{self._assignment.task.name} was abandoned: its coordinator has ended")
 
     def write(self, *, ended: bool = False) -> bool:
-        """Returns whether the run directory still exists."""
+        """Writes the counts; returns whether the run directory still exists."""
         self._written = time.monotonic()
         process = {"task": self._assignment.task.name, "host": socket.gethostname(), "pid": os.getpid(), "ended": ended}
         counts = {f.name: getattr(self.counts, f.name) for f in fields(Counts)}
@@ -135,7 +135,7 @@ class TaskClaims:
     root: Path
     tasks: Sequence[Task]
     _reported: dict[int, Counts] = field(default_factory=dict)
-    """By task, the maximum that any attempt has counted: work that is lost and redone is not counted twice."""
+    """Task -> largest counts of any attempt: work that is lost and redone is not counted twice."""
 
     def __enter__(self) -> TaskClaims:
         parent = self.root.absolute() / RUNNING
@@ -150,7 +150,7 @@ class TaskClaims:
         shutil.rmtree(self._run_directory.parent, ignore_errors=True)
 
     def assignments(self) -> list[Assignment]:
-        """One for each task."""
+        """The assignments, one for each task."""
         cwd, host = Path.cwd(), socket.gethostname()
         return [Assignment(i, task, cwd, self._run_directory, host) for i, task in enumerate(self.tasks)]
 

@@ -34,7 +34,7 @@ class DsFile:
     """An open .ds file, memory-mapped read-only; data is read from disk on access.
 
     Attributes:
-        path: of the .ds file.
+        path: path of the .ds file.
         tokens: [all tokens], uint16 or int32: ids of four bytes are below 2^31.
         ends: int64 [documents], position at which each document ends.
     """
@@ -45,11 +45,11 @@ class DsFile:
 
     @classmethod
     def open(cls, path: str | Path, *, random_access: bool = False) -> DsFile:
-        """Memory-maps NAME.ds and NAME.ds.index. The bytes of an id follow from the sizes of the two.
+        """Memory-maps NAME.ds and NAME.ds.index. The bytes per id follow from the sizes of the two.
 
         Args:
-            path: of the .ds file.
-            random_access: see `map_file`.
+            path: path of the .ds file.
+            random_access: whether to disable read-ahead, for small reads at random offsets.
 
         Raises:
             DataError: the index is missing or truncated, does not fit the tokens, or the metadata contradicts them.
@@ -78,14 +78,14 @@ class DsFile:
         return len(self.ends)
 
     def document_starts(self, documents: npt.ArrayLike) -> I64:
-        """See `IndexedTokens.document_starts`."""
+        """Implements `IndexedTokens.document_starts`."""
         number = np.asarray(documents, dtype=np.int64)
         starts = np.zeros(number.shape, dtype=np.int64)
         starts[number > 0] = self.ends[number[number > 0] - 1]
         return starts
 
     def first_document_from(self, positions: I64) -> I64:
-        """See `IndexedTokens.first_document_from`."""
+        """Implements `IndexedTokens.first_document_from`."""
         after = np.minimum(first_not_below(self.ends, positions) + 1, self.documents)
         return np.where(positions > 0, after, 0)
 
@@ -118,7 +118,7 @@ def _dtype(path: Path, size: int, ends: Array) -> np.dtype[Any]:
 
 
 def _metadata(path: Path) -> tuple[str, int | None]:
-    """Tokenizer and bytes per id as the metadata says; "" and None without a metadata file."""
+    """Tokenizer and bytes per id recorded in the metadata; "" and None without a metadata file."""
     file = Path(f"{path}{_METADATA}")
     try:
         line = file.read_text(encoding="utf-8").partition("\n")[0]

@@ -38,11 +38,11 @@ def open_indexed(prefix: Path, *, random_access: bool = False) -> IndexedTokens:
     """Memory-maps NAME.ds and its index, or else PREFIX.bin and PREFIX.idx.
 
     Args:
-        prefix: of the pair; a path that ends with .ds is the file itself.
-        random_access: see `map_file`.
+        prefix: path prefix of the pair; a path that ends with .ds is the file itself.
+        random_access: whether to disable read-ahead, for small reads at random offsets.
 
     Raises:
-        DataError: see `DsFile.open` and `TokenFile.open`.
+        DataError: a file is missing or damaged, or the file and its index contradict each other.
     """
     if prefix.name.endswith(DS):
         return DsFile.open(prefix, random_access=random_access)

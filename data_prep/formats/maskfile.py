@@ -1,7 +1,7 @@
 """Loss mask files: `PREFIX.mask` beside `PREFIX.bin`, one byte per token, 1 if it counts in the loss, else 0.
 
-Only tokens directories with conversations have them. Other readers of Megatron's format ignore them. What datatrove
-writes as `NAME.ds.loss` has the same content.
+Only tokens directories with conversations have them. Other readers of Megatron's format ignore them. datatrove's
+`NAME.ds.loss` has the same content.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def open_mask(prefix: Path, *, tokens: int, random_access: bool = False) -> npt.
     """Memory-maps the loss mask of a token file.
 
     Args:
-        prefix: of the token file.
+        prefix: path prefix of the token file.
         tokens: number of tokens in it.
-        random_access: see `map_file`.
+        random_access: whether to disable read-ahead, for small reads at random offsets.
 
     Returns:
         uint8 [tokens], or None if the token file has no mask.

@@ -28,7 +28,7 @@ _libc.memcpy.restype = ctypes.c_void_p
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _SCRATCH = 1 << 14
 _HEADER_BYTES = 1 << 12
-"""Of a header of `np.save`, at most: those of arrays without fields have 128."""
+"""Largest header of `np.save`, in bytes: arrays without fields have one of 128."""
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -67,15 +67,15 @@ def map_file(path: Path, *, random_access: bool = False) -> npt.NDArray[np.uint8
     """Memory-maps a file.
 
     Args:
-        path: of the file.
-        random_access: disables read-ahead (MADV_RANDOM), for small reads at random offsets. With read-ahead, the kernel
-            reads the device's read_ahead_kb around each of them: usually 128 KiB, 8 MiB on some machines.
+        path: path of the file.
+        random_access: whether to disable read-ahead (MADV_RANDOM), for small reads at random offsets. With read-ahead,
+            the kernel reads the device's read_ahead_kb around each of them: usually 128 KiB, 8 MiB on some machines.
 
     Returns:
         uint8 [bytes of the file], read-only.
 
     Raises:
-        OSError: as `MemoryMap`.
+        OSError: the file does not exist, or the process has too many maps (vm.max_map_count).
     """
     mapping = MemoryMap(path)
     if not mapping.size:
@@ -92,8 +92,8 @@ def map_array(path: Path) -> npt.NDArray[Any]:
     the files of 10,000 tasks.
 
     Raises:
-        OSError: as `MemoryMap`.
-        ValueError: it is no such file, or ends early.
+        OSError: the file does not exist, or the process has too many maps (vm.max_map_count).
+        ValueError: the file is not one of `np.save`, or ends early.
     """
     data = map_file(path)
     head = io.BytesIO(data[:_HEADER_BYTES].tobytes())
@@ -115,7 +115,7 @@ def fault_in(parts: Iterable[tuple[int, int]]) -> None:
     would stop the training beside it, and the wait would show as a slow step and not as data wait.
 
     Args:
-        parts: address and bytes of each; its map has to exist until the next part is asked for.
+        parts: (address, bytes) of each part; its map has to exist until the next part is requested.
     """
     scratch = ctypes.create_string_buffer(_SCRATCH)
     for address, size in parts:
@@ -129,8 +129,8 @@ def will_need(address: int, size: int) -> None:
     Returns without waiting. The kernel may ignore the hint, and errors are ignored.
 
     Args:
-        address: of the first byte, within a map.
-        size: bytes.
+        address: address of the first byte, within a map.
+        size: number of bytes.
     """
     offset = address % mmap.PAGESIZE
     if size:

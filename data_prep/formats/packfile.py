@@ -97,9 +97,9 @@ def cut_documents(bounds: I64, *, length: int, tokens: I64 | None = None) -> tup
     """Cuts documents into pieces of at most T + 1 tokens. Documents of less than two tokens give no piece (no target).
 
     Args:
-        bounds: int64 [documents + 1], as `TokenFile.document_starts` gives it.
+        bounds: int64 [documents + 1], document starts (`TokenFile.document_starts`), ending with the file's end.
         length: T, tokens per sample.
-        tokens: int64 [documents], how many of each document stay, from its first; default: all.
+        tokens: int64 [documents], number of leading tokens of each document to keep; default: all.
 
     Returns:
         starts, lengths: int64 [pieces] each, in document order.

@@ -92,8 +92,8 @@ class TokenFile:
         prefix: path without `.bin` or `.idx`.
         tokens: [all tokens], of `dtype`.
         sequence_lengths: int32[S], tokens in each sequence.
-        byte_offsets: int64[S], where each sequence begins in the .bin.
-        document_index: int64[D], the sequence at which each document starts, ending with S.
+        byte_offsets: int64[S], first byte of each sequence in the .bin.
+        document_index: int64[D], first sequence of each document, ending with S.
     """
 
     prefix: Path
@@ -108,7 +108,7 @@ class TokenFile:
 
         Args:
             prefix: path of the pair, without suffix.
-            random_access: see `map_file`.
+            random_access: whether to disable read-ahead, for small reads at random offsets.
 
         Raises:
             DataError: a file is missing, is not a token file, has an unknown version or dtype, its size contradicts its
@@ -122,7 +122,7 @@ class TokenFile:
 
     @classmethod
     def open_index(cls, prefix: str | Path, *, random_access: bool = False) -> TokenFile:
-        """As `open`, without the ids: the .bin is elsewhere, and all tokens are 0 and take no memory."""
+        """Opens the index alone, while the .bin is elsewhere: all tokens are 0 and take no memory."""
         prefix = Path(prefix)
         index = with_suffix(prefix, ".idx")
         raw = _map(index, random_access=random_access)
@@ -153,7 +153,7 @@ class TokenFile:
         return len(self.document_index) - 1
 
     def document_starts(self, documents: npt.ArrayLike) -> I64:
-        """See `IndexedTokens.document_starts`."""
+        """Implements `IndexedTokens.document_starts`."""
         sequence = np.asarray(self.document_index[np.asarray(documents)], dtype=np.int64)
         starts = np.full(sequence.shape, self.tokens.size, dtype=np.int64)
         inside = sequence < len(self.byte_offsets)
@@ -161,7 +161,7 @@ class TokenFile:
         return starts
 
     def first_document_from(self, positions: I64) -> I64:
-        """See `IndexedTokens.first_document_from`."""
+        """Implements `IndexedTokens.first_document_from`."""
         sequences = first_not_below(self.byte_offsets, positions * self.dtype.itemsize)
         index = self.document_index
         # with one sequence per document, as data_prep writes them, half of the search is saved
@@ -299,7 +299,7 @@ def _map(path: Path, *, random_access: bool) -> Array:
 
 
 def dtype_in_header(header: bytes, path: str) -> np.dtype[Any]:
-    """The dtype of the ids, of the first `HEADER_BYTES` of an index.
+    """The dtype of the ids, read from the first `HEADER_BYTES` of an index.
 
     Raises:
         DataError: it is not the index of a token file.

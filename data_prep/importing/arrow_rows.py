@@ -1,6 +1,6 @@
-"""Rows of Arrow and Parquet with a list of ids: what `datasets` writes by save_to_disk, and Parquet files.
+"""Rows of Arrow and Parquet with a list of ids: files of `datasets.save_to_disk`, and Parquet files.
 
-A label is that of its own position, as Hugging Face's models shift them. Padding, where attention_mask is 0, is
+A label belongs to its own position, since Hugging Face's models shift labels. Padding, where attention_mask is 0, is
 dropped.
 """
 
@@ -32,7 +32,7 @@ class ArrowRows:
 
     Attributes:
         path: a .parquet file, or a .arrow file of Arrow's stream format.
-        columns: that are read: the ids, and those of loss and padding.
+        columns: names of the columns to read: first the ids, then loss and padding.
     """
 
     path: Path
@@ -40,11 +40,11 @@ class ArrowRows:
 
     @property
     def masked(self) -> bool:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         return any(name in (LABELS, *LOSS_MASKS) for name in self.columns)
 
     def read(self) -> Iterator[Documents]:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         row = 0
         try:
             for batch in self._batches():

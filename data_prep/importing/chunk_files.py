@@ -32,10 +32,10 @@ from headrace.base.foreign_folders import file_beside
 INDEX = "index.json"
 _TORCH_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
 _NUMPY_DTYPES = {0: "i1", 1: "<i2", 2: "<i4", 3: "<i8", 4: "u1", 5: "<u2", 6: "<u4", 7: "<u8"}
-"""Numbers of litdata/constants.py, the integers among them."""
+"""Number of an integer dtype in litdata/constants.py -> dtype."""
 _MDS_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 _MDS_BYTES = "<i8"
-"""What llm-foundry writes as a column of bytes, if nothing else is said."""
+"""Default dtype of ids in a column of bytes, by llm-foundry."""
 _ARROW_CODECS = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}
 _AGAIN = "copy the folder again"
 
@@ -45,9 +45,9 @@ class _Compressed:
     """A file that may be compressed.
 
     Attributes:
-        path: of the file.
-        size: bytes of its content.
-        codec: zstd, gz, bz2, br, snappy or None, with a level or without.
+        path: path of the file.
+        size: bytes of its decompressed content.
+        codec: zstd, gz, bz2, br or snappy, with or without a level; None for an uncompressed file.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class _Compressed:
     codec: str | None
 
     def content(self) -> Array:
-        """uint8 [size].
+        """Reads the decompressed content, uint8 [size].
 
         Raises:
             DataError: it cannot be decompressed, or is of another size.
@@ -78,10 +78,10 @@ class _Compressed:
         return raw
 
     def offsets(self, content: Array, samples: int) -> Array:
-        """int64 [samples + 1], checked.
+        """Reads and checks the offsets of the samples, int64 [samples + 1].
 
         Raises:
-            DataError: another number of samples, or offsets that are not within the file.
+            DataError: the number of samples differs, or offsets are not within the file.
         """
         table = content[: 4 * (samples + 2)].view("<u4").astype(np.int64) if content.size >= 4 * (samples + 2) else None
         if table is None or table[0] != samples or np.any(np.diff(table[1:]) < 0) or table[-1] != content.size:
@@ -98,12 +98,12 @@ class _Chunk:
 
     @property
     def path(self) -> Path:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         return self.file.path
 
     @property
     def masked(self) -> bool:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         return False
 
 
@@ -114,7 +114,7 @@ class LitdataChunk(_Chunk):
     dtype: str
 
     def read(self) -> Iterator[Documents]:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         content = self.file.content()
         offsets = self.file.offsets(content, self.samples)
         width = np.dtype(self.dtype).itemsize
@@ -130,10 +130,10 @@ class MdsShard(_Chunk):
     """A shard of MosaicML streaming.
 
     Attributes:
-        sizes: bytes of each column, None where they differ by sample.
-        column: number of the column of ids.
-        encoding: of that column: bytes or ndarray with a dtype and a shape or without.
-        dtype: of ids in a column of bytes.
+        sizes: bytes of each column; None if they differ by sample.
+        column: index of the column of ids.
+        encoding: MDS encoding of that column: "bytes", or "ndarray" with or without ":DTYPE" and ":SHAPE".
+        dtype: dtype of the ids in a column of bytes.
     """
 
     sizes: tuple[int | None, ...]
@@ -142,7 +142,7 @@ class MdsShard(_Chunk):
     dtype: str
 
     def read(self) -> Iterator[Documents]:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         content = self.file.content()
         offsets = self.file.offsets(content, self.samples).tolist()
         rows, held = [], 0
@@ -180,7 +180,7 @@ def _rows(rows: list[Array]) -> Documents:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """index.json of a folder; {} without one, or where it is of neither tool.
+    """Reads index.json of a folder; {} without one, or if it belongs to neither tool.
 
     Raises:
         DataError: it is damaged.
@@ -233,11 +233,11 @@ def open_mds(folder: Path, index: dict[str, Any], *, dtype: str | None) -> tuple
     """The shards of a folder of MosaicML streaming, in order, and the names of columns that are not read.
 
     Args:
-        dtype: of ids in a column of bytes, which MDS does not record; None: int64, as llm-foundry writes them.
+        dtype: dtype of the ids in a column of bytes, which MDS does not record; None: int64, llm-foundry's default.
 
     Raises:
-        DataError: no column of ids, another format than mds, or a file is missing or of another size.
-        ConfigError: a dtype is given, and the column records its own.
+        DataError: there is no column of ids, the format is not mds, or a file is missing or has another size.
+        ConfigError: a dtype is given although the column records its own.
     """
     path, found, others = folder / INDEX, [], list[str]()
     try:

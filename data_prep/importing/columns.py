@@ -1,4 +1,4 @@
-"""Names of columns: which holds ids, and which say where loss is taken."""
+"""Names of columns that hold ids, and of columns that mark tokens with loss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from headrace.base.errors import DataError
 IDS = ("input_ids", "tokens", "token_ids")
 LABELS, ATTENTION = "labels", "attention_mask"
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-"""Of which 1 is a token with loss: Megatron's and nanotron's name, and two of TRL."""
+"""Names of loss masks, 1 for a token with loss: Megatron's and nanotron's, and two of TRL."""
 IGNORED = -100
-"""The label of a token without loss, as Hugging Face and torch's cross entropy have it."""
+"""Label of a token without loss in Hugging Face and torch's cross entropy."""
 
 
 def find_ids(names: Sequence[str], path: Path) -> str:

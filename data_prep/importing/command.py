@@ -1,4 +1,4 @@
-"""`headrace import PREFIX OUT`: finds what other tools wrote, checks it, and writes a tokens directory."""
+"""`headrace import PREFIX OUT`: finds other tools' tokens, checks them, and writes a tokens directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for th
 
 _SHARD_BYTES = 512 << 20
 _WORKER_BYTES = 256 << 20
-"""A worker process is started for as many bytes; it takes longer than reading fewer."""
+"""Bytes of input per worker process: starting one takes longer than reading fewer."""
 _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a format may not record; None: by the format, or by the tokenizer. See the options of the command."""
+    """The command's options for facts that a format may not record; None: taken from format or tokenizer."""
 
     borders: Borders | None = None
     eos_id: int | None = None
@@ -97,7 +97,7 @@ def import_tokens(
     Documents keep their order. All headers, sizes and the first ids are checked before anything is written.
 
     Raises:
-        DataError: nothing known is there, a file is damaged or holds an id that the tokenizer does not have, or OUT
+        DataError: the format is not known, a file is damaged or holds an id that the tokenizer does not have, or OUT
             exists.
         ConfigError: an option contradicts the files, or is needed.
     """
@@ -195,7 +195,7 @@ def _check_first(found: Found, rules: Rules, *, chosen: bool) -> None:
     """Checks the first documents of every split: ids, end-of-text, and rows that are windows.
 
     Raises:
-        DataError: no training tokens, or see `Rules.documents`.
+        DataError: there are no training tokens, a file is damaged, or an id is not in the tokenizer.
         ConfigError: the end-of-text id does not occur, or rows look like windows over documents.
     """
     if not found.sources["train"]:
@@ -232,7 +232,7 @@ def _tasks(found: Found, staging: Path, rules: Rules) -> list[ImportTask]:
 
 
 def _groups(sources: list[TokenSource]) -> list[list[TokenSource]]:
-    """Consecutive files, `_SHARD_BYTES` or a file together: a sample never crosses shards."""
+    """Groups consecutive files into shards of `_SHARD_BYTES`, or one larger file: samples never cross shards."""
     groups: list[list[TokenSource]] = []
     held = 0
     for source in sources:
@@ -263,7 +263,7 @@ def _run(tasks: list[ImportTask], *, workers: int, size: int) -> dict[Any, dict[
 
 
 def _parent(found: Found, tokens: Path) -> dict[str, Any]:
-    """By names and sizes; the content is in the checksums of what was written."""
+    """The manifest's entry of the source: names and sizes; checksums of the output cover the contents."""
     from headrace.base.directory import fingerprint_of  # noqa: PLC0415
 
     files = [(source.path.name, _size(source)) for source in _all(found)]

@@ -1,4 +1,4 @@
-"""What the readers of other tools' tokens have in common: documents, read file by file."""
+"""Common parts of the readers of other tools' tokens: documents, read file by file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = npt.NDArray[Any]
 I64 = npt.NDArray[np.int64]
 
 BLOCK_TOKENS = 1 << 20
-"""About as many tokens are read at a time."""
+"""Approximate number of tokens read at a time."""
 
 
 class Documents(NamedTuple):
@@ -34,7 +34,7 @@ class TokenSource(Protocol):
     """One file of tokens: a small value that pickles. Its header was checked when it was made.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         masked: whether it has a loss mask.
     """
 
@@ -71,13 +71,13 @@ def by_blocks(tokens: Array, ends: Array, mask: Array | None = None) -> Iterator
 
 
 def split_at(parts: Iterable[Documents], eos: int, *, first: bool) -> Iterator[Documents]:
-    """Documents by the end-of-text id, across rows and files; the lengths that came with the tokens do not count.
+    """Splits tokens into documents at the end-of-text id, across rows and files; their own lengths are ignored.
 
     Memory: the longest document.
 
     Args:
         parts: tokens in order.
-        eos: the id.
+        eos: end-of-text id.
         first: whether the id begins a document, as in llm.c; otherwise it ends one.
     """
     rest: list[Documents] = []

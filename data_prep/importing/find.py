@@ -1,4 +1,4 @@
-"""What is in a folder of another tool: its format, its files in order, and the split of each."""
+"""Finds out what a folder of another tool has: its format, its files in order, and the split of each."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Found:
     """The tokens in a folder.
 
     Attributes:
-        kind: the format, for people.
-        sources: files by split, in order.
+        kind: name of the format, for people.
+        sources: split -> files, in order.
         borders: whether the format records where documents end; rows count as documents.
         rows: whether samples are rows, which may be windows instead of documents.
         eos_first: whether the tool puts end-of-text before each document.
-        made_with: the tokenizer that it names, or None.
+        made_with: tokenizer that the format names, or None.
         left_out: names of columns and files that are not read.
     """
 
@@ -50,7 +50,7 @@ class Found:
     left_out: list[str] = field(default_factory=list)
 
     def add(self, source: TokenSource, name: str) -> None:
-        """Adds a file to the split that its name says."""
+        """Adds a file to the split that its name indicates."""
         words = set(re.split("[^a-z]+", name.lower()))
         if words & _HELDOUT_WORDS:
             self.sources[_HELDOUT].append(source)
@@ -63,16 +63,16 @@ class Found:
 def find(path: Path, *, dtype: str | None, vocab_size: int) -> Found:
     """Recognises a folder or a file, and checks all headers and sizes.
 
-    A folder of one format is taken, or one whose folders are, such as train/ and validation/.
+    A folder may have files of one format, or folders of one format, such as train/ and validation/.
 
     Args:
-        path: of the tokens.
-        dtype: uint16, uint32, ... as given, for formats that do not record it.
-        vocab_size: of the tokenizer.
+        path: path of the tokens.
+        dtype: dtype for formats that do not record it (uint16, uint32, ...), or None.
+        vocab_size: number of ids of the tokenizer.
 
     Raises:
-        DataError: nothing known is there, or a file is damaged.
-        ConfigError: `dtype` is given, and the files record another.
+        DataError: the format is not known, or a file is damaged.
+        ConfigError: `dtype` is given although the format records it.
     """
     if not path.exists() and not Path(f"{path}.idx").is_file():
         raise DataError(f"{path}: there is no such file or folder\n  try: a folder with {_KNOWN}")
@@ -97,7 +97,7 @@ def _has_tokens(folder: Path) -> bool:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix of the files of tokens in a folder, or of the file itself; of an index before that of its tokens."""
+    """Suffix of a folder's token files, or of the file itself; an index counts before its tokens; "" for none."""
     for suffix in (".parquet", DS, ".idx", ".npy", ".bin"):
         if next(_files(path, suffix), None) is not None:
             return suffix
@@ -168,7 +168,7 @@ def _columns(names: Sequence[str]) -> list[str]:
 
 
 def _check_alike(files: list[FlatFile]) -> None:
-    """Raises DataError for a folder with files of several tools or dtypes, or where some lack their documents' ends."""
+    """Raises DataError if a folder's files are of several tools or dtypes, or some lack their documents' ends."""
     for what, key in (
         ("dtype", lambda file: file.dtype),
         ("format", lambda file: file.kind),

@@ -20,7 +20,7 @@ from data_prep.importing.documents import BLOCK_TOKENS, Array, Documents, by_blo
 from headrace.base.errors import ConfigError, DataError
 
 _LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""Version and dtype that belong to each magic of llm.c."""
+"""Magic number of llm.c -> (version, dtype)."""
 _LLMC_EVALUATION = 20240522
 _HEADER_INTS = 256
 _NUMPY_MAGIC = b"\x93NUMPY"
@@ -33,12 +33,12 @@ class FlatFile:
     """A file of ids.
 
     Attributes:
-        path: of the file.
-        dtype: of its ids, with the byte order.
+        path: path of the file.
+        dtype: dtype of its ids, with the byte order.
         offset: bytes before the first id.
-        ends: file of the documents' ends, or None.
+        ends: path of the file with the documents' ends, or None.
         eos_first: whether the tool puts end-of-text before each document.
-        kind: whose it is, for messages.
+        kind: tool that wrote it, for messages.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class FlatFile:
 
     @property
     def masked(self) -> bool:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         return False
 
     @property
@@ -59,7 +59,7 @@ class FlatFile:
         return map_file(self.path)[self.offset :].view(self.dtype)
 
     def read(self) -> Iterator[Documents]:
-        """See `TokenSource`; without a file of ends, one document."""
+        """Implements `TokenSource`; without a file of ends, one document."""
         tokens = self.tokens
         if self.ends is not None:
             yield from by_blocks(tokens, _read_ends(self.ends, tokens.size))
@@ -74,12 +74,12 @@ def open_flat(path: Path, *, dtype: str | None, vocab_size: int) -> FlatFile:
 
     Args:
         path: a .npy, .bin or .ds file.
-        dtype: a name of `DTYPES` as given, for files that do not record it; None: the smallest that holds the
-            vocabulary, as OLMo-core's `NumpyDatasetConfig` takes it.
-        vocab_size: of the tokenizer.
+        dtype: a name of `DTYPES`, for files that do not record it; None: the smallest that holds the vocabulary, like
+            OLMo-core's `NumpyDatasetConfig`.
+        vocab_size: number of ids of the tokenizer.
 
     Raises:
-        DataError: truncated, an unknown magic or version, or not what its metadata says.
+        DataError: it is truncated, has an unknown magic or version, or contradicts its metadata.
         ConfigError: `dtype` contradicts the file.
     """
     with path.open("rb") as file:
@@ -104,7 +104,7 @@ def _is_llmc(path: Path, head: bytes) -> bool:
     """Whether a header is one of llm.c: its magic, or a text-free block of zeros behind three numbers.
 
     Raises:
-        DataError: it is one of llm.c that this does not read.
+        DataError: it is one of llm.c that is not supported.
     """
     numbers = np.frombuffer(head, "<i4")
     magic = int(numbers[0])
@@ -147,11 +147,11 @@ def _numpy(path: Path) -> FlatFile:
 
 
 def _check_width(file: FlatFile) -> None:
-    """Compares a dtype that the file does not record with what the file shows.
+    """Checks a dtype that the file does not record against the file's contents.
 
     Raises:
         DataError: the file is no whole number of ids, or its documents end elsewhere.
-        ConfigError: its ids are of four bytes and are read as two.
+        ConfigError: ids of four bytes would be read as two each.
     """
     size, width = file.path.stat().st_size, np.dtype(file.dtype).itemsize
     if size % width:
@@ -163,7 +163,7 @@ def _check_width(file: FlatFile) -> None:
 
 
 def _read_ends(path: Path, tokens: int) -> Array:
-    """int64 [documents], from the metadata of OLMo's tools."""
+    """Reads the documents' ends from the metadata of OLMo's tools, int64 [documents]."""
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
             rows = [(int(row[0]), int(row[1])) for row in csv.reader(file)]

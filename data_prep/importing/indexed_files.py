@@ -1,4 +1,4 @@
-"""Files with an index of their documents, which runs read in place, too: datatrove's .ds, Megatron's .bin and .idx."""
+"""Files with an index of their documents, which runs also read in place: datatrove's .ds, Megatron's .bin/.idx."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class IndexedFile:
 
     @property
     def masked(self) -> bool:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         return mask_path(self.path).is_file()
 
     def read(self) -> Iterator[Documents]:
-        """See `TokenSource`."""
+        """Implements `TokenSource`."""
         file = open_indexed(self.path)
         ends = file.document_starts(np.arange(1, file.documents + 1))
         yield from by_blocks(file.tokens, ends, open_mask(self.path, tokens=file.tokens.size))
@@ -35,7 +35,7 @@ def open_file(path: Path) -> IndexedFile:
     """Checks that the files belong together.
 
     Raises:
-        DataError: see `open_indexed`.
+        DataError: a file is missing or damaged, or the file and its index contradict each other.
     """
     open_indexed(path)
     return IndexedFile(path)

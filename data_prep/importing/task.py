@@ -23,13 +23,13 @@ Borders = Literal["format", "eos", "none"]
 
 @dataclass(frozen=True)
 class Rules:
-    """How tokens become documents.
+    """Rules by which tokens become documents.
 
     Attributes:
-        vocab_size: ids of the tokenizer.
-        borders: as the format records them, by the end-of-text id, or none: one document per file.
-        eos: the end-of-text id, for `eos`.
-        eos_first: whether it begins a document.
+        vocab_size: number of ids of the tokenizer.
+        borders: document borders: "format" as recorded, "eos" at end-of-text ids, "none" for one document per file.
+        eos: end-of-text id for borders "eos", or None.
+        eos_first: whether the end-of-text id begins a document instead of ending it.
         masked: whether a loss mask is written.
     """
 
@@ -40,7 +40,7 @@ class Rules:
     masked: bool
 
     def documents(self, sources: tuple[TokenSource, ...]) -> Iterator[Documents]:
-        """The documents of files, by these rules.
+        """Yields the documents of files, by these rules.
 
         Raises:
             DataError: a file is damaged, or holds an id that the tokenizer does not have.
@@ -57,10 +57,10 @@ class Rules:
                 yield from split_at(self.checked(source), -1, first=False)
 
     def checked(self, source: TokenSource) -> Iterator[Documents]:
-        """The documents of a file as it has them, whose ids are within the vocabulary.
+        """Yields the documents that a file records; checks that ids are within the vocabulary.
 
         Raises:
-            DataError: see `documents`.
+            DataError: the file is damaged, or holds an id that the tokenizer does not have.
         """
         before = 0
         for part in source.read():
@@ -77,14 +77,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class ImportTask:
-    """Writes one shard.
+    """Writes one shard of an import.
 
     Attributes:
         sources: consecutive files.
-        prefix: of the shard.
-        tokenizer: Hugging Face folder.
-        rules: see `Rules`.
-        heldout: whether the bytes of text have to be counted, as in held-out splits.
+        prefix: path prefix of the shard.
+        tokenizer: Hugging Face folder of the tokenizer.
+        rules: rules by which tokens become documents.
+        heldout: whether the bytes of text must be counted (held-out splits).
     """
 
     sources: tuple[TokenSource, ...]
@@ -95,16 +95,16 @@ class ImportTask:
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"import of {self.sources[0].path.name}"
 
     @property
     def finished(self) -> bool:
-        """See `Task.finished`: an import does not resume, it starts over."""
+        """Implements `Task.finished`: an import does not resume, it starts over."""
         return False
 
     def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`; returns the shard's entry in the manifest, the histogram of its lengths and SHA-256 sums."""
+        """Implements `Task.run`; returns the shard's manifest entry, the histogram of its lengths and SHA-256 sums."""
         text_bytes, lengths = 0, np.zeros(LENGTH_BINS, np.int64)
         sizes = IdBytes.of(self.tokenizer, required=self.heldout)
         with ExitStack() as stack:

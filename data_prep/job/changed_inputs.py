@@ -1,8 +1,8 @@
-"""Inputs that differ from those of a planned job or of an output: which files, and whether restored ones are the same.
+"""Finds inputs that differ from those of a planned job or an output, and tells whether restored files are the same.
 
 A job knows the sizes and versions (times of modification) of its files, and the hash of every part that a finished task
-has read. A file that was copied again has another version and may have the same bytes. It is taken if all parts that
-were read hash as they did: then the output is what it would be if the file had never been away.
+has read. A file that was copied again has another version and may have the same bytes. It is accepted if all parts
+that were read have the same hashes: then the output is the same as if the file had never been away.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def describe_changes(before: Mapping[File, int], now: Mapping[File, int]) -> str
 
 
 def accept_restored(job: Job, plan: Plan, sources: Iterable[ResolvedSource | None]) -> Plan:
-    """The plan with the versions that its files have now; writes it if they differ.
+    """Updates the plan to the present versions of its files, and writes it if they differ. Needs the exclusive lock.
 
     Args:
-        sources: the files as they are now, of the planned names and sizes. Needs the exclusive lock.
+        sources: present files, with the planned names and sizes.
 
     Raises:
-        DataError: a file with another version has other bytes than those that a task has read, or it is not known what
-            was read.
+        DataError: a file with another version has other bytes than a task has read, or it is not known which bytes were
+            read.
     """
     found = {(s.label, file.name): (s, file) for s in sources if s is not None for file in s.files}
     stale = {
@@ -83,7 +83,7 @@ def accept_restored(job: Job, plan: Plan, sources: Iterable[ResolvedSource | Non
 
 
 def _parts_read(job: Job, plan: Plan, files: set[File]) -> Iterator[tuple[Unit, str | None]]:
-    """The parts of the files that finished tasks have read, and the hash of each; None if that is not known."""
+    """Yields the parts of the files that finished tasks have read, each with its hash or None if not known."""
     by_file = {(unit.source, unit.file): unit for task in plan for unit in task}
     pieces = read_pieces(job.tokenizer)
     if pieces is None and job.config.tokenizer.train is not None and read_marker(job.tokenizer) is not None:

@@ -11,7 +11,7 @@
     dedup/        merged hash tables, candidate pairs, repeated lines, and the duplicates that were found
     merge/        merged runs, in jobs of very many runs
     reduce/       markers of finished shards
-    out/          the shards; becomes the output. Of an output in an object store, what is uploaded at the end
+    out/          the shards; becomes the output. For an output in an object store, the files uploaded at the end
     phases/       plans that the shares of a phase have in common, see `saved_plans.py`
     progress/     the status notes of the processes
     running/      task claims and heartbeats of workers on several machines
@@ -45,7 +45,7 @@ from headrace.base.remote_directory import find_manifest
 from headrace.base.remote_output import local_output
 
 FORMAT = 4
-"""Version of what tasks compute and of the files they leave for other tasks; a job of another one is not resumed.
+"""Version of the tasks' results and of their files for other tasks; a job of another version is not resumed.
 
 It is raised when the same config and inputs would give other bytes. The version of the package does not decide that.
 """
@@ -59,17 +59,17 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """The tokens directory that the job makes; of a URL, a place on this host that only names the job directory."""
+        """The tokens directory that the job makes; for a URL, a local path that only names the job directory."""
         return local_output(self.config.output)
 
     @property
     def url(self) -> str | None:
-        """Of an output in an object store, whose shards are uploaded as they are finished; see `uploads.py`."""
+        """URL of an output in an object store, to which finished shards are uploaded (`uploads.py`); None otherwise."""
         return self.config.output if is_store_url(self.config.output) else None
 
     @property
     def has_output(self) -> bool:
-        """Whether something has the name of the output, on a disk or in the object store."""
+        """Whether the output's name is in use, on a disk or in the object store."""
         return self.output.exists() if self.url is None else find_manifest(self.url) is not None
 
     @property
@@ -93,7 +93,7 @@ class Job:
         return self.output.parent / ".headrace-tokenizers"
 
     def dataset(self, source: Source) -> Path:
-        """Where the data of a builder is saved."""
+        """Directory in which the data of a builder is saved."""
         arguments = {"builder": source.builder, "split": source.split, "kwargs": source.kwargs}
         return self.root / "datasets" / fingerprint_of(arguments)[:16]
 
@@ -201,10 +201,10 @@ class Job:
         """Checks that the job directory was made with the same config, inputs and format.
 
         Args:
-            changes: what has changed in the inputs, for the message.
+            changes: description of changed inputs, appended to the message.
 
         Raises:
-            DataError: names what differs. Keys of `saved` that are missing in `identity` are not compared.
+            DataError: they differ; the message names the keys. Keys that only `saved` has are not compared.
         """
         found = sorted(key for key in identity if key != "config" and identity[key] != saved.get(key))
         found += changed_fields(identity["config"], saved["config"])
@@ -266,12 +266,12 @@ def _is_same_file(handle: int, path: Path) -> bool:
 def job_identity(
     config: CorpusConfig, *, listing: str, tokenizer: str | None, cleaning: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The identity of a job: what its output depends on.
+    """The identity of a job: everything its output depends on.
 
     Args:
         listing: fingerprint of the inputs' names and sizes.
         tokenizer: fingerprint of the given tokenizer's files, or None.
-        cleaning: what the cleaning steps depend on besides the config, see `cleaning_identity`.
+        cleaning: dependencies of the cleaning steps besides the config (`cleaning_identity`), or None.
     """
     given = {"inputs": listing, "tokenizer": tokenizer, "cleaning": cleaning}
     return {"format": FORMAT, "config": config.identity(), **given}

@@ -16,20 +16,22 @@ from data_prep.task import read_marker
 from data_prep.tasks.sorted_runs import SortedRun
 
 DUPLICATES_FILE = "copies.jsonl"
-"""In the job directory: the rows of dropped.jsonl for duplicates."""
+"""File in the job directory with the rows of dropped.jsonl for duplicates."""
 _REASONS = {EXACT_DUPLICATE: "exact copy", NEAR_DUPLICATE: "near copy", SEEN: "seen"}
 
 
 def count_duplicates(job: Job) -> dict[str, int]:
-    """Number of documents that were dropped as duplicates or as seen, by "step: reason"; empty without
-    deduplication."""
+    """Number of documents dropped as duplicates or as seen, by "step: reason"; empty without deduplication."""
     counts = read_marker(job.duplicates) or {}
     return {f"dedup: {reason}": counts[key] for reason in _REASONS.values() if counts.get(key := reason.split()[0])}
 
 
 def describe_clusters(job: Job, runs: Sequence[Path]) -> dict[str, Any] | None:
-    """The clusters of duplicates for the manifest: their `sizes`, see `ComponentsTask`, the places of the documents
-    that the `largest` have kept, and what each of the `sources` has lost; None without deduplication."""
+    """Describes the clusters of duplicates for the manifest; None without deduplication.
+
+    It has their `sizes` (see `ComponentsTask`), the places of the kept documents of the `largest`, and the losses of
+    each of the `sources`.
+    """
     if (marker := read_marker(job.duplicates)) is None:
         return None
     labels, plan = [source.label for source in job.config.sources], job.load_plan()
@@ -64,7 +66,7 @@ def write_duplicates_list(job: Job, runs: Sequence[Path]) -> None:
     """Writes the location of each duplicate, by run and in the order of the input, if the config asks for a list.
 
     Args:
-        runs: of all map tasks, in order. They do not contain the texts, so neither does the list.
+        runs: directories of the runs of all map tasks, in order. They have no texts, so neither has the list.
     """
     if job.config.list_dropped == "no" or read_marker(job.duplicates) is None:
         return

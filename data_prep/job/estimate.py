@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 8 << 20, 16 << 20, 64 << 20
 _MIN_BYTES = 2 << 20
 _SAMPLE_BYTES = 4 << 20
-"""Text that a tokenizer is trained on for the estimate, once all of it and once a quarter. With 32,000 ids, a line
-through the two times is 10 to 30 % below the time for 16 MiB: docs/log.md, Data prep."""
+"""Bytes of text for the two trainings of the estimate, on all of it and on a quarter. With 32,000 ids, a line through
+the two times is 10 to 30 % below the time for 16 MiB: docs/log.md, Data prep."""
 _SMALL_SHARE = 4
 
 
@@ -38,7 +38,7 @@ class TrainingTimes:
     """Measured parts of the training of a tokenizer.
 
     Attributes:
-        read_s: seconds per byte of input as stored, to read it and clean the sample's share of it.
+        read_s: seconds per byte of stored input, for reading it and cleaning the sample's share.
         small, large: (bytes of text, seconds) of two trainings.
     """
 
@@ -47,11 +47,11 @@ class TrainingTimes:
     large: tuple[int, float]
 
     def seconds(self, *, read_bytes: int, text_bytes: int) -> float:
-        """Time to read so much input and to train on so much text: a line through the two trainings.
+        """Seconds to read the input and to train on the text, on a line through the two trainings.
 
         Args:
-            read_bytes: of input as stored, from which the sample is selected.
-            text_bytes: of the sample.
+            read_bytes: bytes of stored input from which the sample is selected.
+            text_bytes: bytes of text in the sample.
         """
         more_text = max(1, self.large[0] - self.small[0])
         # at least half the mean: another process may have slowed the small training down
@@ -64,12 +64,12 @@ class Estimate:
     """A measurement on a part of the input.
 
     Attributes:
-        mb_per_s: 10^6 bytes of input as stored, per second and worker.
-        stored_bytes: of the whole input.
-        tokens_per_byte: of input as stored.
+        mb_per_s: 10^6 bytes of stored input per second and worker.
+        stored_bytes: stored size of the whole input, in bytes.
+        tokens_per_byte: tokens per byte of stored input.
         training_s: seconds to train the tokenizer, on one machine before the map phase; 0 for a given one.
-        long_words: documents of the measured part with very long words, see `finish.name_long_words`.
-        seen_bytes: of the whole input, what is read and not written.
+        long_words: documents of the measured part with very long words (`finish.name_long_words`).
+        seen_bytes: bytes of the whole input that are read but not written.
     """
 
     mb_per_s: float
@@ -80,21 +80,21 @@ class Estimate:
     seen_bytes: int = 0
 
     def map_seconds(self, workers: int) -> float:
-        """Duration of the map phase on so many workers of this speed."""
+        """Duration of the map phase in seconds, on `workers` workers of this speed."""
         return self.stored_bytes / 1e6 / self.mb_per_s / workers
 
     def seconds(self, workers: int) -> float:
-        """Duration of the training and of the map phase."""
+        """Duration of the training and of the map phase, in seconds."""
         return self.training_s + self.map_seconds(workers)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the whole corpus, if it is like the measured part; without what is not written."""
+        """Estimated number of tokens written for the whole corpus, if it is like the measured part."""
         return round(self.tokens_per_byte * (self.stored_bytes - self.seen_bytes))
 
 
 def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
-    """Maps some of the input and times it; None if there is too little that can be read in parts.
+    """Maps some of the input and times it; None if too little of it can be read in parts.
 
     A tokenizer that is still to be trained is replaced by one that is trained on less text, which is about as fast.
     """
@@ -144,7 +144,7 @@ def estimate_or_reason(config: CorpusConfig, plan: Plan) -> Estimate | str:
 def _time_training(
     small_config: CorpusConfig, config: CorpusConfig, units: list[Unit], *, total: int, work: Path
 ) -> tuple[CorpusConfig, TrainingTimes]:
-    """Trains on two sizes of text; returns the config whose training is in `work/store` then, and the times."""
+    """Trains on two sizes of text; returns the config whose tokenizer is then in `work/store`, and the times."""
     from data_prep.tokenizer.spool import spool  # noqa: PLC0415 - only for tokenizers that are trained
 
     with spool(sample_texts(units, small_config), work) as texts:
@@ -171,7 +171,7 @@ def _train(texts: SpooledTexts, config: CorpusConfig, work: Path) -> tuple[int, 
 
 
 def _reading_seconds(units: list[Unit], config: CorpusConfig, wanted: int) -> float:
-    """Time to read the sample from all units, from its first text on: without the loading of cleaning models."""
+    """Seconds to read the sample from all units, from its first text on: without loading cleaning models."""
     texts = iter(sample_texts(units, _with_tokenizer(config, sample_bytes=wanted)))
     next(texts, None)
     began = time.perf_counter()
@@ -189,7 +189,7 @@ def _first_bytes(texts: Iterable[str], wanted: int) -> Iterator[str]:
 
 
 def _read_bytes(sample_bytes: int, total: int) -> int:
-    """Input as stored that is read for a sample."""
+    """Bytes of stored input that are read for a sample."""
     return min(total, SPREAD * sample_bytes)
 
 

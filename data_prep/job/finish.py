@@ -80,9 +80,9 @@ def finish(
     """Completes `out/`, commits it as the output, and removes the job directory.
 
     Args:
-        markers: of the map tasks, in order.
-        runs: of all map tasks, in order.
+        markers: completion markers of the map tasks, in order.
         results: (split, result) of the reduce tasks, in order.
+        runs: directories of the runs of all map tasks, in order.
         tokenizer: fingerprint of the given tokenizer's files, or None.
     """
     shards = {split: [done for of_split, done in results if of_split == split] for split in SPLITS}
@@ -118,7 +118,7 @@ def finish(
 
 
 def _of_shard_files(results: list[tuple[str, dict[str, Any]]], key: str) -> dict[str, Any]:
-    """What the results of the reduce tasks have of every file of the shards: name -> value."""
+    """Collects a value of every shard file from the results of the reduce tasks: name -> value."""
     return {f"{s}/{done['name']}{suffix}": value for s, done in results for suffix, value in done.get(key, {}).items()}
 
 
@@ -126,7 +126,7 @@ def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str,
     """Whether the output exists and was made with this config from files of these names and sizes.
 
     Args:
-        files: sizes of the inputs by source and name, without those of builders.
+        files: (source, name) -> size of each input, without builders.
 
     Raises:
         DataError: there is an output of this name that was made differently.
@@ -155,7 +155,7 @@ def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str,
 
 
 def _sources(output: str, builders: set[str]) -> dict[tuple[str, str], int]:
-    """The size of each file of the sources of an output, without those of builders, in their order.
+    """Sizes of the files of an output's sources, in order, without builders.
 
     Raises:
         DataError: the list is missing or damaged.
@@ -217,8 +217,7 @@ def name_long_words(markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Writes one line per input file: source, file, bytes, xxh128; for a file read in parts, the hash of the hashes of
-    its parts."""
+    """Writes one line per input file: source, file, bytes, xxh128 (of the parts' hashes for a file read in parts)."""
     files: list[dict[str, Any]] = []
     with path.open("w", encoding="ascii") as out:
         sums: list[str] = []
@@ -233,7 +232,7 @@ def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _parents(job: Job, files: list[dict[str, Any]], tokenizer: str | None) -> dict[str, Any]:
-    """By source: its path, and a fingerprint of its files' names, sizes and hashes."""
+    """Parents for the manifest: per source its path, and a fingerprint of its files' names, sizes and hashes."""
     parents: dict[str, Any] = {}
     for source in job.config.sources:
         own = [f for f in files if f["source"] == source.label]

@@ -30,12 +30,12 @@ from headrace.base.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase.
+    """A phase of a job.
 
     Attributes:
-        facts: reads what the tasks follow from; raises DataError if a phase before has not finished.
-        make: the tasks that follow.
-        writes: the directory in the job into which they write.
+        facts: reads the facts from which its tasks are made; raises DataError if an earlier phase has not finished.
+        make: makes the tasks from the facts.
+        writes: directory in the job into which the tasks write.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Phase:
     writes: str
 
     def tasks(self, job: Job) -> Sequence[Task]:
-        """Its tasks, planned anew; raises DataError if a phase before has not finished."""
+        """The phase's tasks, planned anew; raises DataError if an earlier phase has not finished."""
         return self.make(job, self.facts(job))
 
 
@@ -82,10 +82,10 @@ def run_phase(
     """Runs the unfinished tasks of a phase, or of every `share[1]`-th task of it from number `share[0]` on.
 
     Args:
-        share: if others run the rest; then the plan of the phase is one for all of them, see `saved_plans.py`.
+        share: (number, count) if other processes run the rest; all shares then use one plan (`saved_plans.py`).
 
     Returns:
-        number of tasks of the share, finished ones included, and the display with its counts.
+        Number of tasks of the share, finished ones included, and the display with its counts.
     """
     first, shares = share or (0, 1)
     with os_errors_as_data_errors(phase.name):
@@ -106,7 +106,7 @@ def run_share(config: CorpusConfig, name: str, executor: Executor, *, share: tup
     """Runs a share of a phase for a batch scheduler that starts the other shares; see `run_phase`.
 
     Raises:
-        ConfigError: no such phase.
+        ConfigError: there is no such phase.
         DataError: the job was not prepared, or with another config.
     """
     job = load_prepared_job(config)
@@ -159,7 +159,7 @@ def load_prepared_job(config: CorpusConfig) -> Job:
 
 
 def shared_tasks(job: Job, phase: Phase) -> Sequence[Task]:
-    """The tasks of a phase by the plan that all shares read; raises DataError if a phase before has not finished."""
+    """The tasks of a phase by the plan of all shares; raises DataError if an earlier phase has not finished."""
     phases = phases_of(job.config)
     before = {earlier.writes for earlier in phases[: phases.index(phase)]} - {phase.writes}
     inputs = [job.root / name for name in sorted(before)]

@@ -1,4 +1,4 @@
-"""What the tasks of each phase follow from: facts, read from the job directory once the phases before have finished.
+"""Facts from which the tasks of each phase are made, read from the job directory once earlier phases have finished.
 
 `NAME_facts` reads markers and runs, O(tasks) files, and raises DataError if a phase before has not finished. Facts are
 JSON. `NAME_tasks` makes the tasks from them and opens no file but plan.json and the tokenizer's marker, so that a share
@@ -40,7 +40,7 @@ documents, tokens and bytes before and after deduplication; `shards`, see `Shard
 
 
 def lines_facts(_job: Job) -> Facts:
-    """Nothing."""
+    """No facts."""
     return {}
 
 
@@ -117,7 +117,7 @@ def components_tasks(job: Job, facts: Facts) -> list[ComponentsTask]:
 
 
 def merge_facts(job: Job) -> Facts:
-    """Runs of the map tasks, and what they contain of each source and split.
+    """Runs of the map tasks, and their contents by source and split.
 
     Raises:
         DataError: a phase before has not finished, or deduplication has emptied a split.
@@ -143,7 +143,7 @@ def merge_tasks(job: Job, facts: Facts) -> list[MergeTask]:
 
 
 def reduce_facts(job: Job) -> Facts:
-    """Those of merge, and the shards."""
+    """The facts of the merge phase, and the shards."""
     facts = merge_facts(job)
     plan, reader = _merge_plan(job, facts), _reader(job, facts)
     if plan is not None:
@@ -176,7 +176,7 @@ def runs_of(job: Job, facts: Facts) -> SortedRunPaths:
 
 
 def ignore_progress(_counts: Counts) -> None:
-    """For finished tasks, whose `run` only reads the marker."""
+    """Ignores progress of finished tasks, whose `run` only reads the marker."""
 
 
 def _facts_of_markers(markers: list[dict[str, Any]]) -> Facts:

@@ -67,18 +67,18 @@ def check_output(output: Path) -> None:
 
 
 _NAME_BYTES, _LONGEST_NAME = 255, ".{}.replaced"
-"""Limit of the usual file systems, and the longest name that a commit makes beside an output."""
+"""Longest file name of the usual file systems in bytes, and the longest name that a commit makes beside an output."""
 
 
 def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> list[str]:
     """Checks the schema of every parquet and Arrow file.
 
     Returns:
-        a line for the user for each source whose rows are read otherwise than they are written.
+        A line for the user for each source whose rows are read differently from how they are written.
 
     Raises:
         ConfigError: a column is missing.
-        DataError: more damaged files than the config allows.
+        DataError: there are more damaged files than the config allows.
     """
     by_label = {source.label: (i, source) for i, source in enumerate(config.sources)}
     damaged: list[BadRecord] = []
@@ -92,7 +92,7 @@ def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> l
 
 
 def cleaning_identity(config: CorpusConfig) -> dict[str, Any] | None:
-    """What the cleaning steps depend on besides the config: checksums of the files they read, versions of libraries.
+    """Dependencies of the cleaning steps besides the config: checksums of files they read, versions of libraries.
 
     Raises:
         ConfigError: a file or a package is missing.
@@ -128,7 +128,7 @@ def tokenizer_identity(config: CorpusConfig) -> str | None:
 def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     """Reads documents until every split has one: about 1 / heldout_fraction of them, or all if a split stays empty.
 
-    Those of an earlier corpus (`seen`) are not written, and so not read here.
+    Documents of an earlier corpus (`seen`) are not written, and so not read here.
 
     Raises:
         DataError: no documents at all, none in a split, or more unreadable records than the config allows.
@@ -161,12 +161,12 @@ def check_splits_not_empty(
     """Checks that every split has documents.
 
     Args:
-        documents: number in each split.
-        dropped: number dropped by cleaning and deduplication, by reason.
-        bad: the unreadable records.
+        documents: number of documents in each split.
+        dropped: number of documents dropped by cleaning and deduplication, by reason.
+        bad: count of the unreadable records.
 
     Raises:
-        DataError: names the empty split, and a fraction that would be enough, or why no document is left.
+        DataError: a split is empty; names it, and a fraction that would be enough, or why no document is left.
     """
     if bad is not None and not dropped and not any(documents.values()):
         bad.check_any_used()
@@ -208,7 +208,7 @@ def _no_documents(unreadable: int, damaged: list[str]) -> DataError:
 
 
 def _check_files(source: ResolvedSource, given: Source, lines: list[str], *, at: str) -> list[BadRecord]:
-    """The files of a source that are damaged; adds to the lines for the user."""
+    """Checks the files of a source; returns the damaged ones, and adds to the lines for the user."""
     from data_prep.sources import hf, parquet  # noqa: PLC0415
 
     check = parquet.check if source.type == "parquet" else hf.check

@@ -42,7 +42,7 @@ class InspectedJob:
 
     Attributes:
         sources: the files of each source; None for a builder, whose files do not exist yet.
-        identity: see `job_identity`.
+        identity: identity of the job: format, config, and fingerprints of inputs, tokenizer and cleaning.
     """
 
     job: Job
@@ -50,7 +50,7 @@ class InspectedJob:
     identity: dict[str, Any]
 
     def plan_map_tasks(self) -> Plan:
-        """The map tasks of the inputs; without those of builders, whose files do not exist yet."""
+        """Plans the map tasks of the inputs, without builders, whose files do not exist yet."""
         found = [source for source in self.sources if source is not None]
         return _group_into_tasks(found, self.job.config)
 
@@ -59,7 +59,7 @@ def inspect(config: CorpusConfig) -> InspectedJob:
     """Finds the inputs and runs the pre-flight checks.
 
     Raises:
-        ConfigError, DataError: see `preflight`.
+        ConfigError, DataError: a pre-flight check fails, e.g. files, columns or a library are missing.
     """
     job = Job(config)
     with os_errors_as_data_errors("checking the inputs"):
@@ -92,7 +92,7 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
     """Plans the job and makes its tokenizer, or resumes it; yields the plan while it holds the exclusive lock.
 
     Args:
-        executor: if it is local, it runs the tokenizer task, so that its worker has the tokenizer loaded.
+        executor: executor of the job; a local one also runs the tokenizer task, so that its worker has it loaded.
 
     Raises:
         DataError: another process holds the lock, or the job directory belongs to another config or other inputs.
@@ -132,7 +132,7 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
 def _identity_to_resume(inspected: InspectedJob) -> dict[str, Any] | None:
     """The identity of the unfinished job; None without one, and for another job in which nothing has finished.
 
-    That is what a mistyped field leaves: nothing is lost when the corrected command plans anew.
+    A mistyped field leaves the latter: nothing is lost when the corrected command plans anew.
 
     Raises:
         DataError: the unfinished job has other settings or inputs, and results.
@@ -151,7 +151,7 @@ def _identity_to_resume(inspected: InspectedJob) -> dict[str, Any] | None:
 
 
 def _vocabulary_warning(job: Job) -> str | None:
-    """Whether the training text had too few different words for the vocabulary that was asked for."""
+    """A warning if the training text had too few different words for the requested vocabulary, or None."""
     section, described = job.config.tokenizer, read_marker(job.tokenizer)
     if section.train is None or described is None or described["vocab_size"] >= section.vocab_size:
         return None
@@ -204,7 +204,7 @@ def _plan(inspected: InspectedJob) -> Plan:
 
 
 def _group_into_tasks(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
-    """The plan. Sources that are `seen` come first: of equal lines the first stay, and theirs are not written."""
+    """Makes the plan. `seen` sources come first: the first of equal lines is kept, and theirs are not written."""
     seen = {source.label for source in config.sources if source.seen}
     ordered = sorted(sources, key=lambda source: source.label not in seen)
     return group(units(ordered, task_bytes=config.task_bytes), task_bytes=config.task_bytes)

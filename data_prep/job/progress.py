@@ -43,9 +43,10 @@ class Display:
         """Starts the clock.
 
         Args:
-            total_bytes: of input as stored; 0 for a phase without input, whose progress is measured in tokens.
-            done_bytes: of `total_bytes`, finished by an earlier run.
-            note: the status note, which `status` reads.
+            total_bytes: bytes of stored input; 0 for a phase without input, whose progress is measured in tokens.
+            done_bytes: bytes of stored input that an earlier run has finished.
+            total_tokens: tokens of a phase without input; 0 if not known.
+            note: path of the status note, which `status` reads; None for no note.
         """
         self.phase, self.total_bytes, self.done_bytes, self.total_tokens = phase, total_bytes, done_bytes, total_tokens
         self.counts = Counts()
@@ -79,7 +80,7 @@ class Display:
             print(f"{self.phase}: {done}", file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """MB/s, documents/s, tokens, dropped documents by reason, and the time left."""
+        """The line to print: MB/s, documents/s, tokens, dropped documents by reason, and the time left."""
         c, seconds = self.counts, max(self.seconds(), 1e-9)
         rate = f"{self.mb_per_s():.1f} MB/s, " if self.total_bytes else ""
         dropped = sorted(c.dropped.items(), key=lambda item: -item[1])
@@ -97,7 +98,7 @@ class Display:
 
     @property
     def _has_total(self) -> bool:
-        """Whether the fraction that is done is known."""
+        """Whether the total, and so the fraction done, is known."""
         return bool(self.total_bytes or self.total_tokens)
 
     def seconds(self) -> float:

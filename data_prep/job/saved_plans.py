@@ -26,19 +26,19 @@ from headrace.base.lock import LockedError, lock_file
 from headrace.base.version import __version__
 
 _WAIT_S = 600.0
-"""Longest wait for the share that plans: then it may be frozen, and two plans are equal."""
+"""Longest wait for the share that plans, in seconds: it may be frozen, and a second plan is equal."""
 
 
 def saved_facts(job: Job, name: str, facts: Callable[[Job], Facts], *, inputs: Sequence[Path]) -> Facts:
-    """The facts of a phase from its saved plan, or else read by this share, for the others, too.
+    """Loads the facts of a phase from its saved plan, or reads and saves them for all shares.
 
     Args:
-        name: of the phase.
-        facts: reads them from the job directory.
-        inputs: the directories into which the phases before write, and this one does not.
+        name: name of the phase.
+        facts: reads the facts from the job directory.
+        inputs: directories into which earlier phases write, but not this one.
 
     Raises:
-        DataError: see `planning.py`; nothing is saved.
+        DataError: an earlier phase has not finished; nothing is saved.
     """
     path = _path(job, name)
     if (found := _read(path, inputs)) is not None:
@@ -55,7 +55,7 @@ def saved_facts(job: Job, name: str, facts: Callable[[Job], Facts], *, inputs: S
 
 
 def drop_plans(job: Job, names: Sequence[str]) -> None:
-    """Removes the saved plans of some phases: one before them has work."""
+    """Removes the saved plans of phases that follow one with unfinished tasks."""
     for name in names:
         with suppress(OSError):
             _path(job, name).unlink()
@@ -72,7 +72,7 @@ def _path(job: Job, name: str) -> Path:
 
 
 def _read(path: Path, inputs: Sequence[Path]) -> Facts | None:
-    """The facts of a saved plan; None without one that is whole and of the present inputs."""
+    """Reads the facts of a saved plan; None unless it is intact and matches the present inputs."""
     try:
         saved = without_checksum(json.loads(path.read_bytes()))
         facts: Facts | None = saved["facts"] if saved["inputs"] == _times(inputs) else None
@@ -87,7 +87,7 @@ def _times(inputs: Sequence[Path]) -> dict[str, Any]:
 
 @contextmanager
 def _planning(directory: Path) -> Iterator[None]:
-    """Holds the lock of the plans, which ends with the process. Without it after `_WAIT_S`, or where there is none."""
+    """Holds the lock of the plans in the block; goes on without it after `_WAIT_S` or an `OSError`."""
     with ExitStack() as stack:
         with suppress(OSError, LockedError):
             stack.enter_context(lock_file(directory / "lock", doing="planning", timeout_s=_WAIT_S))

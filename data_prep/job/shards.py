@@ -18,17 +18,17 @@ from data_prep.tasks.sorted_runs import Array, SortedRun
 from headrace.base.directory import write_json
 
 _FEW_DOCUMENTS = 256
-"""Documents per shard below which a range of keys may be empty: then the documents in each range are looked up."""
+"""Documents per shard below which a range of keys may be empty, so that the documents are looked up."""
 
 
 def plan_shards(kept: Array, memory: Array, reader: RunsReader, *, shard_tokens: int) -> list[Shard]:
-    """The shards of all splits, numbered within each split.
+    """Plans the shards of all splits, numbered within each split.
 
     Args:
-        kept: int64 [sources, splits, 2 or more], documents and tokens that are kept.
-        memory: int64 [sources, splits], bytes of memory of all that is read, see `memory_bytes`.
-        reader: of all runs of the job; only used for groups of few documents.
-        shard_tokens: approximate tokens of each shard.
+        kept: int64 [sources, splits, 2 or more], number of kept documents and tokens.
+        memory: int64 [sources, splits], bytes of memory for everything that is read (`memory_bytes`).
+        reader: reader of all runs of the job; only used for groups of few documents.
+        shard_tokens: approximate number of tokens per shard.
     """
     shards: list[Shard] = []
     for number, split in enumerate(SPLITS):
@@ -49,10 +49,10 @@ def plan_shards(kept: Array, memory: Array, reader: RunsReader, *, shard_tokens:
 
 
 def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...], cache: Path) -> Array:
-    """Documents, tokens and bytes that deduplication drops: int64 [sources, splits, 3].
+    """Counts documents, tokens and bytes that deduplication drops: int64 [sources, splits, 3].
 
     Args:
-        cache: a file that keeps the counts for later calls, if this process may write it.
+        cache: file that keeps the counts for later calls, if this process may write it.
     """
     if cache.is_file():
         return np.array(json.loads(cache.read_text()), np.int64)

@@ -7,7 +7,7 @@ others before the next one:
     share i > 0:          map[i::N], ..., reduce[i::N]
 
 A share that was killed is started again with the same number, on any host: finished tasks are skipped. All shares have
-to run at the same time. They know of each other by the job directory alone.
+to run at the same time. They communicate only through the job directory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def run_whole_share(config: CorpusConfig, executor: Executor, *, share: tuple[in
     """Runs share `share[0]` of `share[1]` of every phase; share 0 prepares the job before and commits it after.
 
     Returns:
-        the manifest of the output, by share 0; None for the others, and where the output was complete before.
+        The manifest of the output, for share 0; None for the others, and if the output was complete before.
 
     Raises:
-        ConfigError, DataError: see `prepare.inspect`, `phases.run_share` and `phases.commit_prepared_job`.
+        ConfigError, DataError: a pre-flight check or a task fails, or the job belongs to another config.
     """
     job = Job(config)
     if share[0] == 0 and not _prepared(config):
@@ -57,7 +57,7 @@ def run_whole_share(config: CorpusConfig, executor: Executor, *, share: tuple[in
 def _prepared(config: CorpusConfig) -> bool:
     """Prepares the job or resumes it; False when its output is complete.
 
-    Other shares may be at work in it, when this one was started again: then it is prepared already.
+    If this share was started again, other shares may be working on the job: then it is prepared already.
     """
     inspected = prepare.inspect(config)
     while not prepare.output_is_complete(inspected):
@@ -114,9 +114,9 @@ def _others_finished(job: Job, phase: phases.Phase) -> bool:
 
 
 def _drop_finished(tasks: deque[Task]) -> bool:
-    """Drops those in front of the first unfinished one; whether one is left.
+    """Drops the tasks before the first unfinished one; returns whether one is left.
 
-    All have to finish: one look at the file system each time, where looking at 10,000 tasks would be 20,000 a second.
+    All have to finish, so one look at the file system is enough each time: 10,000 tasks would mean 20,000 a second.
     """
     while tasks and tasks[0].finished:
         tasks.popleft()
@@ -124,7 +124,7 @@ def _drop_finished(tasks: deque[Task]) -> bool:
 
 
 class _Waiting:
-    """Pauses, and tells what for once a minute."""
+    """Pauses, and prints the reason once a minute."""
 
     def __init__(self, what: str) -> None:
         self._what = what

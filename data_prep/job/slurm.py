@@ -29,9 +29,9 @@ from headrace.base.slurm import cancel_jobs, run_slurm, submit_job
 
 DEFAULT_SHARES = 8
 FAILURE = "failure.txt"
-"""What the last chain failed of, in the job directory, until the next one is submitted."""
+"""File in the job directory with the failure of the last chain, until the next one is submitted."""
 CHAIN_LOG = "chain.out"
-"""The log of prepare, finish and report."""
+"""File name of the log of prepare, finish and report."""
 _PREFIX = "headrace-"
 
 
@@ -40,10 +40,10 @@ class ChainJob:
     """One job of a chain.
 
     Attributes:
-        name: prepare, a phase, finish or report.
-        arguments: of the script.
-        options: of sbatch, without the dependency.
-        after: what the job before has to have come to.
+        name: "prepare", a phase, "finish" or "report".
+        arguments: arguments of the script.
+        options: options of sbatch, without the dependency.
+        after: type of Slurm dependency on the job before: "afterok" or "afternotok".
     """
 
     name: str
@@ -57,9 +57,9 @@ class Chain:
     """The jobs of a chain, in order, before they are submitted.
 
     Attributes:
-        root: the job directory, by which a second chain is noticed.
-        script: the file that all of them run.
-        environment: variables for sbatch on top of the present ones.
+        root: the job directory, by which a second chain is detected.
+        script: file that all jobs run.
+        environment: variables for sbatch in addition to the present ones.
     """
 
     root: Path
@@ -71,7 +71,7 @@ class Chain:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def jobs(self) -> list[ChainJob]:
-        """All but report, which takes the numbers of these."""
+        """All jobs but report, which needs their numbers."""
         chain = self._chain_log
         found = [ChainJob("prepare", ("prepare", *self.config), chain)]
         for name in self.phases:
@@ -81,7 +81,7 @@ class Chain:
         return [*found, ChainJob("finish", ("finish", *self.config), chain)]
 
     def report_job(self, numbers: Sequence[tuple[str, str]]) -> ChainJob:
-        """The job that runs if one of the others fails; `numbers`: their names and ids."""
+        """The job that runs if one of the others fails; `numbers`: (name, id) of each."""
         told = (f"{name}={number}" for name, number in numbers)
         arguments = ("--report", str(self.logs), str(self.root), str(self.shares), *told)
         return ChainJob("report", arguments, self._chain_log, after="afternotok")
@@ -105,9 +105,9 @@ def plan_chain(
     """The chain of a config; nothing is written yet.
 
     Args:
-        words: the config as on the command line; relative paths start in the working directory.
-        shares: Slurm jobs in the array of each phase.
-        script: what the jobs run; default: the shipped one.
+        words: arguments of the command line that name the config; relative paths start in the working directory.
+        shares: number of Slurm jobs in the array of each phase; None: 8.
+        script: script that the jobs run; None: the shipped one.
     """
     job = Job(config)
     given = script is not None
@@ -143,10 +143,11 @@ def submit_chain(chain: Chain) -> list[tuple[str, str]]:
     """Submits a chain; if a submission fails, the jobs submitted before are canceled.
 
     Returns:
-        (name, number) of each job in order, the last two are finish and report.
+        (name, number) of each job in order; the last two are finish and report.
 
     Raises:
-        ConfigError, DataError: as `submit`.
+        ConfigError: there is no Slurm, or sbatch fails.
+        DataError: a chain for this output is queued or running.
     """
     if shutil.which("sbatch") is None:
         why, remedy = "there is no sbatch on PATH", "submit where Slurm is installed"
@@ -198,7 +199,7 @@ def _environment(root: Path) -> dict[str, str]:
 
 
 def last_logs(output: Path) -> Path | None:
-    """The logs of the last chain of an output; None where there was none."""
+    """Directory of the logs of an output's last chain; None if there was none."""
     parent = _logs_of(output)
     taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
     return parent / str(max(taken)) if taken else None
@@ -229,7 +230,7 @@ def run_command(*command: str) -> list[str]:
     """The lines that a command of Slurm prints.
 
     Raises:
-        ConfigError: it fails.
+        ConfigError: the command fails.
     """
     done = run_slurm(*command)
     if done.returncode:

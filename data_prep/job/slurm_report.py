@@ -1,4 +1,4 @@
-"""What failed in a chain of Slurm jobs: the last job of the chain prints it, and leaves it in the job directory.
+"""Reports failures in a chain of Slurm jobs: its last job prints them, and writes them to the job directory.
 
 Slurm forgets a job MinJobAge (300 s by default) after its end, which may be long before the other elements of its array
 have ended. So the logs decide which elements failed; Slurm adds its reason where it still has one.
@@ -23,7 +23,7 @@ _UNKNOWN = "failed; Slurm no longer has the reason"
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that failed. element: of an array, -1 for other jobs; log: None of one that has not written any."""
+    """A failed job; `element` is its index in an array, or -1; `log` is None if it has not written one."""
 
     name: str
     number: str
@@ -32,7 +32,7 @@ class Failure:
     log: Path | None
 
     def lines(self) -> Iterator[str]:
-        """For the report."""
+        """Yields the failure's lines in the report."""
         which = f"{self.name} {self.element}" if self.element >= 0 else self.name
         yield f"{which} (job {self.number}): {self.reason}"
         if self.log is not None and self.log.is_file():
@@ -41,12 +41,12 @@ class Failure:
 
 
 def report(logs: Path, root: Path, shares: int, jobs: Sequence[str]) -> list[str]:
-    """The failed jobs of a chain and the ends of their logs, also written to `FAILURE` in the job directory.
+    """Describes a chain's failed jobs with the ends of their logs, also in `FAILURE` in the job directory.
 
     Args:
         logs: directory of the chain's logs.
         root: the job directory.
-        shares: elements of each array.
+        shares: number of elements of each array.
         jobs: NAME=ID of each job of the chain, in order.
     """
     numbers = [(name, number) for name, _, number in (job.partition("=") for job in jobs)]
@@ -84,7 +84,7 @@ def _end_of(log: Path) -> list[str]:
 
 
 def _reasons(numbers: Sequence[str]) -> dict[tuple[str, int], str]:
-    """(Job, element or -1) -> why it failed, of those that Slurm has not forgotten."""
+    """Reasons that Slurm still has: (job, element or -1) -> why it failed."""
     form = "--format=%F|%K|%T|%r"
     rows: list[str] = []
     for number in numbers:

@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT, _GAP = 560, 120, 2
 
 @dataclass(frozen=True)
 class SourceStats:
-    """One source in one split. lengths[k]: documents of 2^k up to 2^(k + 1) - 1 tokens."""
+    """One source in one split; `lengths[k]` is the number of documents of 2^k up to 2^(k + 1) - 1 tokens."""
 
     split: str
     source: str
@@ -36,8 +36,7 @@ class SourceStats:
 
 
 def read_stats(directory: str) -> tuple[list[SourceStats], dict[str, int], list[str]]:
-    """The sources of every split, the number of skipped and dropped records by reason, and `cluster_lines` and
-    `long_word_lines`.
+    """Reads the sources of every split, skipped and dropped records by reason, and lines on clusters and long words.
 
     Args:
         directory: a tokens directory, or its URL.
@@ -56,7 +55,7 @@ def read_stats(directory: str) -> tuple[list[SourceStats], dict[str, int], list[
 
 
 def cluster_lines(clusters: dict[str, Any] | None, rows: list[SourceStats]) -> list[str]:
-    """Lines on the clusters of duplicates, as a manifest has them: sizes, what each source lost, the largest."""
+    """Lines on the clusters of duplicates in a manifest: sizes, losses of each source, the largest clusters."""
     if not clusters or not clusters["sizes"]:
         return []
     sizes = (f"{n:,} of {1 << k:,} - {(2 << k) - 1:,}" for k, n in enumerate(clusters["sizes"]) if n)
@@ -74,7 +73,7 @@ def cluster_lines(clusters: dict[str, Any] | None, rows: list[SourceStats]) -> l
 
 
 def long_word_lines(named: list[dict[str, Any]]) -> list[str]:
-    """Lines on the documents with very long words, as a manifest or `finish.name_long_words` names them."""
+    """Lines on documents with very long words, from a manifest or `finish.name_long_words`."""
     if not named:
         return []
     lines = [f"documents with a word of {NAMED_CHARACTERS:,} characters or more (DNA, base64, runs of blanks):"]
@@ -88,7 +87,7 @@ def long_word_lines(named: list[dict[str, Any]]) -> list[str]:
 def print_stats(
     rows: list[SourceStats], dropped: dict[str, int], lines: list[str], *, console: Console | None = None
 ) -> None:
-    """Prints the statistics as tables; `lines`: see `read_stats`."""
+    """Prints the statistics as tables, then the lines that `read_stats` returned."""
     console = console or Console()
     table = Table(box=None, pad_edge=False)
     for name, side in (("split", "left"), ("source", "left")):

@@ -20,12 +20,12 @@ from headrace.base.section import parse
 
 _LOG_LINES = 8
 _SILENT_S = 30.0
-"""A process whose status note is older than this is reported as silent: it may be suspended or lost."""
+"""Age of a status note, in seconds, from which its process is reported as silent (suspended or lost)."""
 
 
 @dataclass(frozen=True)
 class PhaseStatus:
-    """Tasks of a phase. total: None if it is not known until the phase before has finished."""
+    """Tasks of a phase; `total` is None if it is not known until the phase before has finished."""
 
     name: str
     finished: int
@@ -50,10 +50,10 @@ def report(config: CorpusConfig) -> list[str]:
 
 
 def report_of(directory: Path) -> list[str]:
-    """As `report`, of a job that is given by its directory `.NAME.job`, or by the output NAME that it will make.
+    """The progress of a job given by its directory `.NAME.job` or its output NAME, as lines of text.
 
     Raises:
-        DataError: there is neither, or job.json is damaged.
+        DataError: there is neither a job nor an output, or job.json is damaged.
     """
     name = directory.name
     of_job = name.startswith(".") and name.endswith(".job")
@@ -86,14 +86,14 @@ def phases(job: Job) -> list[PhaseStatus]:
 
 
 def _failure(root: Path) -> list[str]:
-    """What the last chain of Slurm jobs failed of."""
+    """Lines on the failure of the last chain of Slurm jobs; empty without one."""
     with suppress(OSError):
         return ["of the last chain of Slurm jobs:", *(root / FAILURE).read_text().splitlines()]
     return []
 
 
 def _last_chain(output: Path) -> str:
-    """What there is to tell of a chain of Slurm jobs that has not begun the job, and what to do."""
+    """State of a chain of Slurm jobs that has not begun the job, and what to do."""
     logs = last_logs(output)
     if logs is None:
         return "\n  try: start it"

@@ -1,7 +1,7 @@
 """Outputs in object stores: reduce tasks upload their shards as they finish, and the manifest follows at the end.
 
     s3://bucket/tokens/.job.json                         the job that works for this output, until it is finished
-    s3://bucket/tokens/train/shard-00000.bin, ...        of finished reduce tasks
+    s3://bucket/tokens/train/shard-00000.bin, ...        shards of finished reduce tasks
     s3://bucket/tokens/manifest.json                     the last object that is written, where none exists
 
 Jobs of one identity (config and inputs) write the same bytes, so that one that is started again, on any host, may find
@@ -39,12 +39,12 @@ _BESIDE = re.compile(rf"tokenizer/[^/]+|{re.escape(SKIPPED)}|{re.escape(SOURCES)
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What a job has left in an object store.
+    """Objects that a job has left in an object store.
 
     Attributes:
         objects: name -> size and version; the claim is the last one.
-        claim: host and job directory of the job; empty where the output is finished.
-        finished: whether there is a finished output, of whose files none is listed.
+        claim: host and job directory of the job; empty if the output is finished.
+        finished: whether there is a finished output; its files are not listed.
     """
 
     objects: Mapping[str, Stat]
@@ -87,16 +87,16 @@ def forget_lost(job: Job) -> None:
 
 
 def commit(out: Path, url: str, *, uploaded: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> Manifest:
-    """Makes the output of shards that were uploaded and what is in a directory of this host; the manifest comes last.
+    """Completes an output of uploaded shards with the files of a local directory; the manifest comes last.
 
     Args:
-        out: all files but the shards.
-        url: of the output.
-        uploaded: of the shards' files: name -> {"bytes", "sha256"}.
+        out: local directory with all files but the shards.
+        url: URL of the output.
+        uploaded: name of each shard file -> {"bytes", "sha256"}.
         about: kind, config, parents and details of the manifest.
 
     Raises:
-        DataError: a shard is not there any more; or another process has written a directory there.
+        DataError: a shard has disappeared from the store, or another process has written a directory there.
         StorageError: the store cannot be written to.
     """
     there = objects_below(url)
@@ -113,14 +113,14 @@ def commit(out: Path, url: str, *, uploaded: Mapping[str, Mapping[str, Any]], ab
 
 
 def release(url: str) -> None:
-    """Removes the claim of a finished output, and what its job has on this host."""
+    """Removes the claim of a finished output, and its job's files on this host."""
     if _read_claim(url):  # who may only read may start a finished job again
         delete(f"{url}/{CLAIM}")
     shutil.rmtree(local_output(url).parent, ignore_errors=True)
 
 
 def leftovers(url: str) -> Leftovers:
-    """What an unfinished job has left of an output, without what is in the manifest of a finished one.
+    """Lists the objects that an unfinished job has left, without files in the manifest of a finished output.
 
     Raises:
         DataError: a manifest or a claim is damaged.
@@ -137,7 +137,7 @@ def leftovers(url: str) -> Leftovers:
 
 
 def clean(url: str, found: Leftovers) -> None:
-    """Deletes what an unfinished job has left in the store and on this host; the claim last.
+    """Deletes an unfinished job's objects in the store and files on this host; the claim last.
 
     Raises:
         DataError: a job of this host works for this output.

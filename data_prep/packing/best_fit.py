@@ -17,10 +17,10 @@ I64 = npt.NDArray[np.int64]
 
 
 def best_fit(lengths: I64, *, size: int) -> I64:
-    """The bin of every piece.
+    """Packs pieces into bins; returns the bin of every piece.
 
     Args:
-        lengths: int64 [n], each in 1..size.
+        lengths: int64 [n], length of each piece, from 1 to `size`.
         size: capacity of a bin.
 
     Returns:
@@ -48,10 +48,10 @@ class _Bins:
         self._rooms = 0  # bit r is set if there are bins with room r
 
     def place(self, length: int, pieces: int) -> I64:
-        """Places pieces of one length, which is at most that of all before.
+        """Places pieces of one length, which is at most the length of all earlier ones.
 
         Returns:
-            int64 [pieces], their bins.
+            int64 [pieces], bin of each piece.
         """
         placed: list[I64] = []
         while pieces:

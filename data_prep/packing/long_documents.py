@@ -17,13 +17,14 @@ Long = Literal["auto", "cut", "truncate", "drop"]
 
 
 def shorten(bounds: I64, mask: npt.NDArray[np.uint8] | None, *, length: int, long: Long) -> I64:
-    """The number of tokens that stay of each document: all, or at most T + 1; 0 drops it.
+    """Number of leading tokens of each document to keep: all, or at most T + 1; 0 drops the document.
 
     Args:
-        bounds: int64 [documents + 1], as `TokenFile.document_starts` gives it.
-        mask: loss mask of the shard; None counts all tokens.
+        bounds: int64 [documents + 1], document starts (`TokenFile.document_starts`), ending with the file's end.
+        mask: loss mask of the shard; None if all tokens count.
         length: T, tokens per sample.
-        long: "auto" truncates if the mask leaves tokens out, other than the first and the last, and cuts otherwise.
+        long: treatment of long documents; "auto" truncates a document if its mask leaves out tokens besides the first
+            and the last, and cuts otherwise.
 
     Returns:
         int64 [documents].
@@ -43,16 +44,16 @@ def shorten(bounds: I64, mask: npt.NDArray[np.uint8] | None, *, length: int, lon
 
 
 def _whole_answers(learnt: npt.NDArray[np.uint8]) -> int:
-    """The number of tokens up to the end of the last answer that the last of these tokens follows."""
+    """Number of tokens up to the end of the last answer that is complete within these tokens."""
     ends = np.flatnonzero((learnt[:-1] == 1) & (learnt[1:] == 0))
     return int(ends[-1]) + 1 if ends.size else 0
 
 
 def count_targets(mask: npt.NDArray[np.uint8] | None, starts: I64, tokens: I64) -> int:
-    """Targets in pieces of a shard: all of their tokens but the first that are in the mask, uint8 [tokens].
+    """Counts the targets in pieces of a shard: tokens but the first of a piece that are in the mask, uint8 [tokens].
 
     Args:
-        starts, tokens: int64 [pieces], in their order; those of less than two tokens have none.
+        starts, tokens: int64 [pieces], first token and number of tokens of each piece; less than two have no target.
     """
     starts, tokens = starts[tokens > 1], tokens[tokens > 1]
     if mask is None or not starts.size:

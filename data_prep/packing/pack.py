@@ -1,8 +1,8 @@
 """`python -m data_prep pack DIR --length T`: packs whole documents into training samples with little padding.
 
-In each shard, blocks of `look_ahead` consecutive documents are packed independently, long ones as `long_documents.py`
-says: a sample has documents of one block, and memory is bounded. The result is a subdirectory of the tokens directory,
-which is otherwise unchanged: tokens keep their fingerprint, and may be packed for several lengths.
+In each shard, blocks of `look_ahead` consecutive documents are packed independently, long ones by the rules of
+`long_documents.py`: a sample has documents of one block, and memory is bounded. The result is a subdirectory of the
+tokens directory, which is otherwise unchanged: tokens keep their fingerprint, and may be packed for several lengths.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from headrace.base.lock import lock_file
 LOOK_AHEAD = 1 << 16
 """Documents per block. With web-like lengths, padding is 0.01 % at T = 2048 and 8192; a block takes a dozen MB."""
 PACKED = "train"
-"""The split that is packed. Held-out text is always evaluated in contiguous windows, every token of it."""
+"""Split that is packed. Held-out text is always evaluated in contiguous windows, every token of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m data_prep pack`."""
+    """Adds the arguments of `python -m data_prep pack`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
     parser.add_argument("--length", type=int, required=True, metavar="T", help="tokens per sample, as in training")
     text = f"documents that are packed together (default: {LOOK_AHEAD:,})"
@@ -76,14 +76,14 @@ def run(arguments: argparse.Namespace) -> None:
 def pack(
     directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, long: Long = "auto", workers: int = 1
 ) -> Manifest:
-    """Packs the training split of a tokens directory for samples of `length` tokens; `long`: see `shorten`.
+    """Packs the training split of a tokens directory for samples of `length` tokens; `long` as in `shorten`.
 
     Returns:
-        the manifest of the new directory, or the existing one if it was already packed in the same way.
+        The manifest of the new directory, or the existing one if it was already packed in the same way.
 
     Raises:
-        DataError: not a tokens directory; a packing that was made differently exists; no document is left; or another
-            process is packing.
+        DataError: it is not a tokens directory; a packing that was made differently exists; no document is left; or
+            another process is packing.
     """
     tokens = read_manifest(directory, kind="tokens")
     final, config = directory / packing_name(length), dict[str, Any](length=length, look_ahead=look_ahead)
@@ -122,8 +122,8 @@ class PackTask:
         source: path prefix of the shard.
         target: path prefix of the pack file.
         length: T, tokens per sample.
-        look_ahead: documents that are packed together.
-        long: see `shorten`.
+        look_ahead: number of documents that are packed together.
+        long: treatment of documents longer than a sample (`shorten`).
     """
 
     source: Path
@@ -134,17 +134,19 @@ class PackTask:
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"pack of {self.source.name}"
 
     @property
     def finished(self) -> bool:
-        """See `Task.finished`: a packing does not resume, it starts over."""
+        """Implements `Task.finished`: a packing does not resume, it starts over."""
         return False
 
     def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`; returns the numbers of bins, pieces, training targets and padding positions, of long
-        documents and of targets that are lost with them, and the SHA-256 of the file."""
+        """Implements `Task.run`; returns counts and the SHA-256 of the file.
+
+        The counts are of bins, pieces, training targets, padding positions, long documents and targets lost with them.
+        """
         file, counts = TokenFile.open(self.source), Counter(dict.fromkeys(_COUNTS, 0))
         blocks = list(self._blocks(file, open_mask(self.source, tokens=file.tokens.size), counts, report))
         bins, pieces = sum(sizes.size for sizes, _, _ in blocks), sum(starts.size for _, starts, _ in blocks)
@@ -159,7 +161,7 @@ class PackTask:
     def _blocks(
         self, file: TokenFile, mask: Any, counts: Counter[str], report: Report
     ) -> Iterator[tuple[I64, I64, I64]]:
-        """Yields for each block: the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
+        """Yields for each block the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
         for first in range(0, file.documents, self.look_ahead):
             end = min(first + self.look_ahead, file.documents)
             bounds = file.document_starts(np.arange(first, end + 1))

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 
 def is_json(kind: Any) -> bool:
-    """Whether a type is `arrow.json`, as which `datasets` stores its features `Json` and `List(Json)`."""
+    """Whether a type is `arrow.json`, in which `datasets` stores its features `Json` and `List(Json)`."""
     return getattr(kind, "extension_name", None) == "arrow.json"
 
 
@@ -29,7 +29,7 @@ def is_text(kind: Any) -> bool:
 
 
 def holds_objects(kind: Any) -> bool:
-    """Whether a column of this type holds lists of objects, as messages are."""
+    """Whether a column of this type holds lists of objects, such as messages."""
     item = kind.value_type if is_list(kind) else None
     return is_json(kind) or (item is not None and (pa.types.is_struct(item) or pa.types.is_map(item) or is_json(item)))
 
@@ -50,17 +50,18 @@ def has_optional_keys(kind: Any, *, depth: int = 0) -> bool:
 
 
 def json_value(value: Any, kind: Any, *, keep: frozenset[str] = frozenset()) -> Any:
-    """A value of `to_pylist` as the JSON that it stands for.
+    """Converts a value of `to_pylist` to the JSON that it stands for.
 
-    JSON text is parsed, a map becomes an object, and what the row's struct type alone brings is left out: a struct has
-    the fields of all rows of a file, which are null in a row that never had such a key.
+    JSON text is parsed, a map becomes an object, and null fields of structs are left out: a struct has the fields of
+    all rows of a file, which are null in a row that never had such a key.
 
     Args:
-        value: of the type `kind`.
-        keep: names of fields that stay, null or not, in structs that are not within others.
+        value: value of the type `kind`.
+        kind: Arrow type of the value.
+        keep: names of fields that stay even if null, in structs that are not within others.
 
     Raises:
-        ValueError: JSON text that is not JSON.
+        ValueError: JSON text is not valid.
     """
     if value is None:
         return None

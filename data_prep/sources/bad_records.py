@@ -47,10 +47,10 @@ class BadRecordCount:
         self.check()
 
     def check_any_used(self) -> None:
-        """For a corpus of which no document is left.
+        """Refuses a corpus without documents if unreadable records are the reason.
 
         Raises:
-            DataError: there are unreadable records: they are why; names the first few.
+            DataError: there are unreadable records; names the first few.
         """
         if self.records:
             why = f"no document is left: {self.records} records are unreadable, which max_bad_records allows"

@@ -23,9 +23,9 @@ _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 10
 """Compressed bytes per call of a decompressor: with 4 KiB gzip takes 8 % longer, with 1 MiB 25 %."""
 _ZSTD_PIECE_BYTES = 2 << 10
-"""4 bytes of zstd may stand for 128 KiB: of a file of zeros this makes 64 MiB, and 16 KiB would make 512."""
+"""Compressed bytes per call for zstd, 4 of which may stand for 128 KiB: 64 MiB of zeros (512 MiB at 16 KiB)."""
 _SMALL_PIECE_BYTES = 1 << 10
-"""45 bytes of bzip2 may stand for 900 kB, and one of xz for 7 kB: this makes 20 MB at most. (One of lz4: 255.)"""
+"""Compressed bytes per call for bzip2 (45 may stand for 900 kB), xz (1 for 7 kB), lz4 (1 for 255): 20 MB at most."""
 _ZSTD_WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`; memory is used only as a frame fills it
 _GZIP_WBITS = 31  # zlib's code for deflate with a gzip header and trailer
 
@@ -250,10 +250,10 @@ def open_bytes(path: str, digest: Digest) -> io.RawIOBase:
 
     Args:
         path: local path or URL.
-        digest: is updated with the stored (compressed) bytes that are read.
+        digest: digest to update with the stored (compressed) bytes that are read.
 
     Raises:
-        DamagedFileError: a compressed file of 0 bytes.
+        DamagedFileError: a compressed file has 0 bytes.
         DataError: the package for its compression is missing. Reading may raise one of `DECOMPRESSION_ERRORS` later.
     """
     file = HashingReader(storage.open_raw(path), digest)

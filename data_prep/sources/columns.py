@@ -26,7 +26,7 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> bo
     """Checks that a table has the columns that the config names.
 
     Returns:
-        whether a null in a struct of a conversation counts as a key that the row does not have.
+        Whether a null in a struct of a conversation counts as a key that the row does not have.
 
     Raises:
         ConfigError: a column is missing or there are several of its name, or the text column holds neither strings nor
@@ -88,7 +88,7 @@ def _field(schema: Any, name: str) -> Any:
 
 
 def _names(schema: Any) -> list[str]:
-    """The names of all columns, with the fields of structs in place of those."""
+    """Names of all columns, with structs replaced by their fields."""
     found: list[str] = []
     waiting = [(field.name, field.type) for field in reversed(schema)]
     while waiting:
@@ -136,7 +136,7 @@ def batches(
 
 
 def _texts(column: Any) -> list[Any]:
-    """As `_cells`; bytes are decoded as UTF-8."""
+    """The column's values, like `_cells`; bytes are decoded as UTF-8."""
     return [_decoded(cell) if isinstance(cell, bytes) else cell for cell in _cells(column)]
 
 
@@ -184,7 +184,7 @@ def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
 
 
 def _conversation(row: tuple[Any, ...], kinds: list[Any]) -> Any:
-    """The line of a row of the prompt's fields (if any), messages or answer, and tools; an exception if it has none."""
+    """The line for a row of prompt fields (if any), messages or answer, and tools; an exception if it has none."""
     for cell in row:
         if isinstance(cell, UnicodeDecodeError):
             return cell
@@ -198,7 +198,7 @@ def _conversation(row: tuple[Any, ...], kinds: list[Any]) -> Any:
 
 
 _ALWAYS = frozenset({"content"})
-"""Templates look whether it is null: so it is where an assistant only calls tools."""
+"""Field that stays even if null: templates test it, and it is null where an assistant only calls tools."""
 
 
 def _length_problem(text: str, wanted: WantedFields) -> tuple[str, str] | None:

@@ -53,7 +53,7 @@ def parse_conversation(line: str) -> tuple[list[dict[str, Any]], list[Any] | Non
     """Parses a line from `conversation_line`; tools given as a string, or as strings in a list, are parsed as JSON.
 
     Returns:
-        the messages, and the tools or None.
+        The messages, and the tools or None.
 
     Raises:
         ConversationError: the tools are not a list.
@@ -88,7 +88,7 @@ def joined_parts(parts: Sequence[Any]) -> str:
 
 
 def _text_of_part(part: Any) -> Any:
-    """The text of a part that is one; other parts as they are."""
+    """The text of a text part; other parts unchanged."""
     return part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
 
 
@@ -96,12 +96,12 @@ def prompt_and_answer(prompt: Sequence[Any], answer: Any) -> list[Any]:
     """The messages of a conversation of one turn, from fields such as `instruction`, `input` and `output`.
 
     Args:
-        prompt: what the user says: strings, of which those that are not empty are joined by line ends (None counts as
-            empty); or lists of messages.
-        answer: what the assistant says: a string or a list of messages.
+        prompt: the user's side: strings, joined by line ends without empty ones (None counts as empty); or lists of
+            messages.
+        answer: the assistant's side: a string or a list of messages.
 
     Raises:
-        ConversationError: a field is something else, or one side says nothing.
+        ConversationError: a field is something else, or one side is empty.
     """
     if isinstance(answer, list):
         lists = [part for part in prompt if part is not None]
@@ -123,7 +123,7 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "function_call": "assistant",
 }
-"""Names in `from`, as ShareGPT and the tools that read its format have them, and the roles they stand for."""
+"""Value of `from` in ShareGPT and in tools that read its format -> role."""
 
 
 def _with_role(message: Any) -> Any:
@@ -146,7 +146,7 @@ def _with_role(message: Any) -> Any:
 
 
 def conversation_hint(names: Iterable[str]) -> str:
-    """What to write for rows with such fields where they are conversations; "" if they do not look like any."""
+    """A hint on the config for rows with such fields if they look like conversations; else ""."""
     known = list(names)
     for field in ("messages", "conversations"):
         if field in known:

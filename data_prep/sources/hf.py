@@ -1,4 +1,4 @@
-"""Reader of Arrow IPC: files (Feather is one) and streams, as which Hugging Face `datasets` saves its data."""
+"""Reader of Arrow IPC: files (Feather is one) and streams, in which Hugging Face `datasets` saves its data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator
     """Yields the rows of one Arrow file.
 
     Raises:
-        DamagedFileError: the file is truncated; of a stream, the rows before the damage have been yielded.
+        DamagedFileError: the file is truncated; for a stream, the rows before the damage have been yielded.
     """
     row = 0
     names: list[str] | None = None

@@ -26,9 +26,9 @@ class Element:
     """An element of an array.
 
     Attributes:
-        offset: of its first byte in the decompressed file.
-        line: number of the line, from 1, that it begins on.
-        size: in bytes.
+        offset: offset of its first byte in the decompressed file.
+        line: number of its first line, from 1.
+        size: size in bytes.
         content: its bytes; None if it is longer than the limit.
     """
 
@@ -56,8 +56,8 @@ def elements(path: str, digest: Digest, *, max_bytes: int | None = None) -> Iter
     """Yields the elements of the array in a file.
 
     Args:
-        digest: is updated with the stored bytes that are read.
-        max_bytes: a longer element is yielded without its content, which is not kept; None: no limit.
+        digest: digest to update with the stored bytes that are read.
+        max_bytes: largest element whose content is kept; longer ones are yielded without it. None: no limit.
 
     Raises:
         DamagedFileError: the array does not end, or something follows it; the elements before have been yielded.
@@ -95,7 +95,7 @@ class _Scanner:
         """Scans up to the next bracket, comma or end of a string.
 
         Returns:
-            whether an element ends there; None if the buffer holds no more.
+            Whether an element ends there; None if the buffer holds no more.
         """
         if self._in_string:
             match = _IN_STRING.match(self._buffer, self._at)
@@ -123,7 +123,7 @@ class _Scanner:
         return self._depth == 0 or (token == b"," and self._depth == 1)
 
     def _element(self) -> Iterator[Element]:
-        """The element that ends before the last scanned byte, unless it is blank."""
+        """Yields the element that ends before the last scanned byte, unless it is blank."""
         end = self._position + self._at - 1
         if self._long is not None:
             yield Element(*self._long, end - self._long[0], None)
@@ -133,14 +133,14 @@ class _Scanner:
         self._first, self._long = self._at, None
 
     def _place(self) -> tuple[int, int]:
-        """The offset and the line of the first byte of the element that is no blank."""
+        """Offset and line of the element's first byte that is not blank."""
         begin = self._first
         while self._buffer[begin] in _SPACE:
             begin += 1
         return self._position + begin, self._count_lines(begin)
 
     def _count_lines(self, until: int) -> int:
-        """The number of the line at a byte of the buffer that is not before the last one asked for."""
+        """Line number at a byte of the buffer; queries must be in ascending order."""
         self._lines += self._buffer.count(b"\n", self._counted, until)
         self._counted = until
         return self._lines

@@ -50,7 +50,7 @@ Columns = Sequence[Sequence[str | None]]
 
 
 class _BadLine(NamedTuple):
-    """A line that cannot be used. line: its index in the block."""
+    """A line that cannot be used; `line` is its index in the block."""
 
     line: int
     reason: str
@@ -67,7 +67,7 @@ def read(
         source, file: names of the source and the file in reports.
         start, end: byte range; end None reads to the end of the file.
         wanted: keys of the object to read.
-        digest: is updated with the stored bytes that are read.
+        digest: digest to update with the stored bytes that are read.
 
     Raises:
         DamagedFileError: the compressed file is truncated or damaged; the records before have been yielded.
@@ -108,7 +108,7 @@ def _read_lines(
 def _read_array(
     path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest
 ) -> Iterator[TextBatch | BadRecord]:
-    """Yields the records of a JSON array; see `read`. Unreadable ones are reported by the line where they begin."""
+    """Yields the records of a JSON array, like `read`; unreadable ones are reported by their first line."""
     found = json_array.elements(path, digest, max_bytes=wanted.max_bytes)
     records = ((element.offset, element.line, _array_record(element, wanted)) for element in found)
     return in_batches(records, source=source, file=file, unit="line", wanted=wanted)
@@ -136,7 +136,7 @@ def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int
     """Reads a block's lines with the C extension, as far as it can.
 
     Returns:
-        a list of strings for `wanted.text` and for each of `wanted.extra`, one entry per line, all None for a line that
+        A list of strings for `wanted.text` and for each of `wanted.extra`, one entry per line, all None for a line that
         orjson has to parse; and the offsets at which the lines start.
     """
     keys = wanted.text, *wanted.extra
@@ -218,13 +218,13 @@ def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str
 
 
 def checked(record: dict[str, Any], wanted: WantedFields) -> dict[str, Any] | Problem:
-    """A record that was put together from parts of another file, as one of a line: it, or why it cannot be used."""
+    """Checks a record assembled from parts of another file, like one of a line; returns it, or the problem."""
     add_nested(record, wanted.nested)
     return _usable({**record}, wanted) or _record_problem(record, wanted)
 
 
 def _usable(record: dict[str, Any], wanted: WantedFields) -> dict[str, Any] | None:
-    """The record with its nested fields and its conversation as a line, in place; None if it cannot be used."""
+    """Adds nested fields and the conversation's line to a record in place; None if it cannot be used."""
     try:
         add_nested(record, wanted.nested)
         if wanted.conversation:

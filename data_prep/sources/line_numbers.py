@@ -11,8 +11,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def record_position(unit: Unit, at: int) -> tuple[str, int]:
-    """How a document of a unit is reported: ("line", its number from 1) for jsonl, else ("row" or, in an archive,
-    "record", its number from 0)."""
+    """Place of a document in reports: ("line", n from 1) for jsonl, else ("record" or "row", n from 0)."""
     if unit.type == "jsonl":
         return "line", _open(unit.path, unit.file_version).line_of(at)
     return "record" if unit.type in ("warc", "webdataset") else "row", at

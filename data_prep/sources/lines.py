@@ -18,7 +18,7 @@ _NEWLINE = b"\n"
 
 @dataclass(frozen=True, slots=True)
 class SkippedLine:
-    """A line that was too long. bytes: its size, without the newline."""
+    """A line that was too long; `bytes` is its size, without the newline."""
 
     bytes: int
 
@@ -31,9 +31,8 @@ def blocks(  # noqa: C901 - one loop over the chunks of a file, with three thing
     The last line of a file may lack a newline. The views share one buffer, which the next block overwrites.
 
     Args:
-        max_bytes: a line that is longer and does not fit into the buffer is skipped: its size is yielded
-            instead. The buffer grows to twice this size at most. Shorter than the buffer, a line is in
-            a block, however long it is. None: no limit.
+        max_bytes: length above which a line that does not fit into the buffer is skipped; its size is yielded instead.
+            The buffer grows to twice this size at most; a line that fits is always yielded. None: no limit.
     """
     if end == 0:
         return
@@ -71,7 +70,7 @@ def blocks(  # noqa: C901 - one loop over the chunks of a file, with three thing
 
 
 def count_lines(path: str, start: int) -> int:
-    """Number of lines that start before byte `start`, i.e. in the ranges before this one."""
+    """Counts the lines that start before byte `start`, i.e. in the ranges before this one."""
     if start == 0:
         return 0
     with storage.open_raw(path) as stream:

@@ -24,7 +24,7 @@ _JSONL = (
     *(f"*.{kind}{suffix}" for suffix in storage.COMPRESSED for kind in ("jsonl", "ndjson", "json")),
 )
 _JSON = ("*.json",)
-"""Read where there is nothing else: beside other files a `.json` is mostly a list or a description of them."""
+"""Patterns read only if nothing else is there: beside other files, a `.json` mostly lists or describes them."""
 _TEXT_SUFFIXES = """
     txt md markdown rst adoc org tex html htm css
     py pyi pyx ipy c h cc cpp cxx hpp hh cu cuh rs go java kt scala swift m cs fs js mjs ts jsx tsx php rb pl pm lua
@@ -38,7 +38,7 @@ _ARCHIVES: dict[SourceType, tuple[str, ...]] = {
     "warc": tuple(f"*.{kind}{suffix}" for suffix in ("", *storage.COMPRESSED) for kind in ("warc", "wet")),
     "webdataset": ("*.tgz", *(f"*.tar{suffix}" for suffix in ("", *storage.COMPRESSED))),
 }
-"""Types that are inferred where there is nothing else: beside other files, an archive mostly holds the same."""
+"""Types inferred only if nothing else is there: beside other files, an archive mostly holds the same."""
 
 _NOT_IN: dict[SourceType, tuple[str, ...]] = {"text": ("messages_field", "id_field"), "warc": ("messages_field",)}
 SAME_FILE = "other names of the same file"
@@ -53,7 +53,7 @@ class InputFile:
         name: identifies the file within the source, whatever directory the source is in.
         path: current path or URL.
         bytes: size as stored.
-        version: see `headrace.base.storage.Stat`.
+        version: `KEY=VALUE` from the store's metadata (`headrace.base.storage.Stat`), or empty.
     """
 
     name: str
@@ -64,11 +64,11 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A file.
+    """A file found at a path.
 
     Attributes:
         named: whether the path or glob matches the file itself, rather than a directory that contains it.
-        identity: of a file that several paths match.
+        identity: value that is equal for the same file under several paths.
     """
 
     file: InputFile
@@ -89,8 +89,8 @@ class ResolvedSource:
 
     Attributes:
         label: the source's name.
-        left_out: number of files and links that its paths contain and that are not read, by suffix or kind, without
-            hidden and excluded ones.
+        left_out: suffix or kind -> number of files and links in its paths that are not read, without hidden and
+            excluded ones.
     """
 
     label: str
@@ -109,7 +109,7 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
 
     Args:
         source: a source with paths.
-        at: its dotted path in the config, for messages.
+        at: dotted path of the source in the config, for messages.
         without: directories that are never read, e.g. the output.
 
     Raises:
@@ -146,7 +146,7 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
 
 
 def left_out_line(source: ResolvedSource) -> str | None:
-    """One line on what the paths of a source contain and is not read, or None."""
+    """One line on the files of a source that are not read, or None."""
     kinds = [f"{count:,} {kind}" for kind, count in source.left_out.most_common(_SHOWN)]
     more = len(source.left_out) - len(kinds)
     kinds += [f"{more} more kinds"] if more else []
@@ -279,7 +279,7 @@ def _ambiguous_type(at: str, found: str) -> ConfigError:
 
 
 def _usual(kind: SourceType, names: list[str]) -> tuple[str, ...]:
-    """The patterns of the names that a type usually has."""
+    """Patterns of the usual file names of a type."""
     usual = (_DEFAULTS | _ARCHIVES).get(kind, ("*.arrow",))
     return _JSON if kind == "jsonl" and not any(_matches(name, usual) for name in names) else usual
 

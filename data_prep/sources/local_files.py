@@ -23,7 +23,7 @@ def walk_files(root: str, excluded: set[str], left_out: Counter[str]) -> Iterato
 
     Args:
         excluded: absolute paths of directories that are not entered.
-        left_out: is updated with the number of entries that are not files, by kind.
+        left_out: counter to update with the entries that are not files, by kind.
 
     Raises:
         DataError: a directory cannot be listed.
@@ -49,7 +49,7 @@ def walk_files(root: str, excluded: set[str], left_out: Counter[str]) -> Iterato
 
 
 def file_stat(path: str) -> os.stat_result | None:
-    """What `os.stat` tells of a file; None where there is none: it is called once for each of a million."""
+    """Calls `os.stat` on a file; None if there is none. It is called once for each of a million files."""
     try:
         found = os.stat(path)  # noqa: PTH116
     except (OSError, ValueError):  # as `os.path.isfile`
@@ -87,7 +87,7 @@ def expand_glob(pattern: str, left_out: Counter[str]) -> Iterator[str]:
 
 
 def _directories(start: str, left_out: Counter[str]) -> Iterator[str]:
-    """A directory and all that are below it, also through links, each once: under its own name if it has one there."""
+    """Yields a directory and all below it, also through links, each once: under its own name if it has one there."""
     seen: set[tuple[int, int]] = set()
     links = [start]
     while links:
@@ -104,7 +104,7 @@ def _directories(start: str, left_out: Counter[str]) -> Iterator[str]:
 
 
 def _is_known(path: str, seen: set[tuple[int, int]]) -> bool:
-    """Whether a directory has been seen, or is none (any more); adds it."""
+    """Whether a directory has been seen, or is no directory (any more); adds it to those seen."""
     try:
         found = os.stat(path or ".")  # noqa: PTH116
     except OSError:

@@ -1,4 +1,4 @@
-"""Says what a file is by its first bytes, if it was given as text and is not, and what to do with it."""
+"""Identifies a file by its first bytes if it was given as text but is not, and says what to do with it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _UTF16, _UTF32 = (b"\xff\xfe", b"\xfe\xff"), (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
 
 
 def described(raw: bytes, path: str) -> str | None:
-    """What the bytes are and what to do; None if they are text, or of an unknown kind.
+    """Describes the kind of bytes and what to do; None if they are text, or of an unknown kind.
 
-    A WARC file is not taken for text even if it is UTF-8: its headers would be learnt.
+    A WARC file does not count as text even if it is UTF-8: its headers would be learnt.
 
     Args:
         raw: the beginning of the decompressed file, or all of it.
-        path: of the file, for a command to type.
+        path: path of the file, for the command in the message.
     """
     head = raw[:HEAD_BYTES]
     if not head.startswith(b"WARC/") and b"\0" not in raw and _is_utf8(raw):
@@ -59,8 +59,7 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 def _encoding(head: bytes) -> str | None:
-    """The encoding for `iconv -f` of UTF-16 and UTF-32: by the byte-order mark, or by ASCII's zeros at every other
-    byte."""
+    """Encoding of UTF-16 or UTF-32 for `iconv -f`, by byte-order mark or ASCII's zeros at every other byte."""
     if head.startswith(_UTF32):
         return "UTF-32"
     if head.startswith(_UTF16):

@@ -27,7 +27,7 @@ def row_group_bytes(path: str) -> list[int]:
 
 
 def check(path: str, *, at: str, wanted: WantedFields) -> bool:
-    """Reads the footer of a file and checks its columns, see `columns.check_schema`.
+    """Reads the footer of a file and checks its columns (`columns.check_schema`).
 
     Raises:
         DamagedFileError: the footer is not readable.

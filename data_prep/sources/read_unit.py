@@ -17,7 +17,7 @@ def wanted_fields(source: Source, others: Sequence[str] = (), *, max_bytes: int 
     """The record fields to read from a source: text or messages, id, and `others` that the job needs.
 
     Args:
-        max_bytes: `max_record_bytes` of the config; None: no limit.
+        max_bytes: largest record in bytes (`max_record_bytes`); None: no limit.
     """
     chat = source.messages_field is not None
     tools = source.tools_field if chat else None
@@ -40,9 +40,9 @@ def read_unit(unit: Unit, wanted: WantedFields, digest: Digest | None = None) ->
     before the damage are kept.
 
     Args:
-        unit: to read.
+        unit: unit to read.
         wanted: record fields to read.
-        digest: of the unit; is updated with the bytes that are read.
+        digest: digest of the unit, updated with the bytes that are read; None for a new one.
 
     Raises:
         DataError: the file was removed or changed since the job was planned, or its storage fails.

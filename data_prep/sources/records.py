@@ -10,7 +10,7 @@ from typing import Any
 from data_prep.sources.bytesource import DAMAGE, DamagedFileError
 
 Problem = tuple[str, str]
-"""Reason and detail of a record that cannot be used, see `BadRecord`."""
+"""Reason and detail of a record that cannot be used, as in `BadRecord`."""
 BATCH_CHARACTERS = 1 << 20
 """Approximate size of a batch, in characters: large enough that the cost per batch is negligible."""
 BATCH_DOCUMENTS = 4096
@@ -73,9 +73,9 @@ class WantedFields:
         id: field of the document id, which every record must have; None: the position identifies the document.
         others: further fields, which may be missing.
         conversation: whether `text` holds messages, which are passed on as one line of JSON.
-        prompt: for conversations of one turn, the fields of what the user says.
+        prompt: for conversations of one turn, the fields of the user's message.
         tools: for conversations, the field of their tools, or None.
-        max_bytes: length of the longest record that is read, see `max_record_bytes` of the config; None: no limit.
+        max_bytes: length of the longest record to read (`max_record_bytes` of the config); None: no limit.
     """
 
     text: str
@@ -128,9 +128,9 @@ class BadRecord:
 
     Attributes:
         source, file: names of the source and the file.
-        unit: what `at` counts: "line", "row", "record", "row group" or "file".
+        unit: kind of place that `at` numbers: "line", "row", "record", "row group" or "file".
         at: number of the line (from 1), row, record or row group (from 0), or None for the whole file.
-        reason: one of a fixed set, by which the manifest counts.
+        reason: reason from a fixed set, by which the manifest counts.
         detail: free text.
     """
 
@@ -164,7 +164,8 @@ def in_batches(
 
     Args:
         found: (position, number in reports, the record or why it cannot be used).
-        source, file, unit: see `BadRecord`.
+        source, file: names of the source and the file, for reports.
+        unit: kind of place that the number in reports counts, e.g. "record".
 
     Raises:
         DamagedFileError: `found` has raised one of `DAMAGE`; the records before have been yielded.

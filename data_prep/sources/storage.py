@@ -26,8 +26,9 @@ class RemoteFile:
     """A remote file of a listing.
 
     Attributes:
-        name: relative to the listed URL.
-        url, stat: of the file.
+        name: path relative to the listed URL.
+        url: URL of the file.
+        stat: size and version of the file.
         named: whether the URL or its glob matches the file itself, rather than a directory that contains it.
     """
 
@@ -42,7 +43,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file is compressed, by its name."""
+    """Whether a file is compressed, judged by its name."""
     return path.endswith((*COMPRESSED, ".tgz"))
 
 
@@ -60,7 +61,7 @@ def stat(path: str) -> Stat:
 
 
 def local_stat(found: os.stat_result) -> Stat:
-    """Size and version of a local file of which `os.stat` has told this."""
+    """Size and version of a local file, from its `os.stat`."""
     return Stat(found.st_size, f"mtime={found.st_mtime_ns}")
 
 
@@ -115,7 +116,7 @@ def listing(path: str) -> list[RemoteFile]:
     An existing file or directory of the literal name has precedence: `data[1].jsonl` is a glob only if there is none.
 
     Returns:
-        the files, sorted by name, without hidden files and directories and `SKIPPED_FOLDERS`.
+        The files, sorted by name, without hidden files and directories and `SKIPPED_FOLDERS`.
 
     Raises:
         StorageError: the storage cannot be reached.
@@ -159,8 +160,10 @@ def _exists(filesystem: Any, name: str) -> bool:
 
 
 def parquet_source(path: str) -> Any:
-    """The argument for pyarrow: a local path, which it memory-maps, or an open file if it is remote or if its name is
-    not UTF-8, which pyarrow does not take."""
+    """Makes the argument for pyarrow: a local path, which it memory-maps, or an open file.
+
+    Remote files and names that are not UTF-8, which pyarrow refuses, are opened.
+    """
     return open_raw(path) if is_remote(path) or not _is_utf8(path) else path
 
 

@@ -20,7 +20,7 @@ def read(
     A binary one, by a NUL byte or by its beginning, is a `BadRecord`.
 
     Args:
-        max_bytes: a longer file (decompressed) is reported as a `BadRecord` and read no further; None: no limit.
+        max_bytes: largest decompressed size; a longer file is a `BadRecord` and read no further. None: no limit.
 
     Raises:
         DamagedFileError: a compressed file is truncated or damaged.
@@ -51,7 +51,7 @@ def read(
 
 
 def _read(stream: io.RawIOBase, max_bytes: int | None) -> bytes | None:
-    """All bytes of a stream; None if there are more than `max_bytes`, of which no more than a piece is read."""
+    """Reads all bytes of a stream; None if there are more than `max_bytes`, after at most one more piece."""
     pieces: list[bytes] = []
     left = float("inf") if max_bytes is None else max_bytes
     while piece := stream.read(_PIECE_BYTES):

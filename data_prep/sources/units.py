@@ -22,13 +22,13 @@ class Unit:
 
     Attributes:
         source: name of the source.
-        type: of the source.
+        type: type of the source.
         file: name of the file within the source.
-        path: of the file.
+        path: path or URL of the file.
         start, end: byte range of the file that this unit hashes (and reads, if jsonl); the units of a file cover it.
         first_group, end_group: row groups [first, end) of a parquet file; 0, 0 for other types.
-        part, parts: this is unit `part` of the `parts` of its file.
-        file_bytes, file_version: state of the file when the job was planned; see `headrace.base.storage.Stat`.
+        part, parts: number of this unit among the units of its file, and their number.
+        file_bytes, file_version: size and version of the file when the job was planned (`headrace.base.storage.Stat`).
     """
 
     source: str

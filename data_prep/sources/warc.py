@@ -1,6 +1,6 @@
-"""Reader of WARC files, those with texts (WET) and those with pages as they were fetched; one record is one document.
+"""Reader of WARC files, with texts (WET) or with pages as they were fetched; one record is one document.
 
-The libraries for WARC pass over a record whose length is damaged, and take the next one; here that is a damaged file.
+The libraries for WARC skip a record whose length is damaged; here the file counts as damaged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ZLIB_OR_GZIP = zlib.MAX_WBITS + 32
 _OK = b"200"
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _NO_CHARSETS = frozenset({"idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape", "utf-7"})
-"""Python's encodings that are no charset of a page: they may give half of a surrogate pair, which is not text, or raise
-an error of their own. (HTML forbids UTF-7.)"""
+"""Python's encodings that are no charset of a page: they may decode to half of a surrogate pair, which is not text, or
+raise an error of their own. (HTML forbids UTF-7.)"""
 
 
 def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
@@ -100,7 +100,7 @@ def _exactly(stream: io.BufferedIOBase, length: int, number: int) -> bytes:
 
 
 def _text(headers: dict[str, str], content: bytes, limit: int) -> str | Problem | None:
-    """The text of a record; None for one that is no document."""
+    """The text of a record; None if it is no document."""
     kind, mime = _get(headers, "warc-type"), _get(headers, "content-type")
     if kind == "response" and mime.startswith("application/http"):
         stream = io.BytesIO(content)
@@ -121,7 +121,7 @@ def _text(headers: dict[str, str], content: bytes, limit: int) -> str | Problem 
 
 
 def _dechunked(content: bytes, page: dict[str, str]) -> bytes:
-    """The body of a response; crawlers that store it without its transfer encoding keep the header."""
+    """Removes the transfer encoding of a body; crawlers that store it decoded keep the header."""
     if _get(page, "transfer-encoding").lower() != "chunked" or not _CHUNK.match(content):
         return content
     parts, at = list[bytes](), 0
@@ -134,10 +134,10 @@ def _dechunked(content: bytes, page: dict[str, str]) -> bytes:
 
 
 def _decompressed(content: bytes, page: dict[str, str], limit: int) -> bytes:
-    """The body without its content encoding, up to one byte more than `limit`.
+    """Removes the content encoding of a body, up to one byte more than `limit`.
 
     Raises:
-        ValueError, zlib.error: it is damaged, or in an encoding that is not known.
+        ValueError, zlib.error: it is damaged, or its encoding is not known.
     """
     encoding = _get(page, "content-encoding").lower()
     if encoding in ("", "identity") or content.lstrip()[:1] == b"<":  # the header was kept, but not the encoding
@@ -153,7 +153,7 @@ def _decompressed(content: bytes, page: dict[str, str], limit: int) -> bytes:
 
 
 def _decoded(content: bytes, mime: str) -> str | Problem:
-    """The text, by the charset of the MIME type, of the page's head, or else UTF-8."""
+    """Decodes a text by the charset of the MIME type, by the one in the page's head, or else as UTF-8."""
     named = re.search(r"charset\s*=\s*[\"']?([\w-]+)", mime, re.IGNORECASE)
     found = _META.search(content[:_META_BYTES]) if named is None else None
     charset = named[1] if named else found[1].decode("ascii") if found else "utf-8"

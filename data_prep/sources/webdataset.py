@@ -1,6 +1,6 @@
-"""Reader of tar archives of WebDataset: consecutive members of one key are a sample, of which a document is made.
+"""Reader of WebDataset's tar archives: consecutive members with the same key form a sample, which is a document.
 
-Tarfile takes a damaged header within an archive for its end; here that is a damaged file, as is a missing end.
+Tarfile takes a damaged header within an archive for its end; here the file counts as damaged, also without an end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Dig
 class _Member(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
-        """See `TarInfo`. Of the errors of a header only the zeros at the end of an archive are for `TarFile`."""
+        """Overrides `TarInfo`: of header errors, only the zeros at the end of an archive are left to `TarFile`."""
         try:
             return super().fromtarfile(archive)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ class _Member(tarfile.TarInfo):
 
 
 class _Sample:
-    """The members of one key so far. problem: why the first unusable one cannot be used; None without one."""
+    """The members of one key so far; `problem` is why the first unusable one cannot be used, or None."""
 
     def __init__(self, key: str) -> None:
         self.key = key

@@ -15,7 +15,7 @@ from data_prep.hashing import utf8_size
 DROPPED_TEXTS = "dropped.jsonl"
 
 Location = Callable[[int], tuple[str, str, int]]
-"""Source, file and position of the i-th text of a batch."""
+"""Function that returns source, file and position of the i-th text of a batch."""
 
 
 class Cleaner:
@@ -23,12 +23,12 @@ class Cleaner:
 
     Attributes:
         fields: names of the further record fields that it reads.
-        dropped: number of dropped texts, by "step: reason".
-        dropped_bytes: their bytes of UTF-8, likewise, as they were read.
+        dropped: "step: reason" -> number of dropped texts.
+        dropped_bytes: "step: reason" -> UTF-8 bytes of the dropped texts, before cleaning.
     """
 
     def __init__(self, config: CorpusConfig, directory: Path | None) -> None:
-        """`directory`: where the list of dropped texts is written; None writes none."""
+        """Builds the chain; `directory` gets the list of dropped texts; None writes none."""
         self._chain: Chain | None = build_chain(config.clean) if config.clean else None
         self._list: TextIO | None = None
         if config.list_dropped != "no" and directory is not None:
@@ -50,11 +50,11 @@ class Cleaner:
         """Cleans a batch.
 
         Args:
-            fields: the fields of each text's record; empty if none are read.
-            location: the location of a text, for the list.
+            fields: further fields of each text's record; empty if none are read.
+            location: returns the location of a text, for the list.
 
         Returns:
-            the cleaned texts that are kept, and the index of each in `texts`; None without any steps.
+            The cleaned texts that are kept, and the index of each in `texts`; None without any steps.
         """
         if self._chain is None:
             return None

@@ -31,7 +31,7 @@ class TokenizerTask(DirectoryTask):
     The marker beside it is its manifest entry; `engine.json` names the engine that was verified to give its ids.
 
     Args:
-        store: directory of the trained tokenizers of earlier jobs; None: it is trained in any case, and not stored.
+        store: directory of the trained tokenizers of earlier jobs; None: always train, and do not store.
     """
 
     units: list[Unit]
@@ -41,7 +41,7 @@ class TokenizerTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return "tokenizer"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
@@ -85,10 +85,10 @@ class TokenizerTask(DirectoryTask):
         return load.describe(folder, kind=section.train or "given")
 
     def _train(self, scratch: Path, folder: Path) -> list[str]:
-        """Trains, or takes the stored tokenizer of the same texts, and writes down what the texts were read from.
+        """Trains or reuses the stored tokenizer of the same texts, and records the pieces that were read.
 
         Returns:
-            lines for the user.
+            Lines for the user.
         """
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
         from data_prep.tokenizer import spool, store, train  # noqa: PLC0415
@@ -107,7 +107,7 @@ class TokenizerTask(DirectoryTask):
 
 
 def read_pieces(directory: Path) -> list[list[Any]] | None:
-    """[source, file, start, end, XXH3-128] of what the training sample was taken from; None if that is not known."""
+    """Pieces read for the training sample: [source, file, start, end, XXH3-128] each; None if not known."""
     try:
         pieces: list[list[Any]] = json.loads((directory / _PIECES).read_text())
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ def read_pieces(directory: Path) -> list[list[Any]] | None:
 
 
 def read_lines(directory: Path) -> list[str]:
-    """What the task says of the tokenizer, for the user."""
+    """Reads the task's lines for the user."""
     try:
         lines: list[str] = json.loads((directory / _LINES).read_text())
     except (OSError, ValueError):

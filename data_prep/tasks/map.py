@@ -40,7 +40,7 @@ class MapTask(DirectoryTask):
 
     Args:
         tokenizer: folder of the tokenizer.
-        directory: where the result is written.
+        directory: directory of the result.
         lines: directories of the finished tasks that found repeated lines; empty without line deduplication.
     """
 
@@ -53,7 +53,7 @@ class MapTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"map task {self.index}"
 
     @property
@@ -218,7 +218,7 @@ class _Mapper:
         )
 
     def _named_long_words(self) -> list[list[Any]]:
-        """[characters, source, file, "line", "row" or "record", its number] of documents with the longest words."""
+        """Documents with the longest words: [characters, source, file, "line", "row" or "record", number] each."""
         longest = sorted(self._long_words, key=lambda found: (-found[0], found[1:]))[:NAMED_DOCUMENTS]
         named: list[list[Any]] = []
         for length, number, at in sorted(longest, key=lambda found: found[1:]):  # lines are counted in their order
@@ -233,7 +233,7 @@ class _Mapper:
 
 
 NAMED_DOCUMENTS = 20
-"""Documents with very long words that a task, a manifest and the statistics name: those with the longest."""
+"""Number of documents with the longest words that a task, a manifest and the statistics name."""
 _SAMPLE_EVERY, _SAMPLES, _SAMPLE_CHARACTERS = 4, 8, 2048
 _MAX_DOCUMENTS = 1 << 36  # of one task
 
@@ -243,6 +243,6 @@ def _near(config: CorpusConfig) -> NearSection | None:
 
 
 def sum_counts(markers: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """int64 [sources, splits, 3]: documents, tokens and bytes written by all map tasks, from their markers."""
+    """Sums documents, tokens and bytes over the markers of all map tasks: int64 [sources, splits, 3]."""
     counts: np.ndarray[Any, Any] = np.array([marker["counts"] for marker in markers], np.int64)
     return np.asarray(counts.sum(axis=0))

@@ -19,7 +19,7 @@ from data_prep.tasks.runs_reader import KEYS, RunsReader
 from data_prep.tasks.sorted_runs import RunStream, SortedRunPaths, run_path, task_directory
 
 MOST_RUNS = 1 << 12
-"""With more runs, one more pass (0.5 GB/s) costs less than opening all runs (50 us each) for each 64 MiB written."""
+"""Largest number of unmerged runs: with more, a pass (0.5 GB/s) costs less than opening each (50 us) per 64 MiB."""
 _MERGED_BYTES = 1 << 30
 
 
@@ -28,8 +28,8 @@ class MergeTask(DirectoryTask):
     """Merges some runs into `directory/run-000`: documents with keys in [low, high), except those that are dropped.
 
     Args:
-        reader: of the runs that are merged.
-        tokens: approximate number.
+        reader: reader of the runs to merge.
+        tokens: approximate number of tokens.
     """
 
     reader: RunsReader
@@ -40,7 +40,7 @@ class MergeTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"merge task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
@@ -54,10 +54,10 @@ class MergeTask(DirectoryTask):
 
 @dataclass(frozen=True)
 class MergePlan:
-    """How the runs of a job are merged: by groups of `runs_per_group` runs and by `parts` ranges of keys.
+    """Plan for merging the runs of a job: groups of `runs_per_group` runs and `parts` ranges of keys.
 
     Attributes:
-        tokens: of the whole job, approximate.
+        tokens: approximate number of tokens of the whole job.
     """
 
     reader: RunsReader
@@ -67,7 +67,7 @@ class MergePlan:
     directory: Path
 
     def tasks(self) -> list[MergeTask]:
-        """One for each group of runs and range of keys."""
+        """The merge tasks: one for each group of runs and range of keys."""
         size = self.runs_per_group
         firsts = range(0, len(self.reader.runs), size)
         groups = [replace(self.reader, runs=self.reader.runs[i : i + size], first=i) for i in firsts]
@@ -93,9 +93,9 @@ def plan_merges(reader: RunsReader, tokens: int, *, directory: Path) -> MergePla
     """Plans the merge of the runs of a job; None up to `MOST_RUNS` runs.
 
     Args:
-        reader: of all runs of the job.
-        tokens: total number that is kept.
-        directory: the tasks write subdirectories of it.
+        reader: reader of all runs of the job.
+        tokens: total number of tokens that are kept.
+        directory: parent of the tasks' directories.
     """
     runs = len(reader.runs)
     if runs <= MOST_RUNS:

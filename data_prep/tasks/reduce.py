@@ -30,7 +30,7 @@ LENGTH_BINS = 32
 class Shard:
     """Shard `index` of a split: the documents of source number `source` with keys in [low, high).
 
-    tokens: approximate number. memory: approximate bytes while the shard is merged, see `memory_bytes`.
+    `tokens` is an approximate number; `memory`, approximate bytes while the shard is merged (`memory_bytes`).
     """
 
     split: str
@@ -47,9 +47,9 @@ class ReduceTask:
     """Writes a shard to `out/SPLIT/`, with a loss mask as `.mask` if the job has one, then its `marker`.
 
     Args:
-        reader: of the runs that may contain documents of the shard.
-        url: of an output in an object store: the files of the shard are uploaded there, and not kept on this host. What
-            is there with their bytes, by an attempt that was killed before its marker, is not uploaded again.
+        reader: reader of the runs that may contain documents of the shard.
+        url: URL of an output in an object store, to which the shard's files are uploaded instead of being kept on this
+            host; files that a killed attempt has uploaded are not uploaded again. None for a local output.
     """
 
     shard: Shard
@@ -60,7 +60,7 @@ class ReduceTask:
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"reduce task {self.shard.split}/{shard_name(self.shard.index)}"
 
     @property
@@ -70,11 +70,11 @@ class ReduceTask:
 
     @property
     def finished(self) -> bool:
-        """See `Task.finished`."""
+        """Implements `Task.finished`."""
         return self.marker.is_file()
 
     def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`."""
+        """Implements `Task.run`."""
         if (done := read_marker_file(self.marker, remove=self.marker)) is not None:
             return done
         with os_errors_as_data_errors(self.name):
@@ -89,7 +89,7 @@ class ReduceTask:
         return done
 
     def _move(self, scratch: Path, sums: Mapping[str, str]) -> dict[str, Any]:
-        """Gives the files their names, or uploads them; what the marker says of that besides."""
+        """Renames the files to their final names, or uploads them; returns further entries of the marker."""
         name = f"{self.shard.split}/{shard_name(self.shard.index)}"
         if self.url is None:
             for suffix in sums:
@@ -128,7 +128,7 @@ class ReduceTask:
 
 
 def length_histogram(tokens: Array) -> Array:
-    """int64 [LENGTH_BINS], number of documents of 2^k up to 2^(k + 1) - 1 tokens, from their lengths [documents]."""
+    """Counts documents of 2^k up to 2^(k + 1) - 1 tokens, int64 [LENGTH_BINS], from their lengths [documents]."""
     return np.bincount(np.frexp(tokens.astype(np.float64))[1] - 1, minlength=LENGTH_BINS)
 
 

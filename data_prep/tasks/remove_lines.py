@@ -28,7 +28,7 @@ class HashLinesTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """See `Task.name`."""
+        """Implements `Task.name`."""
         return f"lines task {self.index}"
 
     @property
@@ -49,7 +49,7 @@ class LineRemover:
     """Removes repeated lines from a map task's texts. Must be called for all of its texts, in order."""
 
     def __init__(self, config: CorpusConfig, tasks: list[Path], *, index: int) -> None:
-        """`tasks`: directories of the finished tasks that found repeated lines. `index`: of the map task."""
+        """Opens the results; `tasks`: directories of finished `RepeatedLinesTask`s; `index`: number of the map task."""
         self._section = lines_section(config)
         self._dropped = DroppedLines(tasks, run=index)
 

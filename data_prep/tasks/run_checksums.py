@@ -1,7 +1,7 @@
 """Checksums of the files that tasks leave for other tasks: a flipped bit must not reach the output.
 
 A document of a run has a checksum of its tokens, its loss mask and its metadata. Slices of runs are whole documents, so
-whatever is read can be verified without reading more. That costs about 0.2 us per document and 0.2 ns per
+everything read can be verified without reading more. That costs about 0.2 us per document and 0.2 ns per
 byte (measured, one core of an AMD EPYC).
 """
 
@@ -20,16 +20,16 @@ from data_prep.hashing import U64, mix
 Array = npt.NDArray[Any]
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Multiplication by an odd number is one-to-one, so a change of one field always changes the checksum."""
+"""Odd multiplier: multiplication by it is one-to-one, so a change of one field always changes the checksum."""
 
 
 def view_checksums(views: Sequence[memoryview]) -> U64:
-    """uint64 [views]: the XXH3-64 of each."""
+    """XXH3-64 of each view, uint64 [views]."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, len(views))
 
 
 def slice_checksums(data: bytes | memoryview, sizes: Array) -> U64:
-    """uint64 [slices]: the XXH3-64 of consecutive slices of `data` of so many bytes."""
+    """XXH3-64 of consecutive slices of `data` with these sizes in bytes, uint64 [slices]."""
     view, digest = memoryview(data), xxhash.xxh3_64_intdigest
     bounds = [0, *np.cumsum(sizes).tolist()]
     return np.fromiter((digest(view[a:b]) for a, b in pairwise(bounds)), np.uint64, len(sizes))
@@ -40,7 +40,7 @@ def document_checksums(documents: Array, sums: Sequence[U64]) -> U64:
 
     Args:
         documents: a structured array [n] of integers.
-        sums: uint64 [n] each, of the tokens, and of the loss mask if there is one.
+        sums: uint64 [n] each, checksums of the tokens, and of the loss mask if there is one.
 
     Returns:
         uint64 [n].

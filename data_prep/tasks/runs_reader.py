@@ -27,17 +27,17 @@ Group = tuple[int, int]
 
 
 def memory_bytes(tokens: Array | int, documents: Array | int, *, dtype: str, masked: bool) -> Array | int:
-    """Bytes of memory that so many tokens and documents take while they are merged."""
+    """Bytes of memory that tokens and documents take while they are merged."""
     return tokens * (np.dtype(dtype).itemsize + masked) + documents * _DOCUMENT_BYTES
 
 
 @dataclass(frozen=True)
 class GroupContent:
-    """What the runs contain of a group in a range of keys.
+    """Contents of the runs in one group and range of keys.
 
     Attributes:
-        memory: bytes, see `memory_bytes`.
-        runs: numbers of the runs that may contain documents of it.
+        memory: bytes of memory while they are merged (`memory_bytes`).
+        runs: numbers of the runs that may contain documents of the group.
     """
 
     memory: int
@@ -50,7 +50,7 @@ class DocumentRange:
 
     Attributes:
         documents: `DOCUMENT` [n]; `start` is not meaningful.
-        ids, mask: the bytes of the tokens and of the loss mask of each document; `mask` is empty in jobs without one.
+        ids, mask: bytes of each document's tokens and loss mask; `mask` is empty in jobs without one.
     """
 
     documents: Array
@@ -65,10 +65,10 @@ class RunsReader:
     Memory: about `_MAX_BUFFER_BYTES`, see `memory_bytes`.
 
     Args:
-        runs: the runs' directories.
-        first: the number of the first of them in the job.
-        drops: the directory of the `ComponentsTask` with the decisions for each run; None if nothing is dropped.
-        dtype: of the token ids.
+        runs: directories of the runs.
+        first: number of the first of them in the job.
+        drops: directory of the `ComponentsTask` with the decisions for each run; None if nothing is dropped.
+        dtype: dtype of the token ids.
         masked: whether there is a loss mask.
     """
 
@@ -79,7 +79,7 @@ class RunsReader:
     masked: bool
 
     def contents(self, low: int, high: int) -> dict[Group, GroupContent]:
-        """What the runs contain with keys in [low, high), by group, in the order of groups."""
+        """Finds the contents of the runs with keys in [low, high), by group, in the order of groups."""
         memory: Counter[Group] = Counter()
         runs: defaultdict[Group, list[int]] = defaultdict(list)
         for i, path in enumerate(self.runs):
@@ -97,7 +97,7 @@ class RunsReader:
         """Yields the documents of a group with keys in [low, high), in ranges that fit into the buffer.
 
         Args:
-            content: their approximate memory, and the runs that may contain some.
+            content: approximate memory of the documents, and the runs that may contain some.
         """
         buffer = _TokenBuffer(np.dtype(self.dtype), masked=self.masked)
         parts = max(1, -(-content.memory // self._buffer_bytes()))
@@ -110,13 +110,13 @@ class RunsReader:
             yield DocumentRange(documents, ids, mask)
 
     def _buffer_bytes(self) -> int:
-        """Small, unless the reads of a single run would get too small."""
+        """Size of the buffer: small, unless the reads of a single run would get too small."""
         return min(max(len(self.runs) * _READ_BYTES_PER_RUN, _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
 
     def _read_slices(
         self, group: Group, low: int, high: int, runs: Sequence[int], buffer: _TokenBuffer
     ) -> Iterator[_RunSlice]:
-        """The documents of each run that belong to the range and are kept."""
+        """Yields the kept documents of each run in the range."""
         found = list[tuple[int, SortedRun, int]]()
         for i in runs:
             run = SortedRun.open(self.runs[i])
@@ -142,7 +142,7 @@ class _TokenBuffer:
         self._ids, self._mask, self._masked, self._used = np.empty(0, dtype), np.empty(0, np.uint8), masked, 0
 
     def reset(self, tokens: int) -> None:
-        """Empties the buffer and makes room for so many tokens."""
+        """Empties the buffer and makes room for `tokens` tokens."""
         self._used = 0
         if tokens > len(self._ids):
             self._ids = np.empty(tokens, self._ids.dtype)
@@ -162,7 +162,7 @@ class _TokenBuffer:
 class _RunSlice:
     """Consecutive tokens of a run, and the documents in them that are kept.
 
-    documents: `DOCUMENT` [n]; `start` is relative to `ids`. mask: as long as the ids.
+    `documents` is `DOCUMENT` [n], with `start` relative to `ids`; `mask` is as long as the ids.
     """
 
     documents: Array
@@ -171,7 +171,7 @@ class _RunSlice:
 
 
 def _merge(slices: list[_RunSlice]) -> tuple[list[int], Array]:
-    """The documents of all slices in the order of their keys: the number of each one's slice, and `DOCUMENT` [n]."""
+    """Merges the slices by key: number of each document's slice, and `DOCUMENT` [n]."""
     documents = np.concatenate([np.empty(0, DOCUMENT), *(part.documents for part in slices)])
     slice_of = np.repeat(np.arange(len(slices)), [len(part.documents) for part in slices])
     order = np.lexsort((documents["rank"], documents["key"]))
@@ -179,7 +179,7 @@ def _merge(slices: list[_RunSlice]) -> tuple[list[int], Array]:
 
 
 def _views(values: list[Array], slice_of: list[int], documents: Array) -> list[memoryview]:
-    """The bytes of each document, in order, as views of the values of its slice."""
+    """Views of each document's values in its slice, in order."""
     if not values:
         return []
     views, size = [part.view(np.uint8).data for part in values], values[0].itemsize

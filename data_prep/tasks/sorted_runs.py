@@ -139,11 +139,11 @@ class RunWriter:
         """Adds the documents of a batch, all of which must have tokens.
 
         Args:
-            mask: uint8 [n], the loss mask of the ids; None: all ids are trained on, and BOS and EOS, too.
-            end_learnt: bool [documents], with a mask: whether EOS is trained on; nowhere when None.
+            mask: uint8 [n], loss mask of the ids; None: all ids count in the loss, including BOS and EOS.
+            end_learnt: bool [documents], with a mask: whether EOS counts in the loss; None: it never does.
 
         Raises:
-            DataError: a document has more tokens than a token file may say.
+            DataError: a document has more tokens than a token file allows.
         """
         lengths = np.diff(tokens.offsets)
         longest = int(lengths.max(initial=0)) + len(self.before) + len(self.after)
@@ -239,7 +239,7 @@ class RunStream:
 
         Args:
             documents: `DOCUMENT` [n].
-            ids, mask: the bytes of the tokens and of the loss mask of each; `mask` is empty in jobs without one.
+            ids, mask: bytes of each document's tokens and loss mask; `mask` is empty in jobs without one.
         """
         if not len(documents):
             return
@@ -278,7 +278,7 @@ class SortedRun:
     Attributes:
         documents: `DOCUMENT` [n].
         groups: {(split, source): (first, end)}.
-        checks: whether there are checksums of its documents.
+        checks: whether its documents have checksums.
     """
 
     path: Path
@@ -291,8 +291,8 @@ class SortedRun:
         """Maps a run.
 
         Args:
-            path: its directory.
-            whole: whether all documents will be read, and not only some.
+            path: directory of the run.
+            whole: whether all documents will be read, rather than some.
 
         Raises:
             DataError: it is incomplete, though its task has finished.
@@ -339,7 +339,7 @@ class SortedRun:
         Args:
             documents: `DOCUMENT` [n], as stored.
             first: number of the first of them in the run.
-            ids, mask: what was read of them; the mask has no entries in jobs without one.
+            ids, mask: token ids and loss mask of these documents as read; the mask is empty in jobs without one.
 
         Raises:
             DataError: a document differs from what the task had written.
@@ -363,7 +363,7 @@ class SortedRun:
 
 
 def damaged_run(run: Path, why: str) -> DataError:
-    """The error for a run whose files are not as its task has written them."""
+    """The error for a run whose files differ from those that its task has written."""
     remedy = f"rm -r {run.parent} and run again: only its task is repeated. Check the disk if this happens twice"
     return DataError(f"{run} is damaged: {why}\n  try: {remedy}")
 
@@ -375,7 +375,7 @@ class SortedRunPaths(Sequence[Path]):
     Args:
         directories: the parent of the tasks' directories `00000` and on.
         counts: number of runs of each task, from task `first` on.
-        skip: number of runs of the first task that are left out.
+        skip: number of leading runs of the first task to leave out.
     """
 
     directories: Path
@@ -472,7 +472,7 @@ def _concatenate(parts: list[DocumentMetadata]) -> DocumentMetadata:
 
 
 def _blocks(last: list[int], first: list[int]) -> Iterator[range]:
-    """Ranges of documents of about `_WRITE_BYTES`."""
+    """Yields ranges of documents of about `_WRITE_BYTES`."""
     start, size = 0, 0
     for i in range(len(first)):
         size += last[i] - first[i]

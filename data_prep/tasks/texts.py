@@ -34,10 +34,10 @@ class DocumentBatch:
 
     Attributes:
         texts: the texts; for conversations, their JSON lines.
-        at: int64 [n], the position of each in its file.
-        key: uint64 [n], from which its sort key within its source is made.
-        unit: int64 [n], the number of its unit in the task.
-        conversations: whether they are conversations; those are of a single unit and not cleaned.
+        at: int64 [n], position of each document in its file.
+        key: uint64 [n], hash from which its sort key within its source is made.
+        unit: int64 [n], number of its unit in the task.
+        conversations: whether they are conversations, which are from a single unit and not cleaned.
     """
 
     texts: list[str]
@@ -53,13 +53,13 @@ class DocumentBatch:
 
 @dataclass
 class _Pending:
-    """Texts that are collected until a batch is full; of several units if those are small."""
+    """Texts that are collected until a batch is full, from several units if these are small."""
 
     texts: list[str] = field(default_factory=list)
     at: list[Array] = field(default_factory=list)
     keys: list[U64] = field(default_factory=list)
     fields: list[Mapping[str, Any]] = field(default_factory=list)
-    """Further fields of each text, empty for a source that has none; no entries where no source has any."""
+    """Further fields of each text, empty for a source that has none; no entries if no source has any."""
     units: list[tuple[int, int]] = field(default_factory=list)
     """(number of the unit, number of texts)."""
     characters: int = 0
@@ -79,10 +79,10 @@ class TextStream:
     """Reads the units of a task.
 
     Args:
-        directory: where skipped records and dropped texts are listed; None lists nothing.
+        directory: directory for the lists of skipped records and dropped texts; None writes no lists.
 
     Attributes:
-        skipped: number of skipped records, by reason.
+        skipped: reason -> number of skipped records.
         files: [source, file, bytes, part, parts, XXH3-128] of each unit that has been read.
         cleaner: the cleaning chain, with its counts.
     """
@@ -144,7 +144,7 @@ class TextStream:
         """Lists an unreadable record and counts it.
 
         Raises:
-            DataError: there are more of them than the config allows.
+            DataError: there are more unreadable records than the config allows.
         """
         if self._bad_file is not None:
             self._bad_file.write(json.dumps(bad.listing()) + "\n")
@@ -172,8 +172,7 @@ class TextStream:
             yield batch.take(texts, kept)
 
     def _keys(self, batch: TextBatch, unit: int) -> U64:
-        """The keys of the documents of a batch: from their ids if the source has an `id_field`, or else from their
-        positions in the file."""
+        """Keys of the documents of a batch: from ids if the source has an `id_field`, else from file positions."""
         source = self.source_of(unit)
         if source.id_field is not None:
             ids = [fields[source.id_field] for fields in batch.fields]

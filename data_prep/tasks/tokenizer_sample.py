@@ -23,11 +23,11 @@ from data_prep.tasks.cleaning import Cleaner
 from headrace.base.errors import DataError
 
 SPREAD = 8
-"""Of a large corpus, pieces of this many times the size of the sample are read: the sample then has text from many
-places, at the cost of reading 8 bytes for each that is used."""
+"""Multiple of the sample's size that is read of a large corpus: the sample then has text from many places, at the cost
+of reading 8 bytes for each that is used."""
 _PIECE_BYTES = 8 << 20
 _ENOUGH = 7 / 8
-"""Of the sample. While it is smaller, since documents were dropped or held out, the pieces are read again for more."""
+"""Fraction of the wanted size that is enough: below it (documents were dropped), the pieces are read again."""
 _PROOF_CHARACTERS = 1 << 17
 _LONGEST_IN_PROOF = 1 << 14
 
@@ -40,11 +40,12 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit
     are skipped; the map tasks report them.
 
     Args:
-        units, config: of the job.
-        digests: is updated with the pieces that were read and the XXH3-128 of each.
+        units: all units of the job.
+        config: config of the job.
+        digests: mapping to fill with the pieces that were read and the XXH3-128 of each; None for no record.
 
     Raises:
-        DataError: there are conversations, and no chat template to render them with, or one that fails for all.
+        DataError: there are conversations, but no chat template, or one that fails for all of them.
     """
     wanted = left = config.tokenizer.sample_bytes
     units = [unit for unit in units if not _source_of(unit, config).seen]
@@ -86,7 +87,7 @@ def _beginnings(piece: Unit, config: CorpusConfig) -> Iterator[str]:
 
 
 class _SampleReader:
-    """Reads train documents as the map tasks will tokenize them. failure: of the first conversation that failed."""
+    """Reads train documents as the map tasks will tokenize them; `failure` is the first conversation's error."""
 
     def __init__(self, config: CorpusConfig, digests: dict[Unit, str]) -> None:
         self._config, self._digests = config, digests
@@ -135,7 +136,7 @@ class _SampleReader:
         return texts if cleaned is None else cleaned[0]
 
     def _conversations(self, lines: list[str]) -> tuple[list[str], list[str]]:
-        """The contents of those that the template can render, and the rendered texts, which decide on the split."""
+        """Contents of the conversations that the template can render, and rendered texts, which decide on the split."""
         assert self._render is not None
         contents, rendered = list[str](), list[str]()
         for line in lines:
@@ -153,7 +154,7 @@ class _SampleReader:
 
 
 def _renderer(config: CorpusConfig) -> Callable[[str], str]:
-    """A function that renders conversations as the map tasks do; needs only the template and the special tokens."""
+    """Makes a function that renders conversations like the map tasks, from template and special tokens alone."""
     from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
 
     section = config.tokenizer
@@ -198,7 +199,7 @@ def _select_pieces(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list
 
 
 def _split_into_pieces(units: Sequence[Unit]) -> list[Unit]:
-    """The same parts of the same files, split at multiples of `_PIECE_BYTES` instead of where the plan does."""
+    """Splits the same parts of the same files at multiples of `_PIECE_BYTES` instead of the plan's borders."""
     files: dict[tuple[str, str], list[Unit]] = {}
     for unit in units:
         files.setdefault((unit.source, unit.file), []).append(unit)
@@ -206,7 +207,7 @@ def _split_into_pieces(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _split_file(first: Unit, last: Unit) -> Iterator[Unit]:
-    """Pieces of a file from the beginning of one unit to the end of another."""
+    """Yields pieces of a file from the beginning of one unit to the end of another."""
     whole = replace(first, end=last.end, end_group=last.end_group)
     if is_divisible(first.type, first.path):
         parts = max(1, -(-first.file_bytes // _PIECE_BYTES))
@@ -221,7 +222,7 @@ def _split_file(first: Unit, last: Unit) -> Iterator[Unit]:
 
 
 def _split_row_groups(whole: Unit) -> Iterator[Unit]:
-    """Pieces of row groups, of about `_PIECE_BYTES` each if all row groups are of one size."""
+    """Yields pieces of row groups, of about `_PIECE_BYTES` each if all row groups have the same size."""
     groups = whole.end_group - whole.first_group
     size = whole.end - whole.start
     step = max(1, groups * _PIECE_BYTES // max(1, size))

@@ -37,7 +37,7 @@ _RANGES = (
     *((0x10900, 0x1095F), (0x11000, 0x11DFF), (0x16A00, 0x16F9F), (0x1D400, 0x1D7FF), (0x1F000, 0x1FAFF)),
     (0x323B0, 0x3347F),
 )
-"""Inclusive ranges of code points that random texts are drawn from; some were added in Unicode 17."""
+"""Inclusive ranges of code points from which random texts are drawn; some were added in Unicode 17."""
 _WORDS = (
     *(
         "don't",
@@ -87,7 +87,7 @@ def random_texts() -> list[str]:
 
 
 def _piece(draw: Callable[[], float]) -> str:
-    """A word, or 1 to 4 characters of a code point range. `draw` gives numbers in [0, 1); it is most of the cost."""
+    """Draws a word, or 1 to 4 characters of a code point range; `draw`, most of the cost, returns 0 <= x < 1."""
     if draw() < 0.5:
         return _WORDS[int(len(_WORDS) * draw())]
     first, last = _RANGES[int(len(_RANGES) * draw())]

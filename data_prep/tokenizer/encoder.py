@@ -23,11 +23,11 @@ class Encoder:
 
     Attributes:
         engine: the tokenization engine.
-        folder: of the tokenizer.
+        folder: folder of the tokenizer.
         parse_special_tokens: whether a literal special token in a text becomes that token.
         prefix_ids: ids put before every document (BOS, or none).
         suffix_ids: ids put after every document (EOS, or none).
-        dtype: of ids in token files.
+        dtype: dtype of the ids in token files.
     """
 
     engine: Engine
@@ -47,7 +47,7 @@ class Encoder:
         return self.engine.encode(texts)
 
     def check(self, texts: list[str], *, where: str) -> None:
-        """Verifies the engine on some texts; see `engine_choice.check_sample`."""
+        """Verifies the engine on some texts (`engine_choice.check_sample`)."""
         check_sample(self.engine, self.folder, texts, parse_special_tokens=self.parse_special_tokens, where=where)
 
 

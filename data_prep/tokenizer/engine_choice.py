@@ -26,8 +26,8 @@ class ChosenEngine:
     """The tokenization engine of a job.
 
     Attributes:
-        engine: its name.
-        rejected: (name, reason) of each faster candidate that was not taken.
+        engine: name of the engine.
+        rejected: (name, reason) of each faster candidate that was rejected.
     """
 
     engine: EngineName
@@ -39,12 +39,12 @@ def choose_engine(wanted: str, folder: Path, *, parse_special_tokens: bool, samp
 
     Args:
         wanted: an engine's name, or "auto".
-        folder: of the tokenizer.
-        parse_special_tokens: see `open_engine`.
+        folder: folder of the tokenizer.
+        parse_special_tokens: whether a literal special token in a text becomes that token.
         sample: texts of the corpus.
 
     Raises:
-        ConfigError: the engine that was named is not installed, or does not give the ids of the reference.
+        ConfigError: the named engine is not installed, or does not give the ids of the reference.
     """
     reference_name = reference_of(folder)
     if wanted == "sentencepiece" != reference_name:
@@ -77,7 +77,7 @@ def choose_engine(wanted: str, folder: Path, *, parse_special_tokens: bool, samp
 
 
 def _of_sentencepiece(folder: Path) -> tuple[list[str], str | None]:
-    """Texts to compare on, and what no engine that reads tokenizer.json can express, or None."""
+    """Texts to compare on, and why no engine that reads tokenizer.json can be exact, or None."""
     from data_prep.tokenizer import sentencepiece_model  # noqa: PLC0415 - few jobs need it
 
     model = sentencepiece_model.reference_model(folder)
@@ -88,7 +88,7 @@ def check_sample(engine: Engine, folder: Path, texts: list[str], *, parse_specia
     """Compares an engine with the reference on some texts.
 
     Args:
-        where: the task that checks, for the error message, e.g. `map task 3`.
+        where: name of the task that checks, for the error message, e.g. `map task 3`.
 
     Raises:
         DataError: their ids differ; names a text.

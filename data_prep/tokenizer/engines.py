@@ -47,7 +47,7 @@ class Engine(Protocol):
     name: EngineName
 
     def encode(self, texts: list[str]) -> Tokens:
-        """The ids of each text, without BOS and EOS."""
+        """Encodes each text, without BOS and EOS."""
 
 
 class TokenizersEngine:
@@ -59,7 +59,7 @@ class TokenizersEngine:
         self._tokenizer = load(folder, parse_special_tokens=parse_special_tokens)
 
     def encode(self, texts: list[str]) -> Tokens:
-        """See `Engine.encode`."""
+        """Implements `Engine.encode`."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
         offsets = np.zeros(len(parts) + 1, dtype=np.int64)
@@ -82,7 +82,7 @@ class FastokensEngine:
         self._parse_special_tokens = parse_special_tokens
 
     def encode(self, texts: list[str]) -> Tokens:
-        """See `Engine.encode`."""
+        """Implements `Engine.encode`."""
         ids, offsets = self._tokenizer.encode_batch_flat(texts, False, not self._parse_special_tokens)
         return Tokens(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<i8"))
 
@@ -101,7 +101,7 @@ class GigatokenEngine:
         self._backend = Tokenizer.from_json(json.dumps(content)).backend
 
     def encode(self, texts: list[str]) -> Tokens:
-        """See `Engine.encode`."""
+        """Implements `Engine.encode`."""
         layout = self._backend.encode_batch(texts, parallel=False).layout
         return Tokens(np.asarray(layout.content.data), np.asarray(layout.offsets.data, dtype=np.int64))
 
@@ -127,12 +127,12 @@ def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -
     folder under another path.
 
     Args:
-        name: of the engine.
-        folder: of the tokenizer.
+        name: name of the engine.
+        folder: folder of the tokenizer.
         parse_special_tokens: whether a literal special token in a text becomes that token.
 
     Raises:
-        Exception: of any type, if the engine does not support this tokenizer.
+        Exception: any type of exception, if the engine does not support this tokenizer.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files = [TOKENIZER_JSON, *(MODEL_FILES if name == "sentencepiece" else ())]
@@ -158,7 +158,7 @@ def find_mismatch(engine: Engine, reference: Engine, texts: list[str], expected:
         expected: the reference's ids of `texts`.
 
     Returns:
-        the text, or None if all ids are equal.
+        The text, or None if all ids are equal.
     """
     found = engine.encode(texts)
     if np.array_equal(found.offsets, expected.offsets) and np.array_equal(found.ids, expected.ids):

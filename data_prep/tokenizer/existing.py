@@ -1,8 +1,8 @@
 """Import of an existing tokenizer, a Hugging Face folder or a sentencepiece .model file, into the job's own folder.
 
-Later users of the model get what `AutoTokenizer` makes of a folder, and in transformers 5 that is not always its
-tokenizer.json (some classes rebuild their own from the vocabulary). So `AutoTokenizer` loads the folder and saves it,
-and the original and the saved copy must give the same ids.
+Later users of the model get the tokenizer that `AutoTokenizer` makes of a folder, and in transformers 5 that is not
+always its tokenizer.json (some classes rebuild their own from the vocabulary). So `AutoTokenizer` loads the folder and
+saves it, and the original and the saved copy must give the same ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def import_tokenizer(path: str, folder: Path) -> list[str]:
     It may import transformers, and so torch: run it in a separate process.
 
     Returns:
-        lines for the user.
+        Lines for the user.
 
     Raises:
         DataError: the tokenizer cannot be loaded, or two implementations of it give different ids.
@@ -81,7 +81,7 @@ def _import_folder(path: str, folder: Path) -> None:
 def _keep_model(original: Path, folder: Path) -> None:
     """Keeps the sentencepiece model of a folder, which `save_pretrained` leaves out and llama.cpp reads.
 
-    Where the folder had no tokenizer.json, the ids are those of the model, if the saved copy has all its pieces.
+    If the folder had no tokenizer.json, the ids are those of the model, provided the saved copy has all its pieces.
     """
     for name in MODEL_FILES:
         if (original / name).is_file():

@@ -15,7 +15,7 @@ MODEL_FILE = "tokenizer.model"
 MODEL_FILES = (MODEL_FILE, "spiece.model", "sentencepiece.bpe.model")
 """Names that transformers gives the sentencepiece model in a folder."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates besides the default one, within that of the tokenizer."""
+"""Folder of further chat templates within the tokenizer's folder."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",

@@ -16,14 +16,14 @@ from headrace.base.foreign_json import read_json
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 REFERENCE = "reference_ids"
-"""Key of tokenizer_config.json, see `reference_of`; transformers keeps it."""
+"""Key of tokenizer_config.json that names the reference (`reference_of`); transformers keeps it."""
 
 
 def load(folder: Path, *, parse_special_tokens: bool = False) -> Any:
     """The folder's `tokenizers.Tokenizer`, without truncation and padding. It is cached: do not modify it.
 
     Args:
-        folder: with a tokenizer.json.
+        folder: folder with a tokenizer.json.
         parse_special_tokens: whether a literal special token in a text becomes that token.
 
     Raises:
@@ -70,14 +70,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a special token in these files, where it is a string or an object with its `content`."""
+    """The text of a special token in these files: a string, or the `content` of an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def reference_of(folder: Path) -> Literal["tokenizers", "sentencepiece"]:
-    """The library whose ids are the tokenizer's: `sentencepiece` if it was given as a sentencepiece model, with a
-    tokenizer.json that was made from that."""
+    """The reference library of a tokenizer: `sentencepiece` if it was given as such a model, else `tokenizers`."""
     return "sentencepiece" if read_config(folder).get(REFERENCE) == "sentencepiece" else "tokenizers"
 
 
@@ -101,7 +100,7 @@ def describe(folder: Path, *, kind: str) -> dict[str, Any]:
 
 
 def missing_bos(folder: Path, policy: TextPolicy) -> list[str]:
-    """A line for the user where the tokenizer itself puts BOS in front of a text, and documents get none."""
+    """A line for the user if the tokenizer itself puts BOS in front of a text, but documents get none."""
     tokenizer = load(folder)
     bos = special_ids(folder, tokenizer)["bos_id"]
     if policy.prepend_bos or bos is None:

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 
 TRAINED_CHARACTERS = 1024
-"""Longest word that a tokenizer is trained on; longer ones are cut into pieces of this length."""
+"""Longest word in training, in characters; longer ones are cut into pieces of this length."""
 NAMED_CHARACTERS = 50_000
-"""Length from which on a document's longest word is named."""
+"""Length in characters from which a document's longest word is named."""
 
 
 def _longer_than(characters: int) -> re.Pattern[str]:
-    """Finds runs of more characters. The lookbehinds keep the search from starting within a run: it is linear."""
+    """Pattern of runs of more characters. Lookbehinds keep the search from starting within a run: it is linear."""
     more = characters + 1
     return re.compile(rf"(?<!\S)\S{{{more},}}|(?<!\s)\s{{{more},}}")
 
@@ -28,7 +28,7 @@ def cut_long_words(texts: Iterable[str], *, longest: int | None = None) -> Itera
     """Yields texts with no word of more than `TRAINED_CHARACTERS`; one with longer words becomes several.
 
     Args:
-        longest: characters of a word after which the rest of it is left out; None: no limit.
+        longest: characters of a word to keep; the rest of it is left out. None: no limit.
     """
     for text in texts:
         begin = 0

@@ -19,7 +19,7 @@ class SentencepieceEngine:
     """The `sentencepiece` library: the reference for a tokenizer that was given as a sentencepiece model.
 
     With `parse_special_tokens` a text is cut at the literal control symbols, as `tokenizers` does; sentencepiece itself
-    never reads one. Ids are those of tokenizer.json beside it, where transformers numbers the same pieces otherwise.
+    never reads one. Ids are those of the tokenizer.json beside it if transformers numbers the same pieces differently.
     """
 
     name: EngineName = "sentencepiece"
@@ -36,7 +36,7 @@ class SentencepieceEngine:
         self._cut = re.compile("|".join(f"({re.escape(text)})" for text in longest_first)) if longest_first else None
 
     def encode(self, texts: list[str]) -> Tokens:
-        """See `Engine.encode`."""
+        """Implements `Engine.encode`."""
         if self._cut is None:
             parts = [np.array(ids, np.uint32) for ids in self._processor.encode(texts, num_threads=1)]
             parts = [self._ids[part] for part in parts]
@@ -47,7 +47,7 @@ class SentencepieceEngine:
         return Tokens(np.concatenate([np.empty(0, np.uint32), *parts]), offsets)
 
     def encode_with_offsets(self, text: str) -> tuple[npt.NDArray[np.uint32], list[tuple[int, int]]]:
-        """The ids of a text, and the (start, end) in characters, end exclusive, that each stands for."""
+        """Encodes a text; returns ids, and the (start, end) of each in characters, end exclusive."""
         ids: list[npt.NDArray[np.uint32]] = [np.empty(0, np.uint32)]
         offsets: list[tuple[int, int]] = []
         for start, end, special in self._segments(text):
@@ -61,7 +61,7 @@ class SentencepieceEngine:
         return np.concatenate(ids), offsets
 
     def _segments(self, text: str) -> Iterator[tuple[int, int, int | None]]:
-        """(start, end, id of the special token or None) of each piece of a text that is not empty."""
+        """Yields (start, end, id of the special token or None) for each piece of a text that is not empty."""
         at = 0
         for match in self._cut.finditer(text) if self._cut is not None else ():
             if match.start() > at:
@@ -73,7 +73,7 @@ class SentencepieceEngine:
 
 
 def _encode_with_offsets(processor: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The ids of a text, and the characters of each."""
+    """Encodes a text; returns ids, and the (start, end) of each in characters."""
     if hasattr(processor, "encode_as_offset_mapping"):
         found = processor.encode_as_offset_mapping(text)
         return found["ids"], found["offsets"]

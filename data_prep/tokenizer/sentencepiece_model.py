@@ -1,7 +1,7 @@
 """Conversion of a sentencepiece model (unigram or BPE) to a `tokenizers` tokenizer.
 
-`AutoTokenizer` and everything that serves a model load the converted tokenizer. It gives the ids of sentencepiece but
-for what `inexact_because` names; such models are given to sentencepiece itself, see `engine_choice`.
+`AutoTokenizer` and everything that serves a model load the converted tokenizer. It gives the ids of sentencepiece
+except in the cases of `inexact_because`; such models are encoded by sentencepiece itself, see `engine_choice`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def eos_and_bos(model: bytes) -> tuple[str | None, str | None]:
 
 
 def inexact_because(model: bytes) -> str | None:
-    """What in a model `convert` cannot express for every text; None if nothing is known.
+    """Names a feature of a model that `convert` cannot express for every text; None if none is known.
 
     `tokenizers` applies a character map to one grapheme at a time, sentencepiece to the longest match, so decomposed
     (NFD) Korean and Vietnamese differ; it normalizes what is between two user-defined symbols as a text of its own,
@@ -82,8 +82,10 @@ def inexact_because(model: bytes) -> str | None:
 
 
 def texts_of_pieces(model: bytes) -> list[str]:
-    """Texts that consist of a model's own pieces, in the order of their ids, doubled, and with user-defined symbols
-    before, between and after words: what a conversion gets wrong first."""
+    """Texts on which a conversion fails first, made of a model's own pieces.
+
+    Pieces come in the order of their ids, doubled, and user-defined symbols before, between and after words.
+    """
     proto = _parse(model)
     pieces = [p.piece.replace(_SPACE_MARK, " ") for p in proto.pieces if p.type in (_NORMAL, _USER_DEFINED)]
     defined = [p.piece for p in proto.pieces if p.type == _USER_DEFINED]
@@ -107,10 +109,10 @@ def read_beside(folder: Path) -> bytes | None:
 
 
 def reference_model(folder: Path) -> bytes:
-    """The sentencepiece model of a folder whose ids are those of such a model.
+    """Reads the sentencepiece model of a folder whose ids are those of such a model.
 
     Raises:
-        DataError: the folder has none any more.
+        DataError: the folder has lost its model.
     """
     model = read_beside(folder)
     if model is None:
@@ -126,7 +128,7 @@ def open_processor(model: bytes) -> Any:
 
 
 def pieces_of(model: bytes) -> list[str]:
-    """The pieces, by id."""
+    """The pieces of a model, by id."""
     return [p.piece for p in _parse(model).pieces]
 
 
@@ -134,7 +136,7 @@ def read_model(path: Path) -> bytes:
     """Reads and validates a .model file.
 
     Returns:
-        its bytes.
+        The bytes of the file.
 
     Raises:
         DataError: it is not a sentencepiece model.
@@ -168,7 +170,7 @@ def _unigram(proto: Any) -> Any:
 
 
 def _bpe(proto: Any) -> Any:
-    """Sentencepiece merges the pair whose joined piece scores best, so every split of a piece into two is a merge."""
+    """Builds the BPE model: sentencepiece merges the best-scoring pair, so each split of a piece in two is a merge."""
     vocab = {p.piece: i for i, p in enumerate(proto.pieces)}
     normal = {p.piece: p.score for p in proto.pieces if p.type == _NORMAL}
     merges = [

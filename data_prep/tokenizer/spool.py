@@ -11,7 +11,7 @@ from tempfile import SpooledTemporaryFile
 from typing import IO
 
 _MEMORY_BYTES = 128 << 20
-"""More is in a file: twice the default sample, of which sentencepiece keeps a copy in memory, too."""
+"""Largest size kept in memory; more goes to a file. Twice the default sample, which sentencepiece copies, too."""
 _LENGTH_BYTES = 8
 
 
@@ -20,8 +20,8 @@ class SpooledTexts:
     """Texts, in order; iterable any number of times, one after the other.
 
     Attributes:
-        file: each text as its length in bytes (8 bytes, little-endian) and its UTF-8.
-        sha256: of the file.
+        file: file with each text as its length in bytes (8 bytes, little-endian) and its UTF-8.
+        sha256: SHA-256 of the file, in hexadecimal.
         text_bytes: UTF-8 bytes of all texts.
     """
 
@@ -40,7 +40,7 @@ def spool(texts: Iterable[str], directory: Path) -> Iterator[SpooledTexts]:
     """Reads all texts; they are kept until the block ends.
 
     Args:
-        directory: where the file of a large sample is, which has no name there.
+        directory: directory of the unnamed file of a large sample.
 
     Raises:
         OSError: the disk is full.

@@ -1,6 +1,6 @@
 """Store of trained tokenizers, beside the outputs: equal training texts and settings are trained on once.
 
-    .headrace-tokenizers/KEY/files/       what `train.train` wrote
+    .headrace-tokenizers/KEY/files/       the files that `train.train` wrote
     .headrace-tokenizers/KEY/done.json    the SHA-256 of each of the files, and a checksum
 
 KEY hashes all that the files depend on, see `training_key`. An entry appears by a rename, so jobs may use a store at
@@ -31,11 +31,11 @@ _ABANDONED_S = 24 * 3600.0
 """Age from which the scratch directory of a killed process is removed."""
 _FILES = "files"
 _NOT_TRAINED_ON = {"path", "engine", "chat_template", "date", "sample_bytes"}
-"""Keys of the section that the training does not depend on, but for the texts, which are hashed."""
+"""Keys of the section that do not affect training, except through the texts, which are hashed."""
 
 
 def training_key(section: TokenizerSection, texts: SpooledTexts) -> str:
-    """Hash of what a trained tokenizer depends on: texts, settings, libraries, and the code that trains."""
+    """Hash of everything that determines a trained tokenizer: texts, settings, libraries, and training code."""
     code = [_sha256(Path(str(module.__file__)).read_bytes()) for module in (train, sentencepiece_model, long_words)]
     libraries = {name: version(name) for name in ("tokenizers", "sentencepiece")}
     settings = section.model_dump(exclude=_NOT_TRAINED_ON)
@@ -47,10 +47,10 @@ def train_or_reuse(texts: SpooledTexts, folder: Path, section: TokenizerSection,
     """Copies the stored tokenizer into `folder`, or trains one and stores it; the files are the same.
 
     Returns:
-        lines for the user: what was taken, or why not.
+        Lines for the user: which stored tokenizer was reused, or why none was.
 
     Raises:
-        ConfigError: see `train.train`.
+        ConfigError: the texts are too few for a vocabulary of that size.
     """
     key = training_key(section, texts)
     entry, lines = store.root / key, list[str]()
@@ -112,7 +112,7 @@ class TokenizerStore:
 
     @staticmethod
     def _read(entry: Path) -> list[tuple[str, bytes]]:
-        """The names and contents of the files of an entry."""
+        """Reads the files of an entry; returns names and contents."""
         try:
             marker = read_marker(entry) or {}
             files = [(Path(name).name, (entry / _FILES / name).read_bytes()) for name in sorted(marker["sha256"])]
@@ -134,7 +134,7 @@ class TokenizerStore:
 
 
 def _oldest_after(root: Path, count: int, *, first: Path) -> Iterator[Path]:
-    """The entries of a store but for `count` of them: `first` and those that were used last."""
+    """Yields the entries of a store except `count` of them: `first` and the most recently used."""
     used = [(path.stat().st_mtime, path) for path in root.iterdir() if path != first and path.name[0] != "."]
     yield from (path for _, path in sorted(used, reverse=True)[count - 1 :])
 

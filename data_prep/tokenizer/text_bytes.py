@@ -29,8 +29,8 @@ class IdBytes:
     """Bytes of text by id.
 
     Attributes:
-        sizes: int64 [ids of the tokenizer], bytes of each.
-        spaces: that the tokenizer adds before each document.
+        sizes: int64 [ids of the tokenizer], bytes of text of each id.
+        spaces: number of spaces that the tokenizer adds before each document.
     """
 
     sizes: npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class IdBytes:
 
     @classmethod
     def of(cls, tokenizer: Path, *, required: bool = True) -> IdBytes | None:
-        """Those of a Hugging Face folder; None without `required` where they cannot be counted.
+        """Reads the bytes by id of a Hugging Face folder; None if they cannot be counted and `required` is false.
 
         Raises:
             DataError: the tokenizer's decoder is neither byte-level nor has byte fallback.
@@ -51,7 +51,7 @@ class IdBytes:
             return None
 
     def count(self, ids: npt.NDArray[Any], *, documents: int) -> int:
-        """Bytes of the text of some documents, all of whose ids [n] the tokenizer has."""
+        """Bytes of the text of some documents; all of their ids [n] must be in the tokenizer."""
         counted = np.bincount(ids, minlength=self.sizes.size)
         return int(counted @ self.sizes) - self.spaces * documents
 

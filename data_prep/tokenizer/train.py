@@ -38,9 +38,9 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
     """Trains a tokenizer and writes tokenizer.json and tokenizer_config.json (and tokenizer.model) into `folder`.
 
     Args:
-        texts: training texts; very long words in them are cut, see `long_words.py`.
+        texts: training texts; very long words in them are cut (`long_words.py`).
         folder: existing directory to write into.
-        section: the config: kind, vocabulary size, special tokens.
+        section: config section with kind, vocabulary size and special tokens.
 
     Raises:
         ConfigError: the texts are too few for a vocabulary of that size.
@@ -63,7 +63,7 @@ def write_folder(
     """Writes a tokenizer as a folder that `AutoTokenizer.from_pretrained` loads without changes.
 
     Args:
-        reference: see `load.reference_of`.
+        reference: reference library to record (`load.reference_of`); None: `tokenizers`.
     """
     # its own `save` raises a bare Exception for a full disk
     (folder / TOKENIZER_JSON).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -138,7 +138,7 @@ def _special_token_ids(section: TokenizerSection) -> dict[str, Any]:
 
 
 def _training_lines(texts: Iterable[str]) -> Iterator[str]:
-    """Sentencepiece trains on lines. A NUL would end a line early, and a line over the size limit would be dropped."""
+    """Yields lines for sentencepiece: a NUL would end a line early, and one over the size limit would be dropped."""
     for text in texts:
         for line in text.replace("\0", " ").split("\n"):
             for start in range(0, len(line), _MAX_LINE_BYTES // 4):

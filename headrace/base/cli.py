@@ -1,4 +1,4 @@
-"""What all command lines share: `--config`, `--set`, and errors that end a process without a traceback."""
+"""Parts that all command lines share: `--config`, `--set`, and errors that end a process without a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.base.link_errors import is_link_error
 from headrace.base.tracebacks import is_one_of_several, print_traceback
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
-"""Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
+"""Environment variable with a file for a rank's error, by which a launcher of several ranks shows one error once."""
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _JOB = "SLURM_JOB_ID"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -39,8 +39,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def leave(code: int) -> NoReturn:
     """Ends the process at once, after flushing what was printed.
 
-    For processes that had a process group: all files are closed by then, and what the interpreter would still tear
-    down are gloo's threads, which was seen to end in SIGABRT after a run that had gone well.
+    For processes that had a process group: all files are closed by then, and tearing down gloo's threads, all that is
+    left to the interpreter, was seen to end in SIGABRT after a run that had succeeded.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -50,9 +50,9 @@ def leave(code: int) -> NoReturn:
 def guarded(main: Callable[[], int | None]) -> int:
     """Runs `main` and returns its exit code; user errors become a message on stderr and their exit code.
 
-    A broken link to another rank gives `EXIT_LOST` after its traceback: the run can be started again as it is.
+    A broken link to another rank gives `EXIT_LOST` after its traceback: the run can be started again unchanged.
 
-    The rank is named when there are several, so that one of a thousand identical messages can be told apart.
+    With several ranks the message names its rank, which distinguishes a thousand identical messages.
     """
     try:
         return main() or 0
@@ -82,9 +82,9 @@ def guarded(main: Callable[[], int | None]) -> int:
 
 
 def _storage_error(error: Exception) -> DataError | None:
-    """A full disk, an exceeded quota, a read-only file system or a lack of permission, in words; None for all else.
+    """Describes a full disk, exceeded quota, read-only file system or missing permission; None for other errors.
 
-    safetensors raises an error of its own, which has the number in its text alone.
+    safetensors raises an error of its own, which has the errno in its text alone.
     """
     number = error.errno if isinstance(error, OSError) else None
     if type(error).__name__ == "SafetensorError":

@@ -24,7 +24,7 @@ from headrace.base.verbs import Declare, Verb
 _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
 _OF_DEEPSPEED = "--config FILE for --deepspeed and --deepspeed_config: the same file, with model, data and run in it;"
 _COMPLETING = "_ARGCOMPLETE"
-"""Variable by which the shell's completion function asks for completions in place of the command."""
+"""Environment variable by which the shell's completion function asks for completions instead of the command."""
 PATHS = frozenset(
     [
         "CONFIG",
@@ -49,29 +49,29 @@ PATHS = frozenset(
         "NAME|FILE",
     ]
 )
-"""Metavars of arguments that are paths; `NAME=FOLDER` is one, too, after the `=`."""
+"""Metavars of arguments that are paths; `NAME=FOLDER` has one after the `=`."""
 _OUTPUTS = ("OUT", "OUT.csv", "OUT.html", "OUT.pt", "OUT.svg")
-"""Those of outputs, which may be URLs: a verb writes to a path on this host, and what it has made is uploaded."""
+"""Metavars of outputs, which may be URLs: a verb writes to a path on this host, and its output is uploaded."""
 
 _FOLDERS = ("FOLDER", "MODEL")
-"""Those of models and tokenizers, which may be URLs: they are copied to this host, and read there."""
+"""Metavars of models and tokenizers, which may be URLs: they are copied to this host, and read there."""
 _OF_THE_VERB = ("TOKENS", "OUT|RUN_DIR")
-"""Those of tokens, which may be URLs of which verbs read what they need, and of what is uploaded by its kind."""
+"""Metavars of tokens to read, and of tokens or runs to write; the verb itself reads or uploads a URL."""
 _RUNS = ("RUN", "RUN|CHECKPOINT", "RUN_DIR")
-"""Those of runs and their checkpoints, which may be URLs: they are read from a directory on this host."""
+"""Metavars of runs and their checkpoints, which may be URLs: they are read from a directory on this host."""
 _OF_ANY_KIND = ("RUN|FOLDER",)
-"""Those of whatever has a manifest, which may be URLs: what is needed of them is copied to this host."""
+"""Metavars of any directory with a manifest, which may be a URL: the files that are needed are copied to this host."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a typo with what is nearest.
+    """A parser that answers a typo with the nearest valid word.
 
     Attributes:
-        words: what stands after its verb on the command line.
-        active: the parser of the verb that is typed; this one, where there is none.
+        words: words on the command line after the parser's verb.
+        active: the parser of the verb that is typed, or this one if there is no verb.
         config: the kind of config file that `--set` overrides.
-        has_verbs: whether it was given to `add_verbs`.
-        outputs: the outputs on the command line that are URLs.
+        has_verbs: whether `add_verbs` has added verbs to it.
+        outputs: URLs on the command line that are outputs.
     """
 
     def __init__(self, *, words: Iterable[str] = (), config: str = "run", **options: Any) -> None:
@@ -81,12 +81,12 @@ class Parser(argparse.ArgumentParser):
         self.outputs: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses, and remembers the words for an error message: verbs that a module nests have them only here."""
+        """Parses the words, and keeps them for error messages: nested verbs get theirs only here."""
         self.words = self.words if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with exit code 2 and what was probably meant."""
+        """Ends the process with exit code 2 and a suggestion of what was meant."""
         near = [f"did you mean '{found}'?"] if (found := self._nearest_option()) else []
         near = [_OF_DEEPSPEED] if self._names_deepspeeds_file() else near
         self.exit(2, f"error: {message}\n  try: {' '.join([*near, f'{self.prog} --help'])}\n")
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return _nearest(unknown, known) if unknown else None
 
     def _names_deepspeeds_file(self) -> bool:
-        """Whether the words are DeepSpeed's or the Trainer's (`--deepspeed F`), where this parser has `--config`."""
+        """Whether the words have `--deepspeed` or `--deepspeed_config`, and this parser has `--config` instead."""
         typed = {word.partition("=")[0] for word in self.words} & {"--deepspeed", "--deepspeed_config"}
         known = {option for parser in _with_nested(self) for option in parser._option_string_actions}
         return "--config" in known and bool(typed - known)
@@ -137,7 +137,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_verbs(parser: Parser, verbs: Sequence[Verb], *, metavar: str = "VERB") -> None:
-    """Adds verbs to a parser, and to the help a list of them; declares the options of the one that is typed first."""
+    """Adds verbs to a parser, and lists them in its help; declares only the options of the verb that is typed."""
     parser.has_verbs = True
     subparsers = parser.add_subparsers(metavar=metavar, help=argparse.SUPPRESS)
     parser.usage = f"%(prog)s {metavar} [options]"
@@ -160,10 +160,11 @@ def execute(
     """Parses a command line and runs its verb.
 
     Args:
-        words: the command line without the program.
-        prog: the program, as it is typed.
-        declare: declares options on a `Parser`, and verbs by `add_verbs`; the one that is run is in `_run`.
-        config: the kind of config file that `--set` overrides, where there is no verb.
+        words: words of the command line, without the program.
+        prog: name of the program, as it is typed.
+        declare: function that declares options on a `Parser`, or verbs by `add_verbs`; it sets the default of `_run`,
+            the function to run.
+        config: kind of config file that `--set` overrides if there is no verb.
 
     Returns:
         The exit code.
@@ -181,7 +182,7 @@ def execute(
 
 
 def complete_with(action: argparse.Action, complete: Callable[[str], list[str]]) -> None:
-    """Lets a function complete the value of an option, from what is typed of it."""
+    """Lets a function complete the value of an option from its first characters."""
     vars(action)["completer"] = lambda prefix, **_: complete(prefix)
 
 
@@ -204,7 +205,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
 
 
 def publish_outputs(outputs: Sequence[str], run: Callable[[], int | None]) -> int | None:
-    """Calls a function, and uploads what it has made in `local_output` of some URLs."""
+    """Calls a function, and uploads its outputs from the `local_output` of each URL."""
     if not outputs:
         return run()
     with all_published(outputs):
@@ -218,7 +219,7 @@ def _raise(error: HeadraceError) -> NoReturn:
 
 
 def _without_rank(words: Sequence[str]) -> list[str]:
-    """Without what the deepspeed launcher puts in front; ranks read their place from the environment."""
+    """Drops `--local_rank`, which the deepspeed launcher puts first; ranks read it from the environment."""
     if words and words[0].startswith("--local_rank"):
         return list(words[1 if "=" in words[0] else 2 :])
     return list(words)
@@ -245,7 +246,7 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _with_nested(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its subcommands."""
+    """Yields a parser and those of its subcommands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -262,7 +263,7 @@ def _words_to_complete() -> list[str]:
 
 
 def _complete(active: Parser, parser: Parser) -> NoReturn:
-    """Prints for the shell what may stand at the cursor, and ends the process."""
+    """Prints the completions at the cursor for the shell, and ends the process."""
     import argcomplete  # noqa: PLC0415
 
     from headrace.base.config_kinds import complete_override  # noqa: PLC0415

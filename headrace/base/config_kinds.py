@@ -18,10 +18,10 @@ class Kind:
     """A kind of config files.
 
     Attributes:
-        name: what is typed.
-        what: in words.
-        used_by: the verbs that read one.
-        config: module and class of the whole file.
+        name: name of the kind, as it is typed.
+        what: the kind in words, for titles.
+        used_by: commands that read such a file.
+        config: class of the whole file, as `module:Class`.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Kind:
     config: str
 
     def section(self) -> Any:
-        """The class of the whole file."""
+        """Imports the class of the whole file."""
         module, _, name = self.config.partition(":")
         return getattr(import_module(module), name)
 
@@ -115,7 +115,7 @@ def example_file(key: Key) -> str:
 
 
 def complete_override(kind: str) -> Callable[[str], list[str]]:
-    """What completes the argument of `--set`: the keys, each with the `=` that follows it."""
+    """Returns a function that completes the argument of `--set` with keys, each followed by `=`."""
 
     def complete(incomplete: str) -> list[str]:
         paths = (re.sub(r"\[\w*\]", ".0", key.path) for key in keys(kind) if not key.is_section)

@@ -51,7 +51,7 @@ def overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     """A copy of a config with `--set` overrides applied in order.
 
     Raises:
-        ConfigError: as `load`.
+        ConfigError: an override has no `=`, or descends into something that is not an object.
     """
     changed = copy.deepcopy(dict(raw))
     for override in overrides:

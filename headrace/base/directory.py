@@ -6,14 +6,14 @@ complete.
 
 `manifest.json` holds
 
-- `kind`: what the directory is (`tokens`, `run`, `checkpoint`, `model`),
+- `kind`: the kind of directory (`tokens`, `run`, `checkpoint`, `model`),
 - `config`: the resolved config it was made with,
 - `code`: the version of headrace, and the git commit when it ran from a checkout,
 - `parents`: name -> {path, fingerprint} of the directories it was made from,
-- `details`: what the kind wants to tell its readers (counts, sizes),
+- `details`: figures that depend on the kind (counts, sizes),
 - `files`: relative path -> {bytes, sha256},
 - `fingerprint`: SHA-256 of kind and files: equal fingerprints mean equal bytes, wherever and whenever they were made,
-- `checksum`: SHA-256 of all of the above, where there are files: the manifest itself may be what is damaged.
+- `checksum`: SHA-256 of all of the above, where there are files: the manifest itself may be damaged.
 
 Nothing in it depends on the time, the host or the number of workers.
 """
@@ -42,7 +42,7 @@ from headrace.base.version import __version__
 
 MANIFEST = "manifest.json"
 COPIED_FROM = "commit.txt"
-"""Beside the packages in a copy of a checkout: the commit that it was copied from."""
+"""File beside the packages in a copy of a checkout, with the commit that was copied."""
 _CHECKSUM = "checksum"
 _CHUNK_BYTES = 1 << 20
 
@@ -66,18 +66,18 @@ class Manifest:
 
 
 def staging_path(final: Path) -> Path:
-    """Where a directory is built before it gets its name: beside it, on the same file system."""
+    """The path at which a directory is built before it gets its name: beside it, on the same file system."""
     return final.parent / f".{final.name}.partial"
 
 
 def final_name(path: Path) -> str | None:
-    """The name that a staging directory will get; None of any other directory."""
+    """The name that a staging directory will get; None for any other directory."""
     name = path.name.removeprefix(".").removesuffix(".partial")
     return name if path == staging_path(path.with_name(name)) else None
 
 
 def fresh_staging(final: Path) -> Path:
-    """An empty staging directory for `final`; what a killed process left there is deleted."""
+    """Makes an empty staging directory for `final`; deletes what a killed process left there."""
     refuse_url(final, field="output")
     staging = staging_path(final)
     shutil.rmtree(staging, ignore_errors=True)
@@ -87,7 +87,7 @@ def fresh_staging(final: Path) -> Path:
 
 @contextmanager
 def staged(final: Path) -> Iterator[Path]:
-    """An empty staging directory for `final`, deleted when the block ends, unless it was committed."""
+    """Makes an empty staging directory for `final`, and deletes it when the block ends, unless it was committed."""
     staging = fresh_staging(final)
     try:
         yield staging
@@ -109,7 +109,7 @@ def commit(
     """Checksums `staging`, writes its manifest, and renames it to `final`.
 
     Args:
-        staging: a directory on the same file system as `final`, no longer written to by anyone.
+        staging: a directory on the same file system as `final`, to which no process writes any more.
         final: the name it gets. An existing directory there is an error, unless `replace`: then it is moved aside
             first and deleted after the new one has its name.
         known_sha256: checksums of files that were taken while writing, so that they need not be read again.
@@ -132,14 +132,14 @@ def commit(
 
 
 def entries(staging: Path, *, known_sha256: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """What a manifest says of the files of a directory: name -> {"bytes", "sha256"}; see `commit`."""
+    """The manifest's entries for the files of a directory: name -> {"bytes", "sha256"}; see `commit`."""
     _share(staging)
     known = known_sha256 or {}
     return {name: _entry(staging / name, known.get(name)) for name in _files(staging)}
 
 
 def parent_entry(path: str | Path, fingerprint: str) -> dict[str, str]:
-    """A directory that another was made from, as the manifest's `parents` name it."""
+    """The entry in a manifest's `parents` for a directory that another was made from."""
     return {"path": str(path), "fingerprint": fingerprint}
 
 
@@ -189,7 +189,7 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
 
 
 def kind_of(directory: Path) -> str | None:
-    """The kind that a directory's manifest tells; None where there is no manifest that can be read."""
+    """The kind in a directory's manifest; None where there is no manifest that can be read."""
     with suppress(OSError, DataError):
         kind = read_json(directory / MANIFEST).get("kind")
         return kind if isinstance(kind, str) else None
@@ -203,11 +203,11 @@ def check_kind(directory: str | Path, manifest: Manifest, *, kind: str) -> None:
 
 
 def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> Manifest:
-    """What a `manifest.json` says.
+    """Parses a `manifest.json`.
 
     Args:
-        text: its bytes.
-        path, remedy: for the message.
+        text: the file's bytes.
+        path, remedy: path of the file and advice to the user, for the error message.
 
     Raises:
         DataError: it is damaged.
@@ -226,7 +226,7 @@ def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> 
 
 
 def inner_manifest(text: bytes, *, path: str) -> Manifest | None:
-    """As `parse_manifest`; None of another program's file of that name, such as a web page's."""
+    """Parses a manifest; None for another program's file of that name, such as a web page's."""
     with suppress(ValueError, RecursionError, TypeError):
         if "fingerprint" not in json.loads(text):
             return None
@@ -270,7 +270,7 @@ def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _bytes: 
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON, as `write_text` does."""
+    """Writes `value` as indented JSON, with `write_text`."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
@@ -282,10 +282,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name to write a file under, which gets its final one in one step: a reader sees the old file or the new one.
+    """Yields a temporary path for a file, and renames it in one step: a reader sees the old file or the new one.
 
-    It is flushed before. Several processes may do so at once, if it does not matter whose stays; after an error
-    nothing is left.
+    The file is flushed before. Several processes may write it at once, if it does not matter whose file stays; after an
+    error nothing is left.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
@@ -306,7 +306,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that an unprivileged process can still write where a path is, or will be made."""
+    """Bytes that an unprivileged process can still write on the disk of a path, which need not exist."""
     disk = os.statvfs(existing_parent(path))
     return disk.f_bavail * disk.f_frsize
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong, and how it is said.
+"""Errors that a user can cause, and their exit codes.
 
 Every error that a user can cause derives from `HeadraceError` and says what was found, why it cannot work and what to
 do next. Entry points print it without a traceback and leave with its `exit_code`. `assert` is for our own bugs.
@@ -23,21 +23,21 @@ EXIT_LOST = 76
 """Exit code of a run that has lost a rank, dead or hanging. Started again it goes on from its newest checkpoint."""
 
 EXIT_FOLLOWED = 77
-"""Exit code of a rank that ends because another one has failed with an error of its own, which tells what to do."""
+"""Exit code of a rank that ends because another one has failed; the other one's error says what to do."""
 
 
 class HeadraceError(Exception):
     """Base of all errors a user can cause.
 
     Attributes:
-        exit_code: what a process leaves with that ends of it.
+        exit_code: exit code of a process that ends because of this error.
     """
 
     exit_code = EXIT_USAGE
 
     @property
     def cause(self) -> str:
-        """What is wrong, in one line."""
+        """The problem, in one line."""
         return str(self).strip().partition("\n")[0]
 
 
@@ -46,7 +46,7 @@ class ConfigError(HeadraceError):
 
     Args:
         field: dotted path of the offending field, e.g. `zero_optimization.stage`.
-        value: what was given; shown with `repr`.
+        value: the value that was given, shown with `repr`; None shows none.
         why: the reason, with the numbers that made it so.
         remedy: the nearest thing that works.
     """
@@ -58,21 +58,21 @@ class ConfigError(HeadraceError):
 
     @property
     def cause(self) -> str:
-        """Key, value and why, of each problem."""
+        """Key, value and reason of each problem, in one line."""
         causes = (str(each).partition("\n  try:")[0].replace("\n  why:", ":") for each in problems_in(self))
         return "; ".join(" ".join(cause.split()) for cause in causes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel between ranks, pickled; ours are not built from their message alone."""
+        """Pickles the arguments: errors travel between ranks, and ours are not built from their message alone."""
         return partial(ConfigError, why=self.why, remedy=self.remedy), (self.field, self.value)
 
 
 class RefusedValueError(ValueError):
-    """What a validator of one value raises, to give the remedy with the reason: `headrace.base.section` names the key.
+    """An error that a validator of one value raises, with reason and remedy; `headrace.base.section` names the key.
 
     Attributes:
         why: the reason.
-        remedy: what to write instead.
+        remedy: advice on a valid value, beginning with a verb.
     """
 
     def __init__(self, why: str, remedy: str) -> None:
@@ -81,10 +81,10 @@ class RefusedValueError(ValueError):
 
 
 class CombinedConfigError(ConfigError):
-    """Several things that are wrong with one config, in one message. Its fields are those of the first.
+    """Several problems of one config, in one message. Its fields are those of the first.
 
     Args:
-        problems: at least two.
+        problems: two or more errors.
     """
 
     def __init__(self, problems: Sequence[ConfigError]) -> None:
@@ -94,15 +94,15 @@ class CombinedConfigError(ConfigError):
         self.args = ("\n".join([f"{len(problems)} things are wrong with the config:", *map(str, problems)]),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """See `ConfigError`."""
+        """Pickles the problems, from which the message is built again."""
         return CombinedConfigError, (self.problems,)
 
 
 def refuse_all(problems: Sequence[ConfigError]) -> None:
-    """Raises what was found wrong with a config, all of it at once.
+    """Raises all problems of a config at once.
 
     Raises:
-        ConfigError: the one problem, or `CombinedConfigError` with several that are not the same. Nothing without any.
+        ConfigError: the one problem, or `CombinedConfigError` with several distinct ones; none without a problem.
     """
     distinct = list({str(each): each for error in problems for each in problems_in(error)}.values())
     if distinct:
@@ -110,12 +110,12 @@ def refuse_all(problems: Sequence[ConfigError]) -> None:
 
 
 def problems_in(error: ConfigError) -> tuple[ConfigError, ...]:
-    """The single problems that an error tells of."""
+    """Returns the single problems in an error."""
     return error.problems if isinstance(error, CombinedConfigError) else (error,)
 
 
 def found_by(checks: Sequence[Callable[[], object]]) -> list[ConfigError]:
-    """Runs checks that do not depend on each other, and returns what they refuse."""
+    """Runs checks that do not depend on each other, and returns the problems they find."""
     found: list[ConfigError] = []
     for check in checks:
         try:

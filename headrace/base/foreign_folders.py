@@ -1,7 +1,7 @@
-"""Folders of other tools, recognised by the files in them: what each is, and how what is in it comes here.
+"""Folders of other tools, recognised by the files in them, and how to use or import each.
 
-One table, used wherever a folder is opened: `model.path`, data, runs and checkpoints. Names alone are looked at, of the
-folder and of those one below, so that a folder on a slow disk costs a listing or two.
+One table, used wherever a folder is opened: `model.path`, data, runs and checkpoints. Only names are read, in the
+folder and those one below, so that a folder on a slow disk costs a listing or two.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path, PurePath
 from headrace.base.errors import DataError, HeadraceError
 
 _LOOKED_AT = 1000
-"""Names of a folder that are looked at: folders of tokens may have very many."""
+"""Most names that are read of a folder: folders of tokens may have very many."""
 TRAINED_BY_TRAINER = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""What a checkpoint of the Hugging Face Trainer has beside a model; one with DeepSpeed or FSDP has the first alone."""
+"""Files beside the model in a checkpoint of the Hugging Face Trainer; with DeepSpeed or FSDP, only the first."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Foreign:
     """A kind of folder that another tool writes.
 
     Attributes:
-        name: what it is, and whose.
-        marks: patterns of paths in it, `/` for a folder below; each has to be there.
-        remedy: what to do.
+        name: the kind in words, with the tool's name.
+        marks: patterns of paths in it, `/` for a folder below; each has to match one.
+        remedy: advice on how to use the folder, with `FOLDER` for its path.
         checkpoint: whether `headrace import` takes its optimizer state and step, too.
     """
 
@@ -136,11 +136,11 @@ KINDS = (
         "give it as data.sources.0.path, or --data",
     ),
 )
-"""The kinds; the first whose marks are all there is taken."""
+"""All kinds; the first whose marks all match is taken."""
 
 
 def recognise(folder: Path) -> Foreign | None:
-    """What a folder or file of another tool is, its remedy with the folder's name; None where it is not known."""
+    """Returns the kind of a folder or file of another tool, with its path in the remedy; None if it is unknown."""
     try:
         names = [folder.name] if folder.is_file() else list(_names(folder))
     except OSError:
@@ -155,7 +155,7 @@ def recognise(folder: Path) -> Foreign | None:
 
 
 def file_beside(file: Path, name: str, error: type[HeadraceError] = DataError) -> Path:
-    """What a foreign file names in its folder: an index its shards, `latest` the folder of a step.
+    """Returns the path that a foreign file names in its folder: an index its shards, `latest` the folder of a step.
 
     Raises:
         error: the name leads out of the folder.
@@ -167,7 +167,7 @@ def file_beside(file: Path, name: str, error: type[HeadraceError] = DataError) -
 
 
 def leads_out(name: str) -> bool:
-    """Whether a relative path of a file that others have written leads out of the folder it is in."""
+    """Whether a relative path in a file that others have written leads out of the file's folder."""
     path = PurePath(name)
     return path.is_absolute() or ".." in path.parts
 
@@ -178,13 +178,13 @@ def is_trainer_checkpoint(folder: Path) -> bool:
 
 
 def what_it_is(folder: Path, otherwise: str) -> str:
-    """Ends an error of a folder that is not what is needed: what it is and what to do, else `otherwise`."""
+    """Returns the end of an error about a wrong folder: its kind and remedy, or `otherwise` if it is unknown."""
     found = recognise(folder)
     return f"; it is {found.name}\n  try: {found.remedy}" if found else f"\n  try: {otherwise}"
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Names in a folder, and of the folders in it those below, two deep: `global_step9/mp_rank_00/x.pt`."""
+    """Yields names in a folder and in those below, down to `global_step9/mp_rank_00/x.pt`."""
     for entry in _entries(folder):
         yield entry.name
         if entry.is_dir():

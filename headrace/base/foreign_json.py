@@ -13,7 +13,7 @@ from headrace.base.errors import DataError, HeadraceError
 def read_json(
     file: Path, *, remedy: str = "download or copy it again", error: type[HeadraceError] = DataError
 ) -> dict[str, Any]:
-    """The object in a file.
+    """Reads the object in a file.
 
     Raises:
         error: the file is not JSON in UTF-8, or holds no object; `remedy` says what to do.
@@ -29,7 +29,7 @@ def read_json(
 
 
 def json_row(line: str | bytes) -> dict[str, Any] | None:
-    """The object in a line; None where the line is damaged or holds something else."""
+    """Parses the object in a line; None where the line is damaged or holds something else."""
     with suppress(ValueError, RecursionError):
         found = json.loads(line)
         return found if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""What a machine promises of its GPUs, so that one whose GPU does not work is not taken for one without a GPU."""
+"""Signs that a machine has GPUs, so that one whose GPU does not work is not taken for one without a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DEVICES = {"CUDA": "nvidia[0-9]*", "ROCm": "kfd"}
 _SLURM_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _NONE_VISIBLE = {"", "-1", "NoDevFiles", "void", "none"}
-"""First entries of these variables that hide all GPUs; the third is Slurm's for a job without any, and the last two are
-those of NVIDIA's container runtime, in whose containers the host's driver shows all the same."""
+"""First entries of the variables in `_VISIBLE` that hide all GPUs; the third is Slurm's for a job without any, the last
+two are those of NVIDIA's container runtime, in whose containers the host's driver shows all the same."""
 _LEAST_DRIVER = {"CUDA 11": 450, "CUDA 12": 525, "CUDA 13": 580}
 """Major version of CUDA -> the oldest driver that runs it (NVIDIA's "Minor Version Compatibility", table 1)."""
 
@@ -73,7 +73,7 @@ def _promise(platform: str, environ: Mapping[str, str], root: Path) -> str | Non
 
 
 def _is_denied(device: Path) -> bool:
-    """Whether this process's control group denies a device, as that of a job without GPUs on a host that has some.
+    """Whether this process's control group denies a device, as in a job without GPUs on a host that has some.
 
     The error is EPERM then; a user whom the file's mode keeps out gets EACCES, and is to hear of it.
     """

@@ -17,7 +17,7 @@ def html(template: str, *values: object, **named: object) -> Markup:
     Args:
         template: HTML written in the program, never text from an input.
         values: put in escaped, quotes included, unless they are `Markup` themselves.
-        named: the same, for `{name}`.
+        named: values for `{name}`, escaped in the same way.
     """
     return Markup(template).format(*values, **named)
 
@@ -28,7 +28,7 @@ def join(parts: Iterable[Markup], *, between: str = "") -> Markup:
 
 
 def document(*, title: str, style: str, body: Markup, script: str = "") -> str:
-    """A page that needs nothing from elsewhere, and whose browser runs `script` and no other.
+    """Returns a self-contained page, on which the browser runs `script` and no other.
 
     The Content-Security-Policy names the script by its hash, so a script or an event handler that came in with data
     would not run even if it got past the escaping.

@@ -19,9 +19,9 @@ from pydantic import BaseModel
 Node = Mapping[str, Any]
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 UNKNOWN_TEXT = "..."
-"""The example of text whose description gives none."""
+"""The example for a text key whose description gives none."""
 NO_DEFAULT = object()
-"""In place of the default of a key that is required, or of a section."""
+"""Stands for the default of a required key or of a section, which have none."""
 
 
 @cache
@@ -39,8 +39,8 @@ def for_editors(section: type[BaseModel], *, title: str, auto: bool = False) -> 
 
     Args:
         section: the class of the file.
-        title: of the schema.
-        auto: any value may be "auto", which leaves the key out.
+        title: title of the schema.
+        auto: whether any value may be "auto", which leaves the key out.
     """
     schema: dict[str, Any] = copy.deepcopy(dict(schema_of(section)))
     in_lists = set(re.findall(r'"#/\$defs/(\w+)"', json.dumps([node["items"] for node in _nodes(schema, "items")])))
@@ -65,10 +65,10 @@ class Key:
     """A key of a config file.
 
     Attributes:
-        path: dotted, with `[]` behind a list and `[NAME]` for a variant of its objects, e.g. `data.sources[].weight`.
-        node: its schema.
+        path: dotted path, with `[]` after a list and `[NAME]` for a variant of its objects: `data.sources[].weight`.
+        node: schema of the key.
         schema: the whole schema, to follow references in `node`.
-        required: whether it must be given in its section.
+        required: whether the key must be given in its section.
     """
 
     path: str
@@ -78,34 +78,34 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        """Whether it holds an object with keys of its own, or a list of them."""
+        """Whether the key holds an object with keys of its own, or a list of them."""
         return bool(_children(self.node, self.schema))
 
     @property
     def description(self) -> str:
-        """What it means; of a section without a description of its own, what the section is."""
+        """The meaning of the key; for a section without a description of its own, that of its objects."""
         return str(self.node.get("description") or self.section_text)
 
     @property
     def section_text(self) -> str:
-        """What the objects are that it holds; empty where they are of several kinds, or none."""
+        """The description of the objects that the key holds; empty if they are of several kinds, or there are none."""
         texts = [str(child.get("description", "")) for _, child in _children(self.node, self.schema)]
         return texts[0] if len(texts) == 1 else ""
 
     @property
     def default(self) -> object:
-        """Its default, or `NO_DEFAULT`."""
+        """The key's default, or `NO_DEFAULT`."""
         given = self.node.get("default", NO_DEFAULT)
         return NO_DEFAULT if self.is_section and given is not None else given
 
     @property
     def wanted(self) -> str:
-        """What it allows, in words."""
+        """The allowed values, in words."""
         return wanted(self.node, self.schema)
 
     @property
     def example(self) -> object:
-        """A value that it allows."""
+        """An allowed value."""
         return example(self.node, self.schema)
 
 
@@ -129,7 +129,7 @@ def keys_at(schema: Node, loc: Sequence[str]) -> list[str]:
 
 
 def wanted(node: Node, schema: Node) -> str:
-    """What a node allows, in words, such as "a whole number, at least 1, or null"."""
+    """Describes the values that a node allows, e.g. "a whole number, at least 1, or null"."""
     alternatives = _alternatives(node, schema)
     if len(alternatives) > 1:
         words = dict.fromkeys(wanted(each, schema) for each in alternatives)
@@ -169,7 +169,7 @@ def example(node: Node, schema: Node) -> object:
 
 
 def given(value: object) -> str:
-    """What sort of value was given, in the words of JSON."""
+    """Names the type of a value in the words of JSON."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     number = {int: "a whole number", float: "a number with a fraction"}
@@ -178,12 +178,12 @@ def given(value: object) -> str:
 
 
 def as_json(value: object) -> str:
-    """One line of JSON."""
+    """Formats a value as one line of JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _polished(node: Any, *, is_node: bool = True) -> Any:
-    """Without titles, discriminators and the defaults of sections, which repeat what the sections' keys say."""
+    """Drops titles, discriminators and the defaults of sections, which repeat what the sections' keys say."""
     if isinstance(node, list):
         return [_polished(item) for item in node]
     if not isinstance(node, dict):
@@ -240,7 +240,7 @@ def _alternatives(node: Node, schema: Node) -> list[Node]:
 
 
 def _children(node: Node, schema: Node) -> list[tuple[str, Node]]:
-    """The objects with keys of their own that a node may hold, with what stands behind its path."""
+    """The objects with keys of their own that a node may hold, each with the suffix of its path, e.g. `[]`."""
     found = []
     for each in _alternatives(node, schema):
         if "properties" in each:
@@ -253,7 +253,7 @@ def _children(node: Node, schema: Node) -> list[tuple[str, Node]]:
 
 
 def _variant(item: Node) -> str:
-    """`[]`, or `[c4]` for an object that a constant key tells from others."""
+    """Returns `[]`, or e.g. `[c4]` for an object that a constant key distinguishes from others."""
     constants = [value["const"] for value in item["properties"].values() if "const" in value]
     return f"[{constants[0]}]" if constants else "[]"
 
@@ -339,7 +339,7 @@ def _fits(value: object, node: Node) -> bool:
 
 
 def _value_at(text: str, start: int) -> object:
-    """The JSON value that begins there, or else the word."""
+    """Parses the JSON value that begins at `start`; where it is not JSON, returns the word there."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[0]
     except json.JSONDecodeError:

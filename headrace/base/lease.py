@@ -1,4 +1,4 @@
-"""Which process writes to a place: leases, numbered objects or files `.lease/00000003` there, the highest counts.
+"""Leases of the process that writes to a place: numbered objects or files `.lease/00000003`; the highest counts.
 
 A place is a URL, or a directory on a file system without locks (`headrace.base.lock`).
 
@@ -41,23 +41,23 @@ from headrace.base.storage import (
 
 FOLDER = ".lease"
 SILENT_S = 30.0
-"""Seconds without a renewal after which a lease is out of date, where nothing else says so."""
+"""Seconds without a renewal after which a lease is out of date, by default."""
 _RENEWALS = 6
-"""Times that a lease is renewed while it would become out of date."""
+"""Renewals of a lease within the time after which it would be out of date."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One number of a place.
+    """A numbered claim of one process to write to a place.
 
     Attributes:
-        number: the higher one counts.
-        token: of the process that has taken it; no other has the same.
-        host, pid: of that process.
-        silent_s: seconds without a renewal after which it is out of date.
-        renewed: how often its holder has renewed it.
-        released: its holder has given it back.
-        status: what its holder tells of itself.
+        number: number of the lease; the highest of a place counts.
+        token: text that only the process that has taken the lease has.
+        host, pid: host name and process id of the holder.
+        silent_s: seconds without a renewal after which the lease is out of date.
+        renewed: number of renewals so far.
+        released: whether the holder has given the lease back.
+        status: JSON values that the holder publishes with each renewal.
     """
 
     number: int
@@ -75,7 +75,7 @@ class Lease:
         return self.silent_s / _RENEWALS
 
     def encoded(self) -> bytes:
-        """Its bytes as an object."""
+        """The lease as the bytes of an object, in JSON."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -88,7 +88,7 @@ class LeaseLostError(TrainingError):
 
 
 def newest_lease(place: str) -> Lease | None:
-    """The lease of a place that counts; None of a place that nobody has written to.
+    """Reads the lease of a place that counts; None if no process has written there.
 
     Raises:
         DataError: it is damaged.
@@ -110,8 +110,8 @@ def wait_until_free(place: str, lease: Lease, *, say: Callable[[str], None]) -> 
 
     Args:
         place: a URL.
-        lease: its newest, as it was just read.
-        say: takes a line for people.
+        lease: the place's newest lease, just read.
+        say: function that shows a line to the user.
 
     Raises:
         LeaseTakenError: its holder has renewed it, or another process has taken the next one.
@@ -153,7 +153,7 @@ class Held:
     """The lease of a place that this process holds; see `held`.
 
     Attributes:
-        number: of the lease.
+        number: number of the lease.
     """
 
     def __init__(self, place: str, lease: Lease) -> None:
@@ -161,7 +161,7 @@ class Held:
         self._renewed_at, self._renewing = time.monotonic(), threading.Lock()
 
     def check(self) -> None:
-        """To be called before each write: asks the place where the lease may have become out of date meanwhile.
+        """Checks before each write that the lease is still held; reads the place only if it may be out of date.
 
         Raises:
             LeaseLostError: another process has taken it over.
@@ -171,7 +171,7 @@ class Held:
             self.renew()
 
     def renew(self, *, released: bool = False) -> None:
-        """Renews it, or gives it back; errors as of `check`."""
+        """Renews the lease, or gives it back; raises the errors of `check`."""
         with self._renewing:
             began = time.monotonic()
             try:
@@ -191,19 +191,19 @@ def held(
     say: Callable[[str], None],
     lost: Callable[[LeaseLostError], object] = lambda _error: None,
 ) -> Iterator[Held]:
-    """Takes the lease of a place that nobody writes to, renews it while the block runs, and gives it back.
+    """Takes the lease of a place that no process writes to, renews it while the block runs, and gives it back.
 
     Args:
         place: a URL, or the path of a directory.
-        token: of this process.
-        silent_s: seconds without a renewal after which it is out of date.
-        say: takes a line for people.
-        lost: is called by the thread that finds that another process has taken it over.
+        token: text that only this process has.
+        silent_s: seconds without a renewal after which the lease is out of date.
+        say: function that shows a line to the user.
+        lost: function that the renewing thread calls when another process has taken the lease over.
 
     Raises:
         LeaseTakenError: another process writes there.
         LeaseLostError: another process has taken it over meanwhile.
-        StorageError: the store cannot be read or written to; that the lease cannot be given back is no error.
+        StorageError: the store cannot be read or written to; failing to give the lease back is no error.
     """
     before = patiently(partial(newest_lease, place))
     if before is not None:

@@ -18,7 +18,7 @@ from headrace.base.errors import LostError
 _GLOO = re.compile(
     r"^(Gloo connectFullMesh failed with )?\[[^\]\n]*/gloo/(transport|rendezvous)/[^\]\n]+\.(cc|h):\d+\] ", re.MULTILINE
 )
-"""A line that begins with a source file of gloo's transports. What gloo refuses of an argument begins with `[enforce
+"""Pattern of a line that begins with a source file of gloo's transports. Errors about an argument begin with `[enforce
 fail at`; `monitored_barrier` puts a line of its own before it."""
 
 

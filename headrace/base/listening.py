@@ -1,4 +1,4 @@
-"""Where a server of a run listens: on the address by which its peers have reached this host, if one is known."""
+"""Listening sockets of a run's servers, on the address by which peers have reached this host, if one is known."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def listening_socket(address: str, backlog: int, *, port: int = 0) -> socket.soc
 
 
 def bound_socket(address: str, backlog: int) -> socket.socket:
-    """A listening socket on a free port of one address of this host; on all addresses where it is a name, a loopback
-    address or not an address of this host (behind a proxy)."""
+    """A listening socket on a free port of one address of this host.
+
+    It is bound to all addresses if `address` is a name, a loopback address or not of this host (behind a proxy).
+    """
     with suppress(ValueError, OSError):
         if not ipaddress.ip_address(address).is_loopback:
             return _bound(address, backlog)
@@ -45,7 +47,7 @@ def bound_socket(address: str, backlog: int) -> socket.socket:
 
 
 def connected_addresses(port: int) -> set[_Address]:
-    """Addresses of this host in TCP connections of which one end has a port; empty where the system does not tell."""
+    """This host's addresses in TCP connections with a port at either end; empty where the system does not tell."""
     found: set[_Address] = set()
     for name in ("tcp", "tcp6"):
         with suppress(OSError):

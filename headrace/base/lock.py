@@ -1,4 +1,4 @@
-"""A lock file: who holds it works alone. flock, which the kernel lets go of however the process ends."""
+"""Lock files, each held by one process at a time, by flock: the kernel releases it however the process ends."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def lock_file(
     timeout_s: float = 0.0,
     wait: Callable[[], object] = lambda: None,
 ) -> Iterator[int]:
-    """Holds a lock file, which is made if need be; gives its descriptor.
+    """Holds a lock file, which is made if need be; yields its descriptor.
 
     Args:
-        doing: what whoever holds it does, for the message to others.
-        shared: beside others who hold it so.
-        timeout_s: seconds to wait while somebody else holds it; infinity: as long as that takes.
-        wait: is called meanwhile, every 0.1 s.
+        doing: the holder's work, for the message to other processes, e.g. "writing X".
+        shared: whether other processes may hold it at the same time, shared too.
+        timeout_s: seconds to wait while another process holds it; infinity: without a limit.
+        wait: function that is called every 0.1 s while waiting.
 
     Raises:
-        LockedError: somebody else holds it.
+        LockedError: another process holds it.
         NoLocksError: it is on a file system without locks.
         OSError: the file cannot be made.
     """
@@ -59,7 +59,7 @@ def lock_file(
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds a lock file, not only shared; None where the file system has no locks.
+    """Whether a process holds a lock file exclusively; None where the file system has no locks.
 
     The lock is taken shared and given back at once: a process that wants it at that moment has to wait longer.
     """

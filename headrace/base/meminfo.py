@@ -1,4 +1,4 @@
-"""What Linux says of the host's memory."""
+"""The host's available memory, as Linux reports it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def available_memory(meminfo: str) -> int:
-    """Bytes that /proc/meminfo says are available."""
+    """Returns the available bytes from the text of /proc/meminfo."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, flags=re.MULTILINE)
     assert match is not None, meminfo
     return int(match[1]) * 1024

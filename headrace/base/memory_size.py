@@ -8,10 +8,10 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def bytes_of(text: str) -> int:
-    """Bytes from a size with its unit, e.g. 80GB or 139GiB.
+    """Converts a size with its unit, e.g. 80GB or 139GiB, to bytes.
 
     Raises:
-        ValueError: it is no such size.
+        ValueError: the text is no such size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if found is None or found[2].upper() not in _UNITS or not float(found[1]):

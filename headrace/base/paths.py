@@ -1,6 +1,6 @@
-"""What is a path: one function decides, for every config key, command-line argument and call of the API that takes one.
+"""Decides which text is a path, for every config key, command-line argument and call of the API that takes one.
 
-Where headrace learns to read or write URLs, it learns it here.
+Support for reading or writing further URLs begins here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pydantic import AfterValidator
 from headrace.base.errors import ConfigError, RefusedValueError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/]|/|$)")
-"""`s3://bucket/run`, and `s3:/bucket/run`, which `pathlib` makes of it. One letter is a drive of Windows."""
+"""Pattern of `s3://bucket/run`, and `s3:/bucket/run`, which `pathlib` makes of it. One letter is a Windows drive."""
 _VARIABLE = re.compile(r"\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
-"""`$HOME`, `${HOME}`, `${oc.env:HOME}` of OmegaConf."""
+"""Pattern of `$HOME`, `${HOME}`, and `${oc.env:HOME}` of OmegaConf."""
 STORES = ("s3", "gs", "az", "abfs", "hf")
 """Schemes of URLs that are read in place, where a key or an argument takes them."""
 _COPIED_BY = {
@@ -31,7 +31,7 @@ _COPIED_BY = {
     "http": "curl -LO",
     "https": "curl -LO",
 }
-"""Scheme -> the program that copies between such a place and a disk."""
+"""Scheme of a URL -> the program that copies between its store and a disk."""
 
 
 def is_url(text: str | Path) -> bool:
@@ -46,7 +46,7 @@ def is_store_url(text: str) -> bool:
 
 
 def local_path(text: str) -> str:
-    """A path of a file system of this host, as it was given; an empty text is passed on, for keys where it is "none".
+    """Checks that text is a path on this host, and returns it unchanged; empty text is allowed ("none" for some keys).
 
     Raises:
         RefusedValueError: it is a URL, begins with a `~` or holds a variable that no shell has replaced, or holds a
@@ -73,20 +73,20 @@ def local_path(text: str) -> str:
 
 
 def _value(found: re.Match[str]) -> str:
-    """What a variable is, as a shell and OmegaConf read it: `${NAME}`, `${NAME:-ELSE}`, `${oc.env:NAME,ELSE}`."""
+    """The value of a variable, as a shell and OmegaConf read it: `${NAME}`, `${NAME:-ELSE}`, `${oc.env:NAME,ELSE}`."""
     name, _, otherwise = found[0].strip("${}").removeprefix("oc.env:").replace(":-", ",").partition(",")
     return os.environ.get(name) or otherwise.strip() or f"/path/of/{re.sub('[^A-Za-z0-9_]', '_', name)}"
 
 
 def refuse_url(path: str | Path, *, field: str) -> None:
-    """Refuses what is no path of a file system.
+    """Refuses text that is no path of a file system.
 
     Args:
-        path: the path.
-        field: the config key or argument that it was given by.
+        path: text to check.
+        field: config key or argument that the text was given for.
 
     Raises:
-        ConfigError: as `local_path`.
+        ConfigError: it is a URL, has a `~` or variable that no shell has replaced, or a null character.
     """
     try:
         local_path(str(path))
@@ -107,10 +107,10 @@ def _instead_of_url(text: str) -> str:
 
 
 def path_or_url(text: str) -> str:
-    """A path as `local_path` takes it, or the URL of a directory in an object store, without a slash at its end.
+    """Checks a path, or the URL of a directory in an object store; returns it, a URL without a slash at its end.
 
     Raises:
-        RefusedValueError: see `local_path`; or a URL of another kind.
+        RefusedValueError: the path is invalid for `local_path`, or the URL is of another kind.
     """
     return text.rstrip("/") if is_store_url(text) else local_path(text)
 

@@ -1,4 +1,4 @@
-"""What Linux tells of processes, what one does, when it began, who has started it; and that it ends with its parent."""
+"""Processes on Linux: their state, start and environment, signals to child processes, and ending with the parent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACED = "t"
 
 @cache
 def machine() -> str:
-    """The same on two processes where a pid means the same process: one boot of one kernel, one pid namespace."""
+    """Names the boot of the kernel and the pid namespace: where two processes agree, a pid means the same process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -66,10 +66,10 @@ def siblings() -> Iterator[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """What a process was started with.
+    """Returns the environment variables that a process was started with.
 
     Raises:
-        OSError: it is another user's, or has gone.
+        OSError: the process is another user's, or has ended.
     """
     text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
     return dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
@@ -87,10 +87,10 @@ def signals_passed_on(processes: Collection[subprocess.Popen[bytes]]) -> Iterato
     """Hands SIGTERM on to child processes, and waits for them after Ctrl-C, which the terminal sends to all.
 
     Args:
-        processes: may change meanwhile.
+        processes: child processes; the collection may change during the block.
 
     Yields:
-        Whether there was such a signal.
+        A function that returns whether there was such a signal.
     """
     stopped = False
 

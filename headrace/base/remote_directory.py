@@ -38,11 +38,11 @@ from headrace.base.storage import (
 )
 
 CACHE = "HEADRACE_CACHE"
-"""Variable with the directory on this host for what is read of object stores."""
+"""Environment variable with the directory on this host for copies from object stores."""
 _AT_ONCE = 8
-"""Objects that are written or read at the same time."""
+"""Number of objects that are written or read at the same time."""
 Progress = Callable[[int], None]
-"""Takes the bytes of each file that was copied."""
+"""Function that is called with the size in bytes of each file that was copied."""
 
 
 def remote_manifest(url: str) -> Manifest:
@@ -91,7 +91,7 @@ def _manifest(url: str) -> tuple[bytes, Manifest] | None:
 
 
 def read_remote_manifest(url: str) -> tuple[bytes, Manifest]:
-    """The manifest's bytes, and what they say; see `remote_manifest`."""
+    """Reads a manifest: its bytes, and their content; see `remote_manifest`."""
     if (manifest := _manifest(url)) is not None:
         return manifest
     objects = len(objects_below(url))
@@ -101,7 +101,7 @@ def read_remote_manifest(url: str) -> tuple[bytes, Manifest]:
 
 
 def local_manifest(directory: Path) -> tuple[bytes, Manifest]:
-    """The manifest of a finished directory on a disk, of any kind: its bytes, and what they say.
+    """The manifest of a finished directory on a disk, of any kind: its bytes, and their content.
 
     Raises:
         DataError: there is none, or it is damaged.
@@ -118,7 +118,7 @@ def local_manifest(directory: Path) -> tuple[bytes, Manifest]:
 
 
 def is_copied(name: str) -> bool:
-    """Whether a file is one of those that are copied, beside its directory's own manifest."""
+    """Whether a file is copied with its directory: it is not hidden, nor the directory's own manifest."""
     return name != MANIFEST and not is_hidden(name)
 
 
@@ -144,15 +144,15 @@ def fetch(
     """Copies a finished directory of an object store to a disk, whole or not at all.
 
     Args:
-        url: of the directory.
-        final: what the copy is called; it must not exist.
-        progress: see `Progress`.
-        wanted: whether a file of the manifest is copied; the manifest lists all.
-        found: its manifest, if it is already read; see `read_remote_manifest`.
-        beside: copies the files that the manifest does not list, too.
+        url: URL of the directory.
+        final: path of the copy, which must not exist.
+        progress: function that is called with the bytes of each file that was copied.
+        wanted: function that tells by its name whether a file is copied; the manifest lists all files.
+        found: the manifest's bytes and content, if already read (see `read_remote_manifest`); None reads them.
+        beside: whether to copy the files that the manifest does not list, too.
 
     Returns:
-        Its manifest, with all files that may be copied.
+        The directory's manifest, with all files that may be copied.
 
     Raises:
         DataError: `final` exists, there is no room, there is no finished directory, or a checksum differs.
@@ -177,11 +177,11 @@ def refuse_existing(final: Path) -> None:
 
 
 def files_beside(url: str, *, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, dict[str, Any]]:
-    """What is known of the files below a URL: sizes, and checksums of those in finished directories further below.
+    """Lists the files below a URL: sizes, and checksums of those in finished directories further below.
 
     Args:
-        url: of a finished directory.
-        wanted: whether a file is listed; no manifest of a directory that is not wanted is read.
+        url: URL of a finished directory.
+        wanted: function that tells by its name whether a file is listed; manifests that are not listed are not read.
 
     Raises:
         DataError: a manifest there is damaged.
@@ -202,11 +202,11 @@ def fetch_files(
     """Copies some files of a finished directory of an object store to a staging directory, and flushes them.
 
     Args:
-        url: of the directory.
-        manifest: of the directory.
-        names: of the files.
-        staging: exists.
-        progress: see `Progress`.
+        url: URL of the directory.
+        manifest: the directory's manifest.
+        names: names of the files to copy.
+        staging: the staging directory, which exists.
+        progress: function that is called with the bytes of each file that was copied.
 
     Raises:
         DataError: a checksum differs.
@@ -230,12 +230,12 @@ def fetch_files(
 
 
 def give_name(staging: Path, final: Path, text: bytes) -> None:
-    """Makes a finished directory of fetched files: writes the manifest, flushes, and renames.
+    """Turns fetched files into a finished directory: writes the manifest, flushes, and renames.
 
     Args:
-        staging: with all files that are wanted.
-        final: the name it gets, which does not exist.
-        text: of the manifest.
+        staging: directory with all files that are wanted.
+        final: path of the finished directory, which does not exist.
+        text: bytes of the manifest.
     """
     (staging / MANIFEST).write_bytes(text)
     sync(staging / MANIFEST)
@@ -245,7 +245,7 @@ def give_name(staging: Path, final: Path, text: bytes) -> None:
 
 
 def verify_remote(url: str, manifest: Manifest) -> Iterator[tuple[str, bool]]:
-    """Reads every file of a finished directory in an object store; (name, whether its SHA-256 is the manifest's).
+    """Reads every file of a finished directory in an object store; yields (name, whether its SHA-256 is as listed).
 
     Raises:
         StorageError: the store cannot be read.
@@ -256,30 +256,31 @@ def verify_remote(url: str, manifest: Manifest) -> Iterator[tuple[str, bool]]:
 
 
 def cached(url: str, *, wanted: Callable[[str], bool], found: tuple[bytes, Manifest] | None = None) -> Path:
-    """A part of a finished directory of an object store, in a cache of this host: fetched once, by one process.
+    """Copies a part of a finished directory of an object store to a cache of this host, once, by one process.
 
     Args:
-        url: of the directory.
-        wanted: see `fetch`; of one URL it is always the same.
-        found: see `fetch`.
+        url: URL of the directory.
+        wanted: function that tells by its name whether a file is copied; always the same for one URL.
+        found: the manifest's bytes and content, if already read (see `read_remote_manifest`); None reads them.
 
     Returns:
-        the directory, whose manifest lists all files. It is below HEADRACE_CACHE, by default ~/.cache/headrace.
+        The directory, whose manifest lists all files. It is below HEADRACE_CACHE, by default ~/.cache/headrace.
 
     Raises:
-        DataError, StorageError: see `fetch`.
+        DataError: there is no room, there is no finished directory, or a checksum differs.
+        StorageError: the store cannot be read.
     """
     manifest = found or read_remote_manifest(url)
     return made_once(url, manifest[1].fingerprint, lambda final: fetch(url, final, wanted=wanted, found=manifest))
 
 
 def made_once(url: str, fingerprint: str, make: Callable[[Path], object]) -> Path:
-    """A copy in the cache of this host, which one of its processes makes while the others wait.
+    """Makes a copy in the cache of this host; one process makes it while the others wait.
 
     Args:
-        url: of what is copied.
-        fingerprint: of its present content: another content is another copy.
-        make: makes the directory whose name it is given, whole or not at all.
+        url: URL of the original.
+        fingerprint: hash of the original's present content; other content gets another copy.
+        make: function that makes the directory at a given path, whole or not at all.
     """
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Folders in object stores that are read from a disk (models, tokenizers, logits): a copy in a cache of this host.
 
-What headrace wrote is whole by its manifest, and every checksum is compared. A plain Hugging Face folder has none: the
-sizes are compared, and the versions that the store gives, before and after.
+A folder from headrace is whole by its manifest, and every checksum is compared. A plain Hugging Face folder has none:
+the sizes are compared, and the versions that the store gives, before and after.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headrace.base.storage import Stat, download, objects_below
 
 _TEMPLATES = "additional_chat_templates/"
 _GROWING = {"run": "headrace export {url} OUT", "tokens": "headrace copy {url} DIR"}
-"""Kinds that are no folder of fixed files that a stage needs as a whole, and what to do with them."""
+"""Kinds of directories that are not read as a folder -> the command to use instead."""
 
 
 def local_folder(path: str | Path) -> Path:
-    """A folder on this host: the path itself, or a copy of what a URL names, which one process of the host makes.
+    """A folder on this host: the path itself, or a copy of a URL's folder, which one process of the host makes.
 
     Raises:
         DataError: there is nothing, it is a run or a corpus, the disk has no room, or it was changed meanwhile.
@@ -40,23 +40,25 @@ def local_folder(path: str | Path) -> Path:
 
 
 def local_tokens(url: str, *, found: tuple[bytes, Manifest] | None = None) -> Path:
-    """What is read of tokens in an object store from a disk: the manifest and the tokenizer, in a cache of this host.
+    """Copies the manifest and the tokenizer of tokens in an object store to a cache of this host.
 
     Args:
-        url: of the directory.
-        found: its manifest, if it is already read; see `read_remote_manifest`.
+        url: URL of the tokens directory.
+        found: the manifest's bytes and content, if already read (see `read_remote_manifest`); None reads them.
 
     Raises:
-        DataError, StorageError: see `cached`.
+        DataError: there is no room, no finished directory, or a checksum differs.
+        StorageError: the store cannot be read.
     """
     return cached(url, wanted=lambda name: name.startswith("tokenizer/"), found=found)
 
 
 def local_directory(url: str) -> Path:
-    """What is needed on this host to read the manifests of a run, a checkpoint, tokens or a folder, by its kind.
+    """Copies to this host what is needed to read the manifests of a run, a checkpoint, tokens or a folder.
 
     Raises:
-        DataError, StorageError: see `local_run`, `local_tokens` and `local_folder`.
+        DataError: there is no such directory, or it cannot be copied.
+        StorageError: the store cannot be read.
     """
     manifest = find_manifest(url)
     if f"/{CHECKPOINTS}/" in url or (manifest is not None and manifest.kind in ("run", "checkpoint")):
@@ -77,7 +79,7 @@ def _copied(url: str) -> Path:
 
 
 def _plain(url: str, found: dict[str, Stat]) -> Path:
-    """A copy of a folder without a manifest: its own files, and not those of folders in it except chat templates."""
+    """Copies a folder without a manifest: its own files, and of the folders in it only chat templates."""
     own = {name: stat for name, stat in sorted(found.items()) if not leads_out(name)}
     wanted = {name: stat for name, stat in own.items() if "/" not in name or name.startswith(_TEMPLATES)}
     if not wanted:

@@ -1,7 +1,7 @@
-"""Outputs that are URLs: a stage works in a directory of this host, and what it has made is uploaded at its end.
+"""Outputs that are URLs: a stage works in a directory of this host, and its output is uploaded at its end.
 
-The place on this host is below HEADRACE_CACHE, one for each URL. What stages keep beside their outputs (work of hours
-that a killed process has left) is kept there, and found again by the next start with the same URL.
+The place on this host is below HEADRACE_CACHE, one for each URL. Files that stages keep beside their outputs (hours of
+work of a killed process) stay there, and the next start with the same URL finds them again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTPUTS = "outputs"
 
 
 def local_output(output: str | Path) -> Path:
-    """Where a stage writes an output on this host: the path itself, or the place of a URL below HEADRACE_CACHE."""
+    """The path at which a stage writes an output on this host: for a URL, its place below HEADRACE_CACHE."""
     text = str(output)
     if not is_store_url(text):
         return Path(output)
@@ -36,16 +36,17 @@ def local_output(output: str | Path) -> Path:
 
 
 def check_output(output: str, *, field: str = "output", needed: int = 0) -> None:
-    """Refuses an output that cannot be made, before work whose result goes there.
+    """Refuses an output that cannot be written, before any work is done for it.
 
     Args:
         output: a path or a URL.
-        field: the config key or argument that it was given by.
-        needed: bytes that a stage writes on this host before they are uploaded; 0 if that is not known.
+        field: config key or argument that named the output.
+        needed: bytes that a stage writes on this host before they are uploaded; 0 if unknown.
 
     Raises:
-        ConfigError: it exists.
-        DataError: see `check_can_publish`; or the disk has no room.
+        ConfigError: the output is a path that exists.
+        DataError: the URL has a finished directory, the store overwrites what a conditional write must not, or the disk
+            has no room.
         StorageError: the store cannot be written to.
     """
     final = local_output(output)
@@ -64,10 +65,10 @@ def check_output(output: str, *, field: str = "output", needed: int = 0) -> None
 
 @contextmanager
 def published(output: str) -> Iterator[Path]:
-    """Gives the path that a stage writes, and uploads what it has made when the block ends without an error.
+    """Yields the path that a stage writes, and uploads its output when the block ends without an error.
 
-    Nothing happens with an output that is a path. Of a URL, a directory with a manifest is published whole or not at
-    all; other files are uploaded one by one, each whole, and replace those that are there. What a process that was
+    Nothing happens with an output that is a path. At a URL, a directory with a manifest is published whole or not at
+    all; other files are uploaded one by one, each whole, and replace those that are there. An output that a process
     killed during its upload has left on this host is made again; see `upload_left` where that would take hours.
 
     Args:
@@ -75,7 +76,7 @@ def published(output: str) -> Iterator[Path]:
 
     Raises:
         DataError: another process of this host writes to this URL; see `check_output` and `publish`.
-        StorageError: the upload failed. What was made is kept, and the message says where.
+        StorageError: the upload failed. The output is kept, and the message says where.
     """
     final = local_output(output)
     if not is_store_url(output):
@@ -92,13 +93,14 @@ def published(output: str) -> Iterator[Path]:
 
 
 def upload_finished(output: str) -> None:
-    """Uploads what a stage that can be resumed has finished in `local_output`; of several processes one does.
+    """Uploads the finished output of a resumable stage from `local_output`; of several processes, one does.
 
     Args:
-        output: a path, with which nothing happens, or a URL.
+        output: a URL; nothing happens with a path.
 
     Raises:
-        DataError, StorageError: see `published`.
+        DataError: another process has written a directory there, or the upload is not complete.
+        StorageError: the upload failed. The output is kept, and the message says where.
     """
     if is_store_url(output):
         final = local_output(output)
@@ -107,18 +109,18 @@ def upload_finished(output: str) -> None:
 
 
 def upload_left(output: str, *, config: Mapping[str, Any], parents: Mapping[str, Any]) -> Manifest | None:
-    """Uploads what a process that was killed during its upload had finished, if it is what would be made now.
+    """Uploads the finished output of a process that was killed during its upload, if config and parents match.
 
     Args:
-        output: a path, with which nothing happens, or a URL.
-        config, parents: what the manifest would say of them; `parents`: name -> {"path", "fingerprint"}.
+        output: a URL; nothing happens with a path.
+        config, parents: config and parents that its manifest has to have; parents: name -> {"path", "fingerprint"}.
 
     Returns:
         Its manifest; None if nothing is left.
 
     Raises:
-        DataError: something else is left; see `published`.
-        StorageError: see `published`.
+        DataError: the output that is left does not match, or its upload is not complete.
+        StorageError: the upload failed. The output is kept, and the message says where.
     """
     final = local_output(output)
     if not is_store_url(output) or not (final / MANIFEST).is_file():
@@ -135,7 +137,7 @@ def upload_left(output: str, *, config: Mapping[str, Any], parents: Mapping[str,
 
 
 def finished(output: str | Path, *, kind: str) -> Manifest | None:
-    """The manifest of an output that is there; None if it is not.
+    """Reads the manifest of an output; None if the output is not there.
 
     Raises:
         DataError: there is something else.
@@ -157,13 +159,14 @@ def _locked(final: Path, url: str, *, timeout_s: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def all_published(outputs: Sequence[str]) -> Iterator[None]:
-    """`published` for the outputs of a command line; directories are checked before the block.
+    """Applies `check_output` and `published` to the outputs of a command line.
 
     Args:
         outputs: URLs.
 
     Raises:
-        DataError, StorageError: see `check_output` and `published`.
+        DataError: an output exists or cannot be written, or its upload is not complete.
+        StorageError: the store cannot be written to.
     """
     with ExitStack() as stack:
         for url in outputs:
@@ -173,7 +176,7 @@ def all_published(outputs: Sequence[str]) -> Iterator[None]:
 
 
 def _send(final: Path, url: str) -> None:
-    """Uploads what a stage has made, if it has, and deletes the place on this host."""
+    """Uploads a stage's output, if there is one, and deletes its place on this host."""
     whole = (final / MANIFEST).is_file()
     try:
         if whole:
@@ -196,7 +199,7 @@ def _send(final: Path, url: str) -> None:
 
 
 def _remove_uploaded(final: Path, manifest: Manifest) -> None:
-    """Deletes the place on this host if a process was killed between the end of its upload and that."""
+    """Deletes the place on this host of an output that is uploaded, if a process was killed before it did so."""
     with suppress(OSError, DataError):
         if parse_manifest((final / MANIFEST).read_bytes(), path=str(final)) == manifest:
             shutil.rmtree(final.parent, ignore_errors=True)

@@ -49,7 +49,7 @@ class NotArrivedError(DataError):
 
 
 def check_can_publish(url: str) -> None:
-    """Refuses a place where a directory could not be written whole or not at all; before work whose result goes there.
+    """Refuses a place where a directory cannot be written whole or not at all, before any work is done for it.
 
     Writes a small object and deletes it.
 
@@ -63,7 +63,7 @@ def check_can_publish(url: str) -> None:
 
 
 def taken(url: str) -> DataError:
-    """The refusal of a place where there is a finished directory."""
+    """The error for a place that already has a finished directory."""
     return DataError(f"{url} exists already\n  try: delete it, or choose another place")
 
 
@@ -104,7 +104,7 @@ def check_can_write(url: str) -> None:
 
 
 def remove_probes(url: str) -> None:
-    """Deletes what processes that were killed in `check_can_write` have left in a finished directory."""
+    """Deletes the probes of processes that were killed in `check_can_write` from a finished directory."""
     with suppress(StorageError):  # they are a byte each
         for name in objects_below(url):
             if name.startswith(_PROBE):
@@ -124,19 +124,19 @@ def publish(
     """Writes a finished directory to an object store; see the module's docstring.
 
     Args:
-        directory: as `commit` has made it; its sizes are compared with its manifest.
-        url: where its files go, without `MANIFEST`; see `check_can_publish`.
-        uploaded: files of its manifest that are there already, and not in the directory.
-        progress: see `Progress`.
-        sent: takes the bytes of each part of a file that was sent.
-        trying: calls a function that writes one object, and may do so again when that fails.
-        beside: whether a file that the manifest does not list is copied; hidden ones never are.
+        directory: a directory that `commit` has finished; its sizes are compared with its manifest.
+        url: URL to write to, which has no `MANIFEST` (see `check_can_publish`).
+        uploaded: names of files in the manifest that the store already has and the directory has not.
+        progress: function that is called with the bytes of each file that was sent.
+        sent: function that is called with the bytes of each part of a file that was sent.
+        trying: function that runs one request to the store, and may repeat it when it fails.
+        beside: function that tells by its name whether an unlisted file is copied; hidden ones never are.
 
     Returns:
         The bytes of every file that was sent, without the manifest.
 
     Raises:
-        DataError: it is not finished, another process has written a directory there first, or the store lists
+        DataError: the directory is not finished, another process has written one there first, or the store lists
             something else than what was sent.
         StorageError: the store cannot be written to; there is no manifest there, and a repetition is safe.
     """
@@ -174,11 +174,11 @@ def sizes_below(directory: Path) -> dict[str, int]:
 
 
 def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
-    """Compares what a store lists below a URL with what was sent there; before anything is deleted here.
+    """Compares what a store lists below a URL with what was sent there, before anything is deleted here.
 
     Args:
-        url: of a directory, or of one object.
-        sizes: relative path -> bytes; that of one object is empty.
+        url: URL of a directory, or of one object.
+        sizes: relative path -> bytes; the path of one object is empty.
 
     Raises:
         NotArrivedError: a file is missing there, or has another size.

@@ -5,9 +5,9 @@
         checkpoints/step-00000400.3/              checkpoints/step-00000400/
         .lease/00000003                           uploads.json, .bucket.json
 
-A process that trains works in the directory on its host, and a process of its own copies what is finished to the store
-(`pipeline.run.uploads`). What the store has counts, but on the host that has written last: there the directory is
-newer. Which host that is the lease tells (`headrace.base.lease`), whose token is in `.bucket.json` here.
+A process that trains works in the directory on its host, and a process of its own copies finished files to the store
+(`pipeline.run.uploads`). The store's files count, except on the host that has written last: there the directory is
+newer. The lease tells which host that is (`headrace.base.lease`); the token of a host's own is in `.bucket.json`.
 
 The number after a checkpoint's name is that of the lease under which it was written: a process that was paused, and
 whose lease another has taken over meanwhile, cannot write into a directory of that one.
@@ -43,7 +43,7 @@ from headrace.base.remote_directory import (
 from headrace.base.storage import Stat, download, objects_below, patiently
 
 CHECKPOINTS, RUN_LOCK, UPLOADS = "checkpoints", ".lock", "uploads.json"
-"""Names in a run's directory; the last is the newest lease, with what its holder told."""
+"""Names in a run's directory; the last file has the newest lease, with its holder's status."""
 _RECORD = ".bucket.json"
 _NAME = re.compile(r"step-(\d+)((?:\.\d+)*)")
 
@@ -53,9 +53,9 @@ class RemoteCheckpoint:
     """A finished checkpoint in an object store.
 
     Attributes:
-        step: the last step that is in it.
-        numbers: of the lease under which it was written, and which of several of that step; later ones are larger.
-        url: of its directory.
+        step: last step in the checkpoint.
+        numbers: number of the lease it was written under, then 2, 3, ... if it was written again; later is larger.
+        url: URL of the checkpoint's directory.
     """
 
     step: int
@@ -65,11 +65,11 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True)
 class _Record:
-    """What the directory on this host knows of the store.
+    """The record of the store in a run's directory on this host.
 
     Attributes:
-        url: of the run.
-        tokens: of leases that were taken here: while one of them counts, this directory is newer than the store.
+        url: URL of the run.
+        tokens: tokens of leases taken on this host: while one of them counts, this directory is newer than the store.
         versions: name -> size and version of the small objects that were copied from there.
     """
 
@@ -79,7 +79,7 @@ class _Record:
 
 
 def working_directory(place: str) -> Path:
-    """The directory of a run on this host: the path itself, or of a URL one below HEADRACE_CACHE."""
+    """The directory of a run on this host: the path itself, or for a URL one below HEADRACE_CACHE."""
     if not is_url(place):
         return Path(place)
     url = place.rstrip("/")
@@ -87,7 +87,7 @@ def working_directory(place: str) -> Path:
 
 
 def url_of(run_dir: Path) -> str | None:
-    """The URL of a run by its directory on this host; None of a run that is on a file system."""
+    """The URL of a run, by its directory on this host; None for a run that is on a file system."""
     return record.url if (record := _read(run_dir)) is not None else None
 
 
@@ -101,18 +101,19 @@ def remote_checkpoints(url: str) -> list[RemoteCheckpoint]:
 
 
 def up_to_date(place: str) -> Path:
-    """The directory of a run on this host, which need not have begun; see `pull` for that of a URL.
+    """The directory of a run on this host, which need not have begun; that of a URL is brought up to date.
 
     Raises:
-        DataError, StorageError: see `pull`.
+        DataError: the store has nothing of a run that was trained here.
+        StorageError: the store cannot be read.
     """
     return pull(place) if is_url(place) else Path(place)
 
 
 def local_run(place: str) -> Path:
-    """Where the files of a run, or of one of its checkpoints, can be read on this host; a path is returned as it is.
+    """The directory on this host of a run or one of its checkpoints, copied there from a URL; a path is returned as is.
 
-    Of a run in an object store everything but its checkpoints is copied, as far as it has changed.
+    Everything of the run that has changed is copied, but no checkpoint except the one that is named.
 
     Args:
         place: a path, or the URL of a run, of a checkpoint or of `latest` there.
@@ -147,8 +148,8 @@ def pull(url: str, *, locked: bool = False) -> Path:
     Checkpoints here that the store does not have are deleted then: another host has gone on from one before them.
 
     Args:
-        url: of the run.
-        locked: this process holds the run's lock; else nothing is copied while another does.
+        url: URL of the run.
+        locked: whether this process holds the run's lock; else nothing is copied while another does.
 
     Raises:
         DataError: the store has nothing of a run that was trained here.
@@ -197,9 +198,9 @@ def fetch_checkpoint(url: str, final: Path, *, progress: Callable[[int], None] =
     """Copies a checkpoint to this host, whole or not at all, unless it is there already.
 
     Args:
-        url: of its directory.
-        final: in the directory of its run; another checkpoint there is replaced.
-        progress: takes the bytes of each file that was copied.
+        url: URL of the checkpoint's directory.
+        final: path of the copy in the run's directory; another checkpoint there is replaced.
+        progress: function that is called with the bytes of each file that was copied.
 
     Raises:
         DataError: there is no room, or a checksum differs.
@@ -216,7 +217,7 @@ def fetch_checkpoint(url: str, final: Path, *, progress: Callable[[int], None] =
 
 
 def set_aside(final: Path) -> None:
-    """Deletes a checkpoint that is there, if one is: under another name, so that no half of it looks finished."""
+    """Deletes a checkpoint, if it exists: under another name, so that no half of it looks finished."""
     if final.exists():
         deleted = final.with_name(f".{final.name}.deleted")
         shutil.rmtree(deleted, ignore_errors=True)
@@ -230,7 +231,7 @@ def is_small(path: Path, run_dir: Path) -> bool:
 
 
 def is_small_name(name: str) -> bool:
-    """As `is_small`, by the path in the run's directory."""
+    """Whether a file of a run's directory is copied as a whole object, by its path there; see `is_small`."""
     parts = PurePosixPath(name).parts
     return parts[0] not in (CHECKPOINTS, UPLOADS) and not is_hidden(name)
 

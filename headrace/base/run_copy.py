@@ -1,4 +1,4 @@
-"""Runs that are copied to an object store and from one, with all checkpoints; `remote_run` says how they lie there.
+"""Copies runs to and from an object store, with all checkpoints; `remote_run` describes the layout there.
 
 The process that copies to a store holds the run's lease there, as one that trains does: of two that write, one is
 refused. The manifest is the last object that is written.
@@ -51,16 +51,16 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
     """Copies a run to an object store, from where it can be resumed. A repetition sends only what is not there.
 
     Args:
-        run_dir: its directory, in which no process trains.
-        url: of the run, see `check_can_publish`.
-        progress: see `Progress`.
+        run_dir: the run's directory, in which no process trains.
+        url: URL of the run, which has no manifest yet.
+        progress: function that is called with the bytes of each file that was sent.
 
     Returns:
         The bytes of every file that is there, without the run's manifest.
 
     Raises:
-        DataError: a process trains or writes there, the URL has checkpoints that the run has not, one of the run's is
-            damaged, or see `publish`.
+        DataError: a process trains or writes there, the URL has a finished run or checkpoints that the run has not, one
+            of the run's is damaged, or the store lists something else than what was sent.
         LeaseLostError: another process has taken the lease over, while this one was paused.
         StorageError: the store cannot be written to.
     """
@@ -101,9 +101,9 @@ def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None
     """Copies a run of an object store to a disk, with its newest checkpoint of every step, whole or not at all.
 
     Args:
-        url: of the run, to which no process writes.
-        final: what the copy is called; it must not exist.
-        progress: see `Progress`.
+        url: URL of the run, to which no process writes.
+        final: path of the copy, which must not exist.
+        progress: function that is called with the bytes of each file that was copied.
 
     Returns:
         The bytes of every file that was copied, without the run's manifest.

@@ -25,7 +25,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _whole_numbers(cls, raw: Any) -> Any:
-        """5e8 in JSON is a float; where a whole number is wanted it is one all the same."""
+        """Turns floats such as 5e8 in JSON into whole numbers, where these are wanted."""
         if not isinstance(raw, Mapping):
             return raw
         return {key: int(value) if cls._is_whole(key, value) else value for key, value in raw.items()}
@@ -74,7 +74,7 @@ def parse(section: type[S], raw: Mapping[str, Any], *, at: str = "") -> S:
 
 
 def problems_of(section: type[Section], raw: Mapping[str, Any]) -> list[ConfigError]:
-    """What `parse` would refuse, one error per problem; empty where it would accept."""
+    """Returns the problems that `parse` would find, one error for each; empty if there are none."""
     try:
         parse(section, raw)
     except ConfigError as error:
@@ -89,11 +89,11 @@ def suggest(word: str, known: list[str]) -> str | None:
 
 
 _DTYPES = frozenset({"fp16", "bf16", "fp32", "fp64", "fp8", "int8", "float16", "bfloat16", "float32"})
-"""Words one letter apart that are no typos of each other."""
+"""Names of dtypes, which are one letter apart and no typos of each other."""
 
 
 class _Complaint:
-    """What pydantic found wrong with one value."""
+    """A problem that pydantic found with one value."""
 
     def __init__(self, detail: Any, schema: Node) -> None:
         self.kind, self.value = str(detail["type"]), detail["input"]
@@ -153,7 +153,7 @@ def _why(found: _Complaint, schema: Node) -> str:
 
 
 def _remedy(found: _Complaint, schema: Node) -> str:
-    """The nearest choice, or an example and the meaning of the key, which may be that of a list around it."""
+    """The nearest choice, or an example and the description of the key, or of the list around it."""
     node = node_at(schema, found.loc) or schema
     choices = [
         word for each in [node, *node.get("anyOf", ())] for word in each.get("enum", ()) if isinstance(word, str)

@@ -1,4 +1,4 @@
-"""Slurm's commands: run to their end, and what they print; jobs are submitted and canceled."""
+"""Runs Slurm's commands to their end and returns their output; submits and cancels jobs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MISSING, _TIMED_OUT = 127, 124
 def run_slurm(
     *command: str, environ: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command; one that is not there, or takes longer, has failed, and `stderr` says so.
+    """Runs a command; one that is missing, or takes too long, has failed, and `stderr` says so.
 
     Args:
-        environ: its environment; None for that of this process.
-        timeout_s: seconds after which it is killed; None: a busy controller may take its time.
+        environ: environment of the command; None for that of this process.
+        timeout_s: seconds after which the command is killed; None: a busy controller may take its time.
     """
     try:
         return subprocess.run(
@@ -40,12 +40,12 @@ def submit_job(
     """Submits a job; returns its number.
 
     Args:
-        command: sbatch with --parsable.
-        refused: makes the error from what sbatch says.
-        environ: as of `run_slurm`.
+        command: command line of sbatch, with --parsable.
+        refused: function that makes an error from sbatch's message.
+        environ: environment of sbatch; None for that of this process.
 
     Raises:
-        what `refused` makes: sbatch has failed.
+        Exception: sbatch has failed; `refused` makes the error.
     """
     done = run_slurm(*command, environ=environ)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Object stores: what is a URL (`s3://`, `gs://`, `az://`, `hf://`, ...) is read and written here and nowhere else.
+"""Object stores: URLs (`s3://`, `gs://`, `az://`, `hf://`, ...) are read and written here and nowhere else.
 
 `fsspec` opens them, with the credentials and the endpoints that the user's own tools know (AWS_PROFILE,
 AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). An object is whole or absent: it appears when its last byte has
@@ -19,7 +19,7 @@ from headrace.base.errors import DataError, HeadraceError
 
 T = TypeVar("T")
 AT_ONCE = 64
-"""Ranges that are read at a time: a store answers each after tens of milliseconds, and answers many at once."""
+"""Number of ranges read at a time: a store answers each after tens of milliseconds, and answers many at once."""
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
 """Keys of an object's metadata by which the stores distinguish its versions."""
 
@@ -29,7 +29,7 @@ class Stat:
     """Size and version of a file or an object.
 
     Attributes:
-        bytes: size as stored.
+        bytes: size as stored, in bytes.
         version: `KEY=VALUE` from the store's metadata, or empty if it has none.
     """
 
@@ -37,7 +37,7 @@ class Stat:
     version: str
 
     def differs_from(self, before: Stat) -> bool:
-        """Whether it was changed since `before`: another size, or another value of the same version key."""
+        """Whether the object was changed since `before`: another size, or another value of the same version key."""
         keys = [stat.version.partition("=")[0] for stat in (self, before)]
         return self.bytes != before.bytes or (keys[0] == keys[1] and self.version != before.version)
 
@@ -46,8 +46,8 @@ class StorageError(DataError):
     """An object cannot be opened, read or written; the message contains the store's own error.
 
     Attributes:
-        lasting: it is not there, or not allowed: trying again does not help.
-        unreachable: nothing answers at the address, which the store's package has tried for seconds.
+        lasting: whether trying again cannot help: the object is not there, or not allowed.
+        unreachable: whether nothing answers at the address, which the store's package has tried for seconds.
     """
 
     lasting = unreachable = False
@@ -59,10 +59,10 @@ _UNREACHABLE = ("EndpointConnectionError", "ClientConnectorError", "ClientConnec
 
 
 def patiently(act: Callable[[], T]) -> T:
-    """Calls a function again where a store fails, after 1, 3 and 9 s, beside what the store's package tries itself.
+    """Calls a function, again after 1, 3 and 9 s if a store fails, beside the retries of the store's package.
 
     Raises:
-        StorageError: it has failed four times, twice without an answer, or for a lasting reason.
+        StorageError: the function has failed four times, twice without an answer, or for a lasting reason.
     """
     for pause_s in _RETRIES_S:
         try:
@@ -80,7 +80,7 @@ def is_remote(path: str) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The `fsspec` file system of a URL, and the URL as that names it.
+    """The `fsspec` file system of a URL, and the URL's path in it.
 
     Raises:
         DataError: the package for the protocol is missing.
@@ -94,8 +94,8 @@ def storage_errors(url: str, *, doing: str = "read", missing: bool = True) -> It
     """Converts the exceptions of a store, which has its own types, into a `StorageError`.
 
     Args:
-        url: for the message.
-        doing: what cannot be done.
+        url: URL that the message names.
+        doing: failed operation, as a participle for the message, e.g. "written".
         missing: whether to convert `FileNotFoundError`, too.
     """
     try:
@@ -120,7 +120,7 @@ def stat_of(info: dict[str, Any]) -> Stat:
 
 
 def objects_below(url: str) -> dict[str, Stat]:
-    """Name, relative to the URL, -> size and version, of every object below it; empty where there is none.
+    """Lists all objects below a URL: name relative to the URL -> size and version; empty where there is none.
 
     Raises:
         StorageError: the store cannot be reached.
@@ -144,12 +144,12 @@ def stat_object(url: str) -> Stat:
 
 
 def same_object(url: str, *, size: int, sha256: str) -> bool:
-    """Whether there is an object with this content; one of that size is read for it.
+    """Whether there is an object with this content; it is read if its size matches.
 
     Args:
-        url: of the object.
-        size: bytes.
-        sha256: of its bytes, in hexadecimal.
+        url: URL of the object.
+        size: size of the content, in bytes.
+        sha256: SHA-256 of the content, in hexadecimal.
 
     Raises:
         StorageError: the store cannot be read.
@@ -178,12 +178,12 @@ def read_object(url: str) -> bytes:
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a small file or object; errors as of `read_object`, or OSError."""
+    """The bytes of a small file or object; raises the errors of `read_object`, or OSError."""
     return read_object(path) if is_remote(path) else Path(path).read_bytes()
 
 
 def read_range(url: str, start: int, size: int) -> bytes:
-    """Some bytes of an object; fewer where it ends before.
+    """Reads a range of an object's bytes; fewer where the object ends before.
 
     Raises:
         StorageError: it does not exist, or any other error.
@@ -194,13 +194,13 @@ def read_range(url: str, start: int, size: int) -> bytes:
 
 
 def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
-    """Some bytes of several objects, `AT_ONCE` at a time; see `read_range`.
+    """Reads ranges of several objects, `AT_ONCE` at a time; see `read_range`.
 
     Args:
-        ranges: URL, start and size of each.
+        ranges: URL of each range, its start and its size in bytes.
 
     Raises:
-        StorageError: of the first that could not be read.
+        StorageError: a range could not be read; the error is that of the first.
     """
     found: dict[int, bytes] = {}
     protocols = [url.partition("://")[0] for url, _, _ in ranges]
@@ -238,9 +238,9 @@ def upload(path: Path, url: str, *, progress: Callable[[int], None] = lambda _by
     """Writes a file as an object; one that exists is replaced.
 
     Args:
-        path: of the file.
-        url: of the object.
-        progress: is called with the bytes of each part that was sent; again for those that are sent again.
+        path: path of the file.
+        url: URL of the object.
+        progress: function that is called with the bytes of each part that was sent; again if it is sent again.
 
     Raises:
         StorageError: the object may be there or not.

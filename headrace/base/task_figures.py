@@ -1,4 +1,4 @@
-"""Figures of tasks in journal rows and manifests: `NAME`, and its interval `NAME_low`, `NAME_high`; and for people."""
+"""Figures of tasks, in journal rows and manifests (`NAME`, its interval `NAME_low`, `NAME_high`) and as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 NAMES: Final = ("accuracy", "accuracy_per_character", "accuracy_per_token", "exact_match", "bits_per_byte")
-"""Of all figures; a task has some of them, the first of which is its headline."""
+"""Names of all figures; a task has some of them, the first of which is its headline."""
 
 
 def names_in(figures: Mapping[str, float]) -> Iterator[str]:
@@ -15,13 +15,13 @@ def names_in(figures: Mapping[str, float]) -> Iterator[str]:
 
 
 def figures_line(figures: Mapping[str, float]) -> str:
-    """Figures in one line."""
+    """Formats a task's figures in one line."""
     parts = [f"{name.replace('_', ' ')} {with_interval(figures, name)}" for name in names_in(figures)]
     cut = f", {figures['truncated']:,} truncated" if figures.get("truncated") else ""
     return f"{', '.join(parts)} ({figures['samples']:,} samples{cut})"
 
 
 def with_interval(figures: Mapping[str, float], name: str) -> str:
-    """A figure and its interval."""
+    """Formats a figure and its interval."""
     low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
     return f"{figures[name]:.4f}" + ("" if low is None or high is None else f" [{low:.4f}, {high:.4f}]")

@@ -12,7 +12,7 @@ _WORLDS = {
     "PMI_RANK": "PMI_SIZE",
     "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is there in a batch script, too
 }
-"""Variable of the rank -> of the number of ranks."""
+"""Environment variable of the rank -> environment variable of the number of ranks."""
 
 
 def is_one_of_several() -> bool:
@@ -21,7 +21,7 @@ def is_one_of_several() -> bool:
 
 
 def print_traceback() -> None:
-    """Prints the traceback of the error at hand, in one write; of one rank of several with `[rank N]` on every line."""
+    """Prints the current traceback in one write; if there are several ranks, with `[rank N]` on every line."""
     text = traceback.format_exc()
     rank = _rank_of_several()
     if rank is not None:

@@ -24,11 +24,11 @@ class Verb:
     """A verb of the command line.
 
     Attributes:
-        name: what is typed.
+        name: the verb, as it is typed.
         text: one line of help.
-        heading: under which the help lists it.
-        module: has `add_arguments(parser)`, for the options, and `run(arguments)`, which returns the exit code.
-        functions: these two, where one module has several verbs.
+        heading: heading under which the help lists the verb.
+        module: module with `add_arguments(parser)`, for the options, and `run(arguments)`, which returns the exit code.
+        functions: these two functions, where one module has several verbs; None: those of `module`.
         config: the kind of config file that `--set` overrides (`headrace.base.config_kinds`).
     """
 
@@ -40,7 +40,7 @@ class Verb:
     config: str = "run"
 
     def load(self) -> tuple[Declare, Run]:
-        """`add_arguments` and `run` of the verb; imports its module."""
+        """Imports the verb's module and returns its `add_arguments` and `run`."""
         if self.functions is not None:
             return self.functions
         module = import_module(self.module)

@@ -27,12 +27,12 @@ _PLAIN = {
 
 
 class Yaml12Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Use with `yaml.load`."""
+    """A loader of YAML 1.2, for `yaml.load`."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """An object, all of whose keys are text and differ from each other."""
+        """Makes an object, all of whose keys must be text and differ from each other."""
         seen: set[str] = set()
         for key_node, value_node in node.value:
             key, line = self.construct_object(key_node), key_node.start_mark.line + 1

@@ -64,6 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(url: str, final: Path, *, progress: Callable[[int], None]) -> dict[str, int]:
-    """As `fetch_run`, for a directory of another kind."""
+    """Copies a directory that is no run from an object store; returns the bytes of every file."""
     files = fetch(url, final, progress=progress, beside=True).files
     return {name: int(entry["bytes"]) for name, entry in files.items()}

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints what is known of a key."""
+    """Prints the explanation of a key."""
     for line in lines_of(arguments.key):
         print(line)
 
@@ -36,7 +36,7 @@ def _complete(incomplete: str) -> list[str]:
 
 
 def lines_of(path: str) -> list[str]:
-    """What is printed.
+    """The lines that explain a key or section, or list all sections for an empty path.
 
     Raises:
         ConfigError: there is no such key; the nearest one is named.
@@ -89,7 +89,7 @@ def _section(kind: str, section: Key) -> Iterator[str]:
 
 
 def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
-    """Keys inside of free objects, keys of DeepSpeed that are not run, and keys that do not exist."""
+    """Explains keys inside of free objects and keys of DeepSpeed that are not run; refuses keys that do not exist."""
     from pipeline.config.deepspeed.keys import REFUSED, REFUSED_ZERO  # noqa: PLC0415
 
     refused = REFUSED | {f"zero_optimization.{name}": remedy for name, remedy in REFUSED_ZERO.items()}

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    """Imports.
+    """Imports tokens or a checkpoint.
 
     Raises:
         ConfigError: neither --tokenizer nor --config is given, or both.

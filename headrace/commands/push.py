@@ -22,7 +22,7 @@ leaves no file in the repository, and repeated it sends only what is not there. 
 HF_TOKEN, and must be allowed to write."""
 CARD = "README.md"
 _PAPERS = (CARD, "croissant.json", "training-content-summary.md", "sbom.cdx.json")
-"""What `headrace card` may have written beside the files of the manifest."""
+"""Files that `headrace card` may have written beside those of the manifest."""
 _TYPES = {"model": "model", "tokens": "dataset"}
 """Kind of a directory -> type of its repository."""
 _MAIN = "main"
@@ -108,7 +108,7 @@ def _check_account() -> None:
 
 
 def _push(directory: Path, names: list[str], repository: str, repo_type: str, revision: str, *, private: bool) -> str:
-    """Creates the repository and the branch where they are missing, and commits; the commit's URL."""
+    """Creates the repository and the branch where they are missing, and commits; returns the commit's URL."""
     from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415
 
     api = HfApi(library_name="headrace")
@@ -141,7 +141,7 @@ def _check_others(there: list[str], names: list[str], place: str) -> None:
 
 @contextmanager
 def _explained(repository: str) -> Iterator[None]:
-    """Says what an error of the Hub means."""
+    """Turns errors of the Hub within the block into errors that say what to do."""
     from huggingface_hub import errors  # noqa: PLC0415
 
     http_error = errors.HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2, by its version

@@ -28,7 +28,7 @@ def data_prep_lines(path: Path, overrides: Sequence[str] = ()) -> list[str] | No
     """The phases of a data-prep job, given by its config, its directory or its output; None of anything else.
 
     Raises:
-        DataError: it has not begun, or its files are damaged.
+        DataError: the job has not begun, or its files are damaged.
         ConfigError: the config cannot be read.
     """
     if _is_job(path) or _is_job(path.absolute().parent / f".{path.name}.job") or kind_of(path) == "tokens":

@@ -1,4 +1,4 @@
-"""`headrace submit CONFIG...`: the whole way as Slurm jobs, each after those whose output it reads."""
+"""`headrace submit CONFIG...`: data prep to compression as Slurm jobs, each after those whose output it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the configs of a submission are, what each makes, and which has to wait for which. No torch.
+"""Reads the configs of a submission: their kinds, their outputs, and which waits for which. No torch.
 
 A stage waits for the stages given before it whose output its config names: a training config that reads the tokens of
 a corpus config, a compress config whose model is a run.
@@ -27,10 +27,10 @@ class Given:
     """A config of a submission.
 
     Attributes:
-        file: as it was given.
+        file: path of the config, as the user typed it.
         kind: corpus, run, prune, quantize or compress.
-        raw: its content with all it extends and all overrides.
-        number: its place among the configs of its kind, from 1.
+        raw: content of the config, with all it extends and all overrides.
+        number: number among the configs of the same kind, from 1.
     """
 
     file: str
@@ -40,13 +40,13 @@ class Given:
 
     @property
     def name(self) -> str:
-        """Of the stage, unique in a submission: data, train, train-2, ..."""
+        """Name of the stage, unique in a submission: data, train, train-2, ..."""
         title = _TITLES.get(self.kind, self.kind)
         return title if self.number == 1 else f"{title}-{self.number}"
 
     @property
     def makes(self) -> Path:
-        """The directory that it makes."""
+        """The directory that the stage makes."""
         return working_directory(self.raw["run"]["dir"]) if self.kind == "run" else Path(self.raw["output"])
 
 
@@ -79,7 +79,7 @@ def kind_of(file: str, raw: Mapping[str, Any]) -> str:
     """The kind of a config, by its keys.
 
     Raises:
-        ConfigError: it is of none.
+        ConfigError: the keys fit no kind.
     """
     if "sources" in raw and "output" in raw:
         return "corpus"
@@ -110,7 +110,7 @@ class Element:
 
     @property
     def overrides(self) -> list[str]:
-        """As `--set` texts."""
+        """The values and the run directory, as texts of `--set`."""
         return [*self.values, f"run.dir={self.run_dir}"]
 
 
@@ -118,7 +118,7 @@ def elements(run_dir: Path, sweeps: Sequence[str]) -> list[Element]:
     """The elements of a sweep, each with a directory of its own in `run_dir`: the last key varies quickest.
 
     Args:
-        sweeps: texts such as `optimizer.params.lr=1e-3,3e-4`; several make a grid.
+        sweeps: texts of `--sweep`, e.g. `optimizer.params.lr=1e-3,3e-4`; several make a grid.
 
     Raises:
         ConfigError: a text without a key or a value; a value twice; elements that would share a directory.
@@ -165,7 +165,7 @@ def _check_own_output(given: Given, others: Sequence[Given]) -> None:
 
 
 def _check_model_is_exported(given: Given, others: Sequence[Given]) -> None:
-    """Only a compression exports its run before it begins."""
+    """Refuses to prune or quantize a run of the submission: only a compression exports it first."""
     model = given.raw.get("model")
     if given.kind not in ("prune", "quantize") or not isinstance(model, str) or (Path(model) / "config.json").is_file():
         return

@@ -1,4 +1,4 @@
-"""The arguments of one element of a job array: `slurm/sweep.sh` asks for them. One per line, the config first.
+"""Prints the arguments of one element of a job array for `slurm/sweep.sh`, one per line, the config first.
 
     python -m headrace.submission.element CONFIG [--set KEY=VALUE ...] [--sweep KEY=VALUE,VALUE ...]
 
@@ -23,8 +23,8 @@ def arguments_of(words: Sequence[str], *, number: int | None) -> list[str]:
     """The config and the overrides of an element, its run directory last.
 
     Args:
-        words: as for `slurm/train.sbatch`.
-        number: of the element; None outside of a job array.
+        words: arguments of `slurm/train.sbatch`.
+        number: number of the element; None outside of a job array.
 
     Raises:
         ConfigError: there is no such element, or the config has no run.dir.
@@ -47,7 +47,7 @@ def arguments_of(words: Sequence[str], *, number: int | None) -> list[str]:
 
 
 def main() -> None:
-    """Prints them."""
+    """Prints the arguments."""
     number = os.environ.get("SLURM_ARRAY_TASK_ID")
     print("\n".join(arguments_of(sys.argv[1:], number=None if number is None else int(number))))
 

@@ -1,4 +1,4 @@
-"""What a job exports and loads before its script begins, from a site's settings."""
+"""Variables and modules that a job sets up before its script begins, from a site's settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headrace.submission.site import SiteConfig
 
 
 def settings_of(site: SiteConfig, *, root: Path, directory: Path) -> list[str]:
-    """Lines of bash.
+    """Lines of bash that a job runs before its script begins.
 
     Args:
-        root: HEADRACE_ROOT: where slurm/env.sh is.
-        directory: of the submission.
+        root: HEADRACE_ROOT, the directory with slurm/env.sh.
+        directory: directory of the submission.
     """
     return [
         "# The settings of this submission.",
@@ -55,7 +55,7 @@ def _modules(site: SiteConfig) -> Iterator[str]:
 
 
 def _container(site: SiteConfig, directory: Path) -> Iterator[str]:
-    """Apptainer: a `python` in front of the others that starts the image. Pyxis has options of sbatch instead."""
+    """Lines that put a `python` first on PATH that starts the Apptainer image; Pyxis has options of sbatch instead."""
     if site.container is None or site.container.runtime != "apptainer":
         return
     tools = directory / "bin"

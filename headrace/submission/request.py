@@ -1,4 +1,4 @@
-"""What was asked for on the command line of `headrace submit`, and what follows from it for the training configs."""
+"""The arguments of `headrace submit`, and the sweep, nodes and processes of its training configs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from headrace.submission.stages import settings_for
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line.
+    """The arguments of `headrace submit`.
 
     Attributes:
-        nodes: of each training config, or one number for all.
-        tasks: processes on each node; None: one per GPU of the site, else one.
-        workers: jobs in each array of data prep; None: the default.
-        sweeps: KEY=VALUE,VALUE texts.
+        nodes: number of nodes of each training config, or one number for all.
+        tasks: processes on each node; None for one per GPU of the site, or one without GPUs.
+        workers: jobs in each array of data prep; None for the default.
+        sweeps: texts of `--sweep`, KEY=VALUE,VALUE.
     """
 
     files: Sequence[str]
@@ -35,10 +35,10 @@ class Request:
 
 
 def sweep_of(configs: Sequence[Given], sweeps: Sequence[str]) -> list[Element]:
-    """The elements of a sweep; none without one.
+    """The elements of a sweep; none without `--sweep`.
 
     Raises:
-        ConfigError: it is not of one training config that nothing waits for.
+        ConfigError: there is not one training config, another stage reads its run, or its run.dir is a URL.
     """
     if not sweeps:
         return []
@@ -58,10 +58,10 @@ def sweep_of(configs: Sequence[Given], sweeps: Sequence[str]) -> list[Element]:
 
 
 def nodes_of(configs: Sequence[Given], nodes: Sequence[int]) -> list[int]:
-    """Nodes of each training config.
+    """Number of nodes of each training config.
 
     Raises:
-        ConfigError: there are neither one number nor as many as training configs.
+        ConfigError: the numbers are neither one nor as many as the training configs.
     """
     runs = sum(each.kind == "run" for each in configs)
     if len(nodes) not in (1, runs):
@@ -74,7 +74,7 @@ def tasks_of(asked: int | None, site: SiteConfig) -> int:
     """Processes of a training on each node.
 
     Raises:
-        ConfigError: there is another number of GPUs.
+        ConfigError: the site's nodes have another number of GPUs.
     """
     gpus = settings_for("run", site).gpus
     if asked is not None and gpus is not None and asked != gpus:

@@ -20,7 +20,7 @@ def fill(shipped: Path, *, about: str, options: Mapping[str, str | None], settin
 
     Args:
         shipped: the script.
-        about: one line on where this one comes from.
+        about: one line on the origin of the new script.
         options: option of sbatch, with its dashes -> value, None for one without a value.
         settings: lines of bash that run before the script's own.
     """
@@ -40,7 +40,7 @@ def option_of(text: str) -> tuple[str, str | None]:
 
 
 def quoted(words: Sequence[str]) -> str:
-    """A command line."""
+    """Words as a command line, quoted for bash."""
     return shlex.join(words)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a submission: what its jobs run, as it was when they were submitted.
+"""The directory of a submission: the code, configs and scripts of its jobs, as they were when it was submitted.
 
     RUN/submissions/1/
         submission.json     the command, the site, the version of the code, when it was submitted, the jobs
@@ -26,7 +26,7 @@ from headrace.submission.configs import Given
 from pipeline.runtime.metrics.times import iso_time
 
 PACKAGES = ("headrace", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
-"""Of a clone; the last two are what headrace/share links to."""
+"""Folders of a clone that are copied; headrace/share links to the last two."""
 CLONE = Path(__file__).resolve().parents[2]
 
 
@@ -36,7 +36,7 @@ def is_clone() -> bool:
 
 
 def directory_of(configs: list[Given]) -> Path:
-    """Where the submission of these configs will be: in the first run's directory, else beside the first output."""
+    """The directory of a new submission: in the first run's directory, else beside the first output."""
     first = next((each for each in configs if each.kind == "run"), configs[0])
     made = first.makes.absolute()
     # other stages write their output under its name when it is whole
@@ -60,7 +60,7 @@ def copy_code(directory: Path) -> Path | None:
 
 
 def make(directory: Path) -> list[Path]:
-    """Makes the directory of a submission; returns it and those above it that were made for it, for `remove`.
+    """Makes the directory of a submission; returns it and the parents that were made for it, for `remove`.
 
     Raises:
         DataError: another submission has taken its number meanwhile.
@@ -76,10 +76,10 @@ def make(directory: Path) -> list[Path]:
 
 
 def remove(made: Sequence[Path]) -> None:
-    """Removes a submission that came to nothing, and the directories above it that were made for it.
+    """Removes a submission that failed, and the directories above it that were made for it.
 
     Args:
-        made: by `make`.
+        made: directories that `make` returned.
     """
     directory, *above = made
     shutil.rmtree(directory, ignore_errors=True)

@@ -17,19 +17,19 @@ from headrace.submission.site import SiteConfig, StageSettings
 SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch"}
 """Kind -> script; all others have `pipeline.sbatch`."""
 ORIGINAL = "original"
-"""Where a compress config expects the export of its run, in its output; see `pipeline.compress.recipe.steps`."""
+"""Folder in the output of a compress config for the export of its run (see `pipeline.compress.recipe.steps`)."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One job, or job array, or of data prep a chain of them.
+    """A job, a job array or, for data prep, a chain of them.
 
     Attributes:
         after: names of the stages that have to succeed before.
-        text: of its script.
-        configs: file name -> content, of the configs that it reads.
-        chain: it is a corpus config: its script is submitted once per job of the chain.
-        makes: what it writes, for the user.
+        text: text of its script.
+        configs: file name -> content of the configs that it reads.
+        chain: whether it is a corpus config, whose script is submitted once per job of the chain.
+        makes: directory that it writes.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the stages of a submission have in common.
+    """The settings that the stages of a submission have in common.
 
     Attributes:
-        directory: of the submission.
+        directory: directory of the submission.
         root: HEADRACE_ROOT of the jobs: the copy of the code, or the installed package's files.
         scripts: directory of the shipped scripts.
-        nodes, tasks: of each training config, nodes and processes on each.
+        nodes, tasks: nodes of each training config, and processes on each node.
     """
 
     site: SiteConfig
@@ -81,7 +81,7 @@ def stages_of(configs: Sequence[Given], plan: Plan) -> list[Stage]:
 
 
 def settings_for(kind: str, site: SiteConfig) -> StageSettings:
-    """What a site sets for the stage of a kind of config, or for `export`."""
+    """A site's settings for the stage of a kind of config, or for `export`."""
     return site.stage({"corpus": "data", "run": "train", "export": "export"}.get(kind, "compress"))
 
 
@@ -177,7 +177,7 @@ def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | N
 def _fill(
     plan: Plan, kind: str, options: Mapping[str, str | None], words: str | None = None, notes: Sequence[str] = ()
 ) -> str:
-    """The text of a stage's script. words: its arguments, quoted for bash."""
+    """The text of a stage's script, with `words` as its arguments, quoted for bash."""
     arguments = [] if words is None else [f"set -- {words}"]
     shipped = plan.scripts / SCRIPTS.get(kind, "pipeline.sbatch")
     settings = [*settings_of(plan.site, root=plan.root, directory=plan.directory), *notes, *arguments]

@@ -28,7 +28,7 @@ def submit(request: Request, *, say: Say) -> None:
     """Submits the configs of a request, or prints their scripts.
 
     Raises:
-        ConfigError, DataError: something of it would be refused; then nothing is submitted, and nothing is left.
+        ConfigError, DataError: a config or a job would be refused; then nothing is submitted or left behind.
     """
     if not request.dry_run and shutil.which("sbatch") is None:
         raise ConfigError("submit", why="there is no sbatch on PATH", remedy="submit where Slurm is, or --dry-run")
@@ -153,7 +153,7 @@ def _script(plan: Plan, stage: Stage) -> Path:
 
 
 def _print(stages: Sequence[Stage], plan: Plan, request: Request, say: Say) -> None:
-    """The scripts, and the commands that would submit them."""
+    """Prints the scripts, and the commands that would submit them."""
     if plan.site.container is not None:
         say(f"container: {_UNVERIFIED}")
     jobs = {stage.name: [f"${stage.name}"] for stage in stages}

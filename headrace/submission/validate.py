@@ -1,7 +1,6 @@
-"""Refuses a submission before any job is queued: configs, layouts, memory, and what Slurm itself would refuse.
+"""Refuses a submission before any job is queued, by its configs, layouts and memory, and by Slurm's own checks.
 
-What a stage reads may be made by a stage before it. Then what needs it is left to the job, which checks it when it
-starts.
+An input of a stage may be made by a stage before it. Checks that need the input are then left to the job, at its start.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from headrace.submission.site import StageSettings
 def check_training(
     given: Given, overrides: Sequence[str], *, processes: int, memory: str | None, sweep: Sequence[Element], alone: bool
 ) -> list[str]:
-    """`headrace check` of a training config for the number of processes, and of every element of its sweep.
+    """Runs `headrace check` on a training config and every element of its sweep, for the number of processes.
 
     Args:
-        memory: of a GPU; a config whose ranks need more is refused.
-        alone: what the config reads is there.
+        memory: memory of a GPU, e.g. 80GB; a config whose ranks need more is refused. None: not checked.
+        alone: whether the inputs of the config exist, and are not made by another stage.
 
     Returns:
         the lines of the summary.
 
     Raises:
-        ConfigError, DataError: it cannot run; the number of processes is wrong; it does not fit.
+        ConfigError, DataError: the config cannot run, the number of processes is wrong, or it does not fit.
     """
     from pipeline.config.load import read_config  # noqa: PLC0415
     from pipeline.plan import check  # noqa: PLC0415
@@ -61,7 +60,7 @@ def check_corpus(given: Given, overrides: Sequence[str]) -> bool:
     """Checks a corpus config and its inputs; returns whether its output is there already.
 
     Raises:
-        ConfigError, DataError: it would be refused.
+        ConfigError, DataError: the job would refuse it.
     """
     from data_prep.config.corpus import load  # noqa: PLC0415
     from data_prep.job import prepare  # noqa: PLC0415
@@ -70,10 +69,10 @@ def check_corpus(given: Given, overrides: Sequence[str]) -> bool:
 
 
 def check_model_stage(given: Given, *, alone: bool) -> None:
-    """Checks a prune, quantize or compress config, as far as its model is there.
+    """Checks a prune, quantize or compress config, as far as its model exists.
 
     Raises:
-        ConfigError, DataError: it would be refused.
+        ConfigError, DataError: the job would refuse it.
     """
     if given.kind == "compress":
         _check_recipe(given, alone=alone)
@@ -115,10 +114,10 @@ def check_partitions(stages: dict[str, StageSettings]) -> None:
     """Checks that the partitions exist, where Slurm can be asked.
 
     Args:
-        stages: name -> settings.
+        stages: name of a stage -> its settings.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a partition does not exist.
     """
     done = run_slurm("sinfo", "--noheader", "--format=%R")
     known = sorted(set(done.stdout.split()))
@@ -138,11 +137,11 @@ def check_not_queued(makes: dict[str, Path]) -> None:
     """Checks that no submitted job has the same output: the second would fail on the lock of the first.
 
     Args:
-        makes: stage -> what it writes.
+        makes: name of a stage -> directory that it writes.
 
     Raises:
         ConfigError: Slurm does not answer.
-        DataError: there is one.
+        DataError: a job with the same output is queued or running.
     """
     done = run_slurm("squeue", "--noheader", "--format=%F|%T|%k")
     if done.returncode:
@@ -162,7 +161,7 @@ def check_with_slurm(script: Path, *, stage: str) -> None:
     """Has Slurm look at a script (`sbatch --test-only`): account, QOS, limits, and whether any nodes can ever run it.
 
     Raises:
-        ConfigError: it would be refused.
+        ConfigError: Slurm would refuse the script.
     """
     done = run_slurm("sbatch", "--test-only", str(script))
     if done.returncode:

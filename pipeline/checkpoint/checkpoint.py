@@ -12,39 +12,39 @@ from headrace.base.remote_directory import remote_manifest
 from headrace.base.storage import objects_below, patiently
 
 IMPORTED = "imported"
-"""In `details` of a manifest: the checkpoint of another trainer that the run goes on from."""
+"""Key in a manifest's `details`: the checkpoint of another trainer that the run started from."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint: its directory, and the last step that is in it."""
+    """A finished checkpoint: its directory, and the last step in it."""
 
     path: Path
     step: int
 
     @property
     def manifest(self) -> Manifest:
-        """Its manifest: config, parents, and in `details` the step, the samples and the fields that fix the curve."""
+        """Its manifest: config, parents, and in `details` step, samples and the fields that set the loss curve."""
         return read_manifest(self.path, kind="checkpoint")
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint(Checkpoint):
-    """A finished checkpoint in an object store; `path` is where it goes on this host.
+    """A finished checkpoint in an object store; `path` is where its copy goes on this host.
 
     Attributes:
-        url: of its directory.
+        url: URL of the checkpoint's directory in the store.
     """
 
     url: str = ""
 
     @property
     def manifest(self) -> Manifest:
-        """As `Checkpoint.manifest`, read from the store."""
+        """The checkpoint's manifest, read from the store."""
         return patiently(partial(remote_manifest, self.url))
 
     def damage(self, manifest: Manifest) -> str | None:
-        """What is missing, by the sizes of its files; None where it is whole.
+        """The first file that is missing or has another size than in the manifest, as a message; None if there is none.
 
         Raises:
             StorageError: the store cannot be listed.
@@ -58,7 +58,7 @@ class StoredCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint's manifest records besides its files."""
+    """Contents of a checkpoint's manifest besides its files."""
 
     step: int
     config: dict[str, Any]

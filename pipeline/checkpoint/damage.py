@@ -17,7 +17,7 @@ from pipeline.checkpoint.format.metadata import METADATA, TORCH_METADATA
 from pipeline.checkpoint.memory.restart_files import RestartFiles
 
 _HASH_THREADS = 4
-"""Threads of a rank that hash a checkpoint: one is slower than a disk."""
+"""Threads with which a rank hashes a checkpoint: a single one is slower than a disk."""
 
 
 def find_damage(checkpoint: Checkpoint) -> str | None:
@@ -29,7 +29,7 @@ def find_damage(checkpoint: Checkpoint) -> str | None:
 def find_damage_collective(
     checkpoint: Checkpoint, on_progress: Callable[[], None], restart: RestartFiles
 ) -> str | None:
-    """The same, each rank verifying a share of the files, and copies in memory in place of theirs. Collective."""
+    """Like `find_damage`; each rank verifies a share of the files, or their copies in memory. Collective."""
     listed, damage = _listed(checkpoint)
     copied = restart.find(checkpoint.path, checkpoint.step, listed)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -49,7 +49,7 @@ def find_damage_collective(
 
 
 def _listed(checkpoint: Checkpoint) -> tuple[Mapping[str, Mapping[str, Any]], str | None]:
-    """The files in a checkpoint's manifest, or what is damaged of that."""
+    """The files in a checkpoint's manifest, and why the manifest cannot be read, or None."""
     try:
         return checkpoint.manifest.files, None
     except HeadraceError as error:
@@ -59,7 +59,7 @@ def _listed(checkpoint: Checkpoint) -> tuple[Mapping[str, Mapping[str, Any]], st
 def _damage(
     checkpoint: Checkpoint, files: Sequence[tuple[str, Mapping[str, Any]]], progress: Callable[[str, int], None]
 ) -> str | None:
-    """Damage of some of the files: name and entry in the manifest."""
+    """Verifies files, given as (name, entry in the manifest); returns what is damaged, or None."""
 
     def sha256_of(path: Path) -> str:
         return sha256_of_file(path, partial(progress, path.name))

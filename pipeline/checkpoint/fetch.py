@@ -1,4 +1,4 @@
-"""Fetches a checkpoint of an object store, each rank some of its files."""
+"""Fetches a checkpoint from an object store; each rank copies some of its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.runtime.faults.progress import progress_from_io
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
 _RETRIES_S = (1.0, 5.0, 25.0)
-"""Seconds between attempts to read a file, beside those of the store's package."""
+"""Seconds between attempts to read a file, besides the retries of the store's package."""
 
 
 def fetch_collective(checkpoint: StoredCheckpoint, on_progress: Callable[[], None]) -> str | None:
@@ -28,7 +28,7 @@ def fetch_collective(checkpoint: StoredCheckpoint, on_progress: Callable[[], Non
     Every rank copies a share of the files, and compares their checksums.
 
     Args:
-        checkpoint: its path gets the copy; what is there is replaced.
+        checkpoint: the checkpoint; the copy goes to its path and replaces what is there.
         on_progress: called while files arrive.
 
     Raises:

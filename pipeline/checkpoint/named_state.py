@@ -31,9 +31,9 @@ from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero, raise_on_a
 
 OPTIMIZER_STEP = "optimizer_step"
 LOSS_SCALE = "loss_scale"
-"""Key of what `engines.loss_scale.LossScaler.to_tensor` returns: fp64 [3]."""
+"""Key of the result of `engines.loss_scale.LossScaler.to_tensor`: fp64 [3]."""
 EXPERT_LOAD = "expert_load"
-"""Key of the fraction of the tokens that every expert got in the last step: fp32 [layers with experts, experts]."""
+"""Key of the fraction of tokens routed to every expert in the last step: fp32 [layers with experts, experts]."""
 
 OUTER_STATES = ("outer_weight", "outer_momentum", "outer_error")
 """Keys `outer_weight/NAME` and so on: the outer state of an island (low-communication training), like `weight/NAME`."""
@@ -50,7 +50,7 @@ def moment_key(moment: str, name: str) -> str:
 
 
 def parameter_keys(name: str, kind: OptimizerKind) -> list[str]:
-    """The keys of a parameter: of its value, and of its optimizer states in the order of `kind.states`."""
+    """Keys of a parameter's value and of its optimizer states, the latter in the order of `kind.states`."""
     return [weight_key(name), *(moment_key(state, name) for state in kind.states)]
 
 
@@ -62,7 +62,7 @@ def buffer_key(name: str) -> str:
 def buffer_state(model: nn.Module) -> dict[str, NamedShard | Tensor]:
     """The persistent buffers of this rank's part of a model, under their keys: views, which `read` fills in place.
 
-    Every rank that has a buffer has all of it; of replicas, one is written (see `checkpoint.plan`).
+    Every rank that has a buffer has all of it; one of the replicas is written (`write.plan`).
     """
     return {buffer_key(name): buffer.detach() for name, buffer in persistent_buffers(model).items()}
 
@@ -102,9 +102,9 @@ def read(state: State, directory: Path, *, fresh_optimizer: bool = False, files:
 
     Args:
         state: the shards.
-        directory: of the checkpoint.
-        fresh_optimizer: set the optimizer's states and step counter to zero instead of reading them.
-        files: where its files are read; in the directory when None.
+        directory: directory of the checkpoint.
+        fresh_optimizer: whether to set the optimizer's states and step counter to zero instead of reading them.
+        files: sources of the checkpoint's files; the directory when None.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or a file is damaged.

@@ -32,10 +32,10 @@ _LOADING_ERRORS = (
     AttributeError,
     AssertionError,
 )
-"""What `torch.load` raises when it is given something else than what `torch.save` has written."""
+"""Exceptions that `torch.load` raises for bytes that `torch.save` has not written."""
 
 _SMALL = 1 << 18
-"""Bytes of a shard up to which it is read whole: by one request, where rows of it need several."""
+"""Largest shard, in bytes, that is always read whole: by one request, where its rows would need several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class _Copy:
     """A rectangle that a stored shard and a wanted one have in common.
 
     Attributes:
-        row: of the stored shard.
+        row: row of the stored shard in the metadata's table.
         stored_at: int64 [dims], offsets within the stored shard.
-        sizes: int64 [dims].
-        target: the values of the wanted shard in the rectangle, a view.
+        sizes: int64 [dims], lengths of the rectangle.
+        target: values of the wanted shard in the rectangle, a view.
     """
 
     row: int
@@ -59,10 +59,10 @@ class ShardReader:
     """Reads from one checkpoint.
 
     Args:
-        directory: of the checkpoint.
-        metadata: its metadata.
-        files: where its files are read; in the directory when None.
-        foreign: another program has written it: shards are read whole, whatever the strides of their tensors.
+        directory: directory of the checkpoint.
+        metadata: metadata of the checkpoint.
+        files: sources of the checkpoint's files; the directory when None.
+        foreign: whether another program has written it; then shards are read whole, whatever their strides.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ShardReader:
                 copy.target.copy_(narrow_tensor_by_index(values, at, copy.sizes.tolist()))
 
     def _copies(self, key: str, value: NamedShard | Tensor) -> Iterator[_Copy]:
-        """What has to be copied into one entry of a state."""
+        """Yields the copies that fill one entry of a state."""
         table = self._metadata.table
         if key not in table.index:
             raise CheckpointError(f"{key} is not in the checkpoint")
@@ -145,13 +145,13 @@ def _loaded(view: IO[bytes], name: str) -> Tensor:
 def _loaded_rows(
     view: IO[bytes], _name: str, *, first: int, end: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
-    """Rows of a tensor that `torch.save` has written; None where it is not laid out as ours are.
+    """Reads rows of a tensor that `torch.save` has written; None if its layout differs from ours.
 
     Args:
         view: the tensor's part of a file.
         first, end: the rows.
-        shape: of the whole tensor.
-        dtype: of the elements.
+        shape: shape of the whole tensor.
+        dtype: dtype of the elements.
     """
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     try:

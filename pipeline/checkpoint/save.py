@@ -50,12 +50,12 @@ class SaveResult:
     """Result of saving a checkpoint.
 
     Attributes:
-        step: the last step that is in it.
-        checkpoint: None when it could not be written.
-        failure: why not.
+        step: last step in the checkpoint.
+        checkpoint: the committed checkpoint; None if it could not be written.
+        failure: why it could not be written; None if it was.
         waited_s: seconds for which `begin` blocked the training loop, on the rank where it took longest.
-        seconds: from the beginning to the commit, on rank 0.
-        not_copied: rank -> why its file is not in its node's memory, of this save or of the one before.
+        seconds: seconds from the beginning to the commit, on rank 0.
+        not_copied: rank -> why its file of this save, or of the one before, is not in its node's memory.
     """
 
     step: int
@@ -68,7 +68,7 @@ class SaveResult:
 
 @dataclass
 class _PendingSave:
-    """A checkpoint that is being written; `gathered` when rank 0 has the locations of all shards."""
+    """A checkpoint that is being written; `gathered` once rank 0 has the locations of all shards."""
 
     info: CheckpointInfo
     plan: WritePlan
@@ -83,10 +83,10 @@ class CheckpointWriter:
     """Writes the checkpoints of a run. A process needs only one: its buffers are as large as the rank's shards.
 
     Args:
-        store: names and deletes them.
-        background: write in the background; else `begin` returns when the files are written.
+        store: store that names, commits and deletes them.
+        background: whether to write in the background; else `begin` returns when the files are written.
         on_progress: called about once per second of waiting in which something was written.
-        copies: copies this rank's files into its node's memory.
+        copies: copier of this rank's files into its node's memory; None for no copies.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CheckpointWriter:
         """Copies the state and starts to write it. Collective; no save may be pending.
 
         Args:
-            info: for its manifest.
+            info: contents of the manifest.
             state: returns this rank's shards; their values may change once `begin` has returned.
 
         Raises:
@@ -185,12 +185,12 @@ class CheckpointWriter:
                 self._on_progress()
 
     def stop_copy(self) -> None:
-        """Gives up what is being copied into memory."""
+        """Cancels a copy into memory that is in progress."""
         if self._copies is not None:
             self._copies.stop()
 
     def _write(self, step: int, plan: WritePlan, lookup: Callable[[WriteItem], Tensor], staging: Path) -> WrittenShards:
-        """Writes this rank's file, and has it copied into memory then."""
+        """Writes this rank's file, then starts its copy into memory."""
         written = write_shards(plan, lookup, staging)
         if self._copies is not None:
             self._copies.start(step, plan, lookup, written.sha256)
@@ -220,7 +220,7 @@ class CheckpointWriter:
         return lambda item: self._buffers[item.index]
 
     def _free_buffers(self) -> None:
-        """Frees the buffers: those of another state have other sizes."""
+        """Frees the buffers: another state needs other sizes."""
         for index in list(self._buffers):
             buffer = self._buffers.pop(index)
             if index in self._page_locked:
@@ -229,7 +229,7 @@ class CheckpointWriter:
         self._page_locked.clear()
 
     def _gather(self, pending: _PendingSave) -> None:
-        """Gathers what all ranks have written on rank 0, whose thread then commits. Collective."""
+        """Gathers locations and checksums of all ranks on rank 0, whose thread then commits. Collective."""
         error = pending.job.exception()
         shards_or_error = self._message(pending.job.result()) if error is None else _first_line(error)
         own: tuple[WrittenShards | str, float] = shards_or_error, pending.waited_s
@@ -249,7 +249,7 @@ class CheckpointWriter:
             pending.job = self._threads.submit(self._commit, pending, written)
 
     def _message(self, written: WrittenShards) -> WrittenShards:
-        """What this rank tells rank 0: locations only when they are not those of the save before."""
+        """This rank's message to rank 0, with locations only if they differ from the save before."""
         assert written.locations is not None
         before, self._reported = self._reported, written.locations.digest
         return dataclasses.replace(written, locations=None) if before == self._reported else written
@@ -285,7 +285,7 @@ def _page_lock(buffer: Tensor, device: torch.device) -> bool:
 
 
 def _bytes_written(staging: Path, rank: int) -> int:
-    """What a rank has written so far; files that vanish meanwhile have just been renamed or deleted by rank 0."""
+    """Bytes that a rank has written so far; files may vanish meanwhile, renamed or deleted by rank 0."""
     total = 0
     with suppress(OSError):
         for path in staging.glob(f"__{rank}_*"):
@@ -321,7 +321,7 @@ def checkpoint_or_error(result: SaveResult) -> Checkpoint:
 
 
 def _outcome(job: Future[Any]) -> tuple[str | None, Checkpoint | None]:
-    """On rank 0 the failure, or the checkpoint."""
+    """Failure of a job, and the checkpoint if it has committed one."""
     error = job.exception()
     if error is not None:
         return _first_line(error), None

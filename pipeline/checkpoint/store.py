@@ -28,10 +28,10 @@ class CheckpointStore:
 
     Args:
         run_dir: the run's directory.
-        keep: retention: how many of the newest complete ones are kept.
-        keep_every: complete ones of steps divisible by this are kept for ever; None for none.
-        url: of the run in an object store, which has more of them; None without one. They are kept and deleted there
-            by those who upload them.
+        keep: number of newest complete checkpoints to keep.
+        keep_every: complete checkpoints of steps divisible by this are kept for ever; None for none.
+        url: URL of the run in an object store that may have more checkpoints; None without one. The uploader decides
+            which are kept there.
     """
 
     def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None, url: str | None = None) -> None:
@@ -43,7 +43,7 @@ class CheckpointStore:
         return [Checkpoint(path, step) for step, path in finished_checkpoints(self._root.parent)]
 
     def candidates(self) -> list[Checkpoint]:
-        """Those from which a run may go on, newest first: on this host, then in the object store.
+        """Checkpoints from which a run may resume, newest first: on this host, then in the object store.
 
         Raises:
             StorageError: the store cannot be listed.
@@ -69,8 +69,8 @@ class CheckpointStore:
         """Renames a written checkpoint to its final name, moves `latest`, and deletes older ones. On one rank.
 
         Args:
-            info: goes into the manifest.
-            sha256: checksums of the files that need not be read again.
+            info: contents of the manifest.
+            sha256: file name -> checksum of files that need not be read again.
         """
         final = self.path_of(info.step)
         commit(
@@ -103,7 +103,7 @@ class CheckpointStore:
         Args:
             log: called with each warning.
             on_progress: called while files are read, which may take minutes.
-            files: finds copies in memory, which are verified in place of the files; counts what is read.
+            files: finder of copies in memory, which are verified in place of the files; it also counts the bytes read.
 
         Raises:
             CheckpointError: the run has checkpoints, and none is intact.
@@ -140,7 +140,7 @@ class CheckpointStore:
             new.unlink(missing_ok=True)
 
     def _prune(self, newest: int) -> None:
-        """Deletes those up to a step that are older than the newest `keep` complete ones.
+        """Deletes checkpoints up to a step that are older than the newest `keep` complete ones.
 
         A damaged one is not counted, so that no good one is deleted in its favour, and is deleted once it is that old.
         Later ones are damaged: the run was resumed from before them.
@@ -158,7 +158,7 @@ class CheckpointStore:
             shutil.rmtree(deleted, ignore_errors=True)  # what remains is deleted at the next start
 
     def _looks_complete(self, checkpoint: Checkpoint) -> bool:
-        """Whether its manifest is intact, its files have their sizes, and the start of this process found no damage.
+        """Whether manifest and file sizes are intact, and no damage was found when this process started.
 
         Reads no contents: a save must not read back terabytes. Flipped bits are found where a run resumes.
         """
@@ -171,7 +171,7 @@ class CheckpointStore:
         return True
 
     def _clean_up(self) -> None:
-        """Deletes what a killed run left half-written or half-deleted; such directories have other names."""
+        """Deletes directories that a killed run left half-written or half-deleted; they have other names."""
         for replaced in self._root.glob(f".{PREFIX}*.replaced"):
             name = replaced.name.removeprefix(".").removesuffix(".replaced")
             if not (self._root / name).exists():

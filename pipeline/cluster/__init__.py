@@ -1,1 +1,1 @@
-"""What keeps a job alive on a cluster: elastic agents, checks of nodes, status; Slurm requeue and shrinking."""
+"""Keeps a job alive on a cluster: elastic agents, checks of nodes, status; Slurm requeue and shrinking."""

@@ -1,1 +1,1 @@
-"""What a run is: config keys, rules, batch arithmetic, learning-rate schedules, topology (rank to mesh). No torch."""
+"""A run: config keys, rules, batch arithmetic, learning-rate schedules, topology (rank to mesh). No torch."""

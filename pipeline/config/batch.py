@@ -26,7 +26,7 @@ _CANDIDATES = 1 << 16
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How one optimizer step is split into micro-batches.
+    """Split of one optimizer step into micro-batches.
 
     Attributes:
         samples: global batch size, in samples per optimizer step over all ranks.
@@ -68,7 +68,7 @@ class BatchSizes:
         return self.rows - self.samples
 
     def with_shares(self, shares: Shares) -> BatchSizes:
-        """The same global batch in other shares."""
+        """Returns the same global batch in other shares."""
         return replace(self, shares=shares, accumulation=shares.most_micro_batches)
 
     def __str__(self) -> str:
@@ -93,11 +93,11 @@ def resolve_batch(
     """Derives the batch sizes that the config leaves out.
 
     Args:
-        config: at least one of the three batch keys is set.
+        config: the config; at least one of the three batch keys is set.
         dp: data-parallel ranks.
         elastic: pad a batch that does not divide, and derive the accumulation from dp.
         min_micro_batches: smallest accumulation that the pipeline schedule runs with.
-        multiple_of: the accumulation has to be a multiple of this.
+        multiple_of: number of which the accumulation has to be a multiple.
         model_ranks: processes of one data rank, pp x cp x tp, for remedies.
 
     Raises:
@@ -120,7 +120,7 @@ def resolve_batch(
 
 
 def _require_fixed_sizes(config: Config) -> None:
-    """A global batch that followed the number of processes would change the loss curve; a micro-batch might not fit."""
+    """Refuses sizes that follow the number of processes: the curve would change, or a micro-batch might not fit."""
     for field in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if getattr(config, field) is None:
             why = "parallel.elastic is true, and without this key it would depend on the number of processes"
@@ -132,7 +132,7 @@ def _require_fixed_sizes(config: Config) -> None:
 def split_padded_batch(
     total: int, largest: int, *, dp: int, min_micro_batches: int = 1, multiple_of: int = 1
 ) -> tuple[int, int]:
-    """The cheapest split of a global batch over any number of ranks, padded where it does not divide.
+    """Finds the cheapest split of a global batch over any number of ranks, padded where it does not divide.
 
     A smaller micro-batch needs fewer padding rows, but more passes. None is larger than the config's, which is known to
     fit into memory.
@@ -141,7 +141,7 @@ def split_padded_batch(
         total: samples per optimizer step.
         largest: upper bound of the micro-batch size.
         dp: data-parallel ranks.
-        min_micro_batches, multiple_of: as in `resolve_batch`.
+        min_micro_batches, multiple_of: smallest accumulation, and number of which it has to be a multiple.
 
     Returns:
         Micro-batch size and gradient accumulation steps.
@@ -167,13 +167,13 @@ def part_of_batch(
     min_micro_batches: int = 1,
     multiple_of: int = 1,
 ) -> BatchSizes:
-    """A part of the samples of a step, in micro-batches that are no larger than those of the whole.
+    """Splits a part of a step's samples into micro-batches that are no larger than those of the whole.
 
     Args:
-        batch: of the whole step.
-        ranges: (first, end) of indices in the step; one sample or more.
+        batch: batch sizes of the whole step.
+        ranges: (first, end) indices of the part's samples in the step; one sample or more.
         shapes_change: micro-batches may be smaller; otherwise there is more padding.
-        min_micro_batches, multiple_of: as in `resolve_batch`.
+        min_micro_batches, multiple_of: smallest accumulation, and number of which it has to be a multiple.
     """
     count = sum(end - first for first, end in ranges)
     limits = {"dp": batch.dp, "min_micro_batches": min_micro_batches, "multiple_of": multiple_of}
@@ -188,10 +188,10 @@ def part_of_batch(
 def split_batch(
     total: int | None, micro: int | None, accumulation: int | None, *, dp: int, model_ranks: int = 1
 ) -> tuple[int, int, int]:
-    """Global batch size, micro-batch size and gradient accumulation steps, from those of them that are given.
+    """Derives global batch size, micro-batch size and gradient accumulation steps from those that are given.
 
     Args:
-        total, micro, accumulation: as the config has them.
+        total, micro, accumulation: the config's values of the three; None where it has none.
         dp: data-parallel ranks.
         model_ranks: processes of one data rank, for remedies.
 

@@ -51,8 +51,8 @@ class Tool:
 
     Attributes:
         name: the tool.
-        marks: groups of keys at the top of the file; all of one group are there.
-        instead: what to do in place of carrying over its keys; empty for that.
+        marks: groups of keys at the top of the file, of which it has all of one group.
+        instead: remedy to give instead of keys that can be carried over; empty where keys are carried over.
     """
 
     name: str
@@ -86,7 +86,7 @@ TOOLS = (
 
 
 def refuse_foreign(raw: Mapping[str, Any], path: str) -> None:
-    """Refuses a config of another tool, with what of it can be carried over.
+    """Refuses a config of another tool, and says which values can be carried over.
 
     Args:
         raw: the parsed file.
@@ -109,7 +109,7 @@ def refuse_foreign(raw: Mapping[str, Any], path: str) -> None:
 
 
 def known_elsewhere(key: str, value: object) -> ConfigError | None:
-    """The refusal of a key at the top of a config by which other tools name one of ours; None of any other key."""
+    """Returns the refusal of a top-level key that is other tools' name for one of ours; None for any other key."""
     ours = NAMES.get(_plain(key))
     if ours is None:
         return None
@@ -118,7 +118,7 @@ def known_elsewhere(key: str, value: object) -> ConfigError | None:
 
 
 def _carried(raw: Mapping[str, Any]) -> str:
-    """The values of a file in our terms, as words of a command line; a DeepSpeed file that it names, first."""
+    """Returns a remedy with a file's values under our keys, as a command line; a DeepSpeed file that it names first."""
     found: dict[str, object] = {}
     deepspeed = ""
     for key, value in _leaves(raw):

@@ -25,7 +25,7 @@ _CORPUS_KEYS = frozenset({"sources", "output", "tokenizer"})
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config, and what was made of its file.
+    """A config, with notes on how its file was read.
 
     Attributes:
         config: the validated config.
@@ -41,7 +41,7 @@ class LoadedConfig:
 
     @property
     def notes(self) -> list[tuple[str, tuple[str, ...]]]:
-        """What a user has to see of each kind: what "auto" became, what was ignored. Kinds without any are left out."""
+        """Notes for the user by kind: values for "auto", keys that were ignored. Kinds without any are left out."""
         return [(label, texts) for label, texts in (("auto", self.auto), ("ignored", self.ignored)) if texts]
 
 
@@ -74,7 +74,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A config with other values.
+    """Returns a config with other values.
 
     Args:
         config: the config; it is not changed.
@@ -92,16 +92,16 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def as_sets(changes: Mapping[str, Any]) -> str:
-    """Changes as words of a command line: `--set parallel.tp=2 --set compile.enabled=true`."""
+    """Writes changes as words of a command line: `--set parallel.tp=2 --set compile.enabled=true`."""
     return " ".join(f"--set {each}" for each in as_overrides(changes))
 
 
 class _Tree(dict[str, Any]):
-    """Changes of a section, in which those of a section below are a tree again."""
+    """Changes of a section, in which the changes of a section below are a tree again."""
 
 
 def _copy(section: Any, tree: _Tree) -> Any:
-    """One copy of each section that changes: a copy costs more than a change."""
+    """Copies each section that changes once: a copy costs more than a change."""
     update = {
         key: _copy(getattr(section, key), value) if isinstance(value, _Tree) else value for key, value in tree.items()
     }
@@ -109,5 +109,5 @@ def _copy(section: Any, tree: _Tree) -> Any:
 
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """Changes as texts `key=value`, as `--set` takes them."""
+    """Writes changes as texts `key=value`, which `--set` takes."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]

@@ -105,10 +105,10 @@ def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | N
 
 
 def _checked(made: Schedule, *, steps: int | None) -> Schedule:
-    """The schedule, which has neither a minimum above its peak nor steps behind its end that learn nothing.
+    """Refuses a schedule with a minimum above its peak, or with steps behind its end that learn nothing.
 
     Raises:
-        ConfigError: it has.
+        ConfigError: it has either.
     """
     if made.floor > made.peak:
         cosine = made.kind == "WarmupCosineLR"

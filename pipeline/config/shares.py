@@ -27,7 +27,7 @@ class Shares:
     """Samples of a step by data-parallel rank.
 
     Attributes:
-        sizes: for every data-parallel rank the sizes of its micro-batches, in samples.
+        sizes: sizes of every data-parallel rank's micro-batches, in samples.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ class Shares:
         return range(ends[dp_rank] - self.counts[dp_rank], ends[dp_rank])
 
     def place(self, sample: int) -> tuple[int, int]:
-        """(data-parallel rank, micro-batch) of a sample, given by its index in the step."""
+        """Returns (data-parallel rank, micro-batch) of a sample, given by its index in the step."""
         dp_rank = next(rank for rank, end in enumerate(accumulate(self.counts)) if sample < end)
         within = sample - self.samples(dp_rank).start
         return dp_rank, next(n for n, end in enumerate(accumulate(self.sizes[dp_rank])) if within < end)
@@ -59,7 +59,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class ShareRule:
-    """How the samples of a step may be divided in a layout; see the module.
+    """Rule by which the samples of a step may be divided in a layout; see the module.
 
     Attributes:
         samples: global batch size, in samples.
@@ -107,17 +107,17 @@ class ShareRule:
         return min(self._in_lockstep(weights), key=lambda shares: self.seconds(shares, seconds))
 
     def _in_lockstep(self, weights: Sequence[float]) -> Iterator[Shares]:
-        """The best division for every number of micro-batches with which all ranks have samples in each."""
+        """Yields the best division for every number of micro-batches with which all ranks have samples in each."""
         for count in range(-(-self.samples // (self.dp * self.micro)), self.samples // self.dp + 1):
             counts = largest_remainder(weights, self.samples, least=count, most=count * self.micro)
             yield Shares(tuple(even_parts(each, count) for each in counts))
 
     def seconds(self, shares: Shares, seconds_per_sample: Sequence[float]) -> float:
-        """Estimated time of a step's passes, for which all ranks wait for the slowest; without communication.
+        """Estimates the seconds of a step's passes, in which all ranks wait for the slowest; without communication.
 
         Args:
-            shares: by this rule.
-            seconds_per_sample: of every data-parallel rank.
+            shares: a division by this rule.
+            seconds_per_sample: seconds per sample of every data-parallel rank.
         """
         ranks = [
             [(size + PASS_OVERHEAD) * seconds for size in sizes]
@@ -134,7 +134,7 @@ def largest_remainder(weights: Sequence[float], total: int, *, least: int, most:
 
     Args:
         weights: positive.
-        total: at least `least` for each, and at most `most`.
+        total: sum of the integers, at least `least` for each, and at most `most`.
         least, most: bounds of every integer.
     """
     most = total if most is None else most

@@ -72,12 +72,12 @@ class Topology:
 
 
 def largest_divisor(count: int, *, most: int) -> int:
-    """The largest number up to `most`, 1 or more, that divides a count: what works near one that does not."""
+    """The largest number up to `most`, 1 or more, that divides a count: a valid value near one that does not."""
     return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
 
 
 def link_of(one: int, other: int, *, pp: int) -> int:
-    """Number of the link between two neighbours in the ring of pipeline ranks: no rank has two links of one number.
+    """Numbers the link between two neighbours in the ring of pipeline ranks: no rank has two links of one number.
 
     0 and 1 in turns; with an odd number of ranks the one between the last and the first is 2.
     """
@@ -98,7 +98,7 @@ def sequence_chunks(length: int, *, cp: int, cp_rank: int, zigzag: bool) -> tupl
         length: positions of the sequence; a multiple of cp, or of 2 cp with zigzag.
         cp: ranks that share a sequence.
         cp_rank: coordinate of the rank.
-        zigzag: see above; the layout of ring attention.
+        zigzag: whether the layout is zigzag, that of ring attention.
     """
     zigzag = zigzag and cp > 1
     count = 2 * cp if zigzag else cp

@@ -31,13 +31,13 @@ class UnknownIdError(DataError):
     row = 0
 
     def of_sample(self, number: int) -> DataError:
-        """The same, with the number of the sample in a run."""
+        """Returns the error with the number of the sample in a run."""
         return DataError(f"sample {number}: {self}")
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the tokens of windows are stored: contiguous spans of shards, in order, int64 [n] each.
+    """Contiguous spans of shards that store the tokens of windows, in order, int64 [n] each.
 
     Attributes:
         window: index of the window among those requested, from 0.
@@ -58,7 +58,7 @@ class TokenDataset:
     """Windows of one split, or of one source in it. Use `TokenDataset.open`.
 
     Attributes:
-        path: the tokens directory, or what another tool wrote that is read in place.
+        path: the tokens directory, or the dataset of another tool that is read in place.
         split: name of the split, e.g. train.
         source: name of the source; None for all of them.
         sequence_length: T, tokens per sample.
@@ -68,8 +68,8 @@ class TokenDataset:
         tokenizer: Hugging Face folder of its tokenizer.
         masked: whether it has a loss mask, as datasets of conversations do.
         in_place: whether it is a dataset of another tool, without a manifest.
-        origin: the path, or the URL of a tokens directory in an object store, of which `path` has all but the shards.
-        files: reads its shards.
+        origin: the path, or the URL of a tokens directory in an object store; `path` has all of it but the shards.
+        files: reader of the shards.
     """
 
     def __init__(  # noqa: PLR0913  all but four have defaults
@@ -125,11 +125,10 @@ class TokenDataset:
 
         Args:
             path: the tokens directory, or its URL: then its shards are read in place.
-            split, sequence_length, source: see the attributes.
-            manifest: of a directory on a disk, if it is already read.
+            split, sequence_length, source: name of the split, T in tokens per sample, name of the source (None: all).
+            manifest: manifest of a directory on a disk, if it is already read; None reads it.
             files: pool of open files, shared between datasets; `RemoteShards` for URLs.
-            stat_files: false: go by the manifest alone, where another process looks at the files; each is compared when
-                it is first read.
+            stat_files: whether to compare the sizes of the files now; otherwise each is compared at its first read.
 
         Raises:
             DataError: no such directory, split or source, a missing or truncated file, or less than one window.
@@ -187,7 +186,7 @@ class TokenDataset:
         return self.rows(windows).astype(np.int64)
 
     def rows(self, windows: npt.ArrayLike) -> npt.NDArray[Any]:
-        """As `read`, [n, T + 1], but in the dtype of the files: with uint16 a quarter of the bytes.
+        """Reads windows as `read` does, [n, T + 1], but in the dtype of the files: uint16 takes a quarter of the bytes.
 
         Raises:
             UnknownIdError: a token whose id the tokenizer does not have.
@@ -217,7 +216,7 @@ class TokenDataset:
         return found.astype(np.bool_)
 
     def spans(self, windows: npt.ArrayLike) -> Spans:
-        """Where the tokens of windows are stored.
+        """Locates the tokens of windows in the shards.
 
         Args:
             windows: int64 [n], each in 0..self.windows-1.
@@ -231,7 +230,7 @@ class TokenDataset:
         self.files.read_ahead(self._shard_spans(self.spans(windows)))
 
     def read_ahead_masks(self, windows: npt.ArrayLike) -> None:
-        """Readahead of what `loss_mask` reads."""
+        """Readahead of the loss masks of windows."""
         if self.masked:
             self.files.read_ahead_masks(self._shard_spans(self.spans(windows)))
 
@@ -276,7 +275,7 @@ class TokenDataset:
         return self.files.file(self._folder + self._names[shard], self._sizes[shard])
 
     def shard_spans(self, windows: npt.ArrayLike) -> list[ShardSpan]:
-        """What is read of the shards for windows."""
+        """The spans of shards that are read for windows."""
         return self._shard_spans(self.spans(windows))
 
     def prefixes(self, windows: npt.ArrayLike | None = None) -> list[str]:
@@ -285,7 +284,7 @@ class TokenDataset:
         return [self._folder + self._names[shard] for shard in shards]
 
     def _shard_spans(self, spans: Spans) -> list[ShardSpan]:
-        """The spans without those of padding."""
+        """Drops the spans of padding."""
         columns = zip(*_lists(spans.shard, spans.start, spans.length), strict=True)
         return [
             ShardSpan(self._folder + self._names[shard], self._sizes[shard], start, length)
@@ -294,7 +293,7 @@ class TokenDataset:
         ]
 
     def _rows_of(self, spans: Spans, read: Iterable[npt.NDArray[Any]], padding: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """What was read of `_shard_spans`, with padding between -> [n, T + 1]."""
+        """Joins the arrays that were read for `_shard_spans`, with padding between them: [n, T + 1]."""
         found = iter(read)
         columns = zip(*_lists(spans.shard, spans.start, spans.length), strict=True)
         parts = [padding[start : start + length] if shard < 0 else next(found) for shard, start, length in columns]
@@ -307,8 +306,11 @@ class TokenDataset:
 def find_tokens(
     path: str | Path, manifest: Manifest | None, files: SpanReader | None, stat_files: bool
 ) -> tuple[Path, Manifest, SpanReader | None, bool]:
-    """What `TokenDataset.open` opens: the directory on this host, its manifest, how it is read, whether files are
-    still to be compared with the manifest."""
+    """Finds what `TokenDataset.open` opens.
+
+    Returns:
+        The directory on this host, its manifest, the reader of its files or None, and whether to compare their sizes.
+    """
     if is_store_url(str(path)):
         remote = files if isinstance(files, RemoteShards) else RemoteShards()
         return *remote.open(str(path), stat_files=stat_files), remote, False
@@ -319,7 +321,9 @@ def check_files(path: Path, manifest: Manifest, *, split: str, source: str | Non
     """Compares the sizes of the files of a split, or of one source in it, with the manifest.
 
     Args:
-        path, manifest, split, source, stat_files: see `TokenDataset.open`.
+        path, manifest: the tokens directory and its manifest.
+        split, source: names of the split and of the source; None: all sources.
+        stat_files: whether to compare the sizes; without it, only the names are checked.
 
     Raises:
         DataError: no such split or source, or a file that is missing or of another size.

@@ -1,4 +1,4 @@
-"""The steps of a run in shares that change: every data-parallel rank's part is read anew from a step on."""
+"""Steps of a run whose shares change: every data-parallel rank's part is read anew from a step on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CurrentBatch:
     """The batch sizes that `DividedSteps` read next, which may be replaced between steps.
 
     Args:
-        sizes: at first.
+        sizes: batch sizes of the first steps.
     """
 
     def __init__(self, sizes: BatchSizes) -> None:
@@ -23,10 +23,10 @@ class CurrentBatch:
 class DividedSteps:
     """Iterates over steps as `StepLoader` does, in shares that may be replaced between steps.
 
-    What is prepared ahead in the shares before is dropped; the files are in the page cache then.
+    Batches prepared with the old shares are dropped; the files are in the page cache then.
 
     Args:
-        load: (batch sizes, (first, last) step) -> the loader of these steps.
+        load: function (batch sizes, (first, last) step) -> the loader of these steps.
         current: the batch sizes; those of several parts of a run (the rounds of islands) are the same object.
         steps: (first, last) step, both included.
     """

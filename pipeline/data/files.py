@@ -61,11 +61,11 @@ class SpanReader(Protocol):
         ...
 
     def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
-        """Says what will be read next, in order; returns without waiting."""
+        """Announces the spans that will be read next, in order; returns without waiting."""
         ...
 
     def read_ahead_masks(self, spans: Sequence[ShardSpan]) -> None:
-        """As `read_ahead`, of loss masks."""
+        """Reads loss masks ahead, as `read_ahead` does tokens."""
         ...
 
     def file(self, prefix: str, tokens: int) -> IndexedTokens:
@@ -80,7 +80,7 @@ class OpenFiles:
 
     Args:
         most: limit of open files, and of open masks.
-        random_access: see `map_file`; callers should use readahead before they read.
+        random_access: whether to disable the kernel's readahead (MADV_RANDOM); callers should then use `read_ahead`.
     """
 
     def __init__(self, *, most: int = MOST, random_access: bool = False) -> None:
@@ -95,7 +95,7 @@ class OpenFiles:
         """The open file of a prefix.
 
         Raises:
-            DataError: it does not hold `tokens` tokens, or see `open_indexed`.
+            DataError: the file does not hold `tokens` tokens, or is missing or damaged.
         """
         found = self._open.get(prefix)
         if found is None:
@@ -124,12 +124,12 @@ class OpenFiles:
         return found
 
     def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """See `SpanReader.read`."""
+        """Reads the tokens of spans; see `SpanReader.read`."""
         fault_in(self._parts(spans, self.get))
         return [self.get(each.prefix, each.tokens).tokens[each.start : each.start + each.length] for each in spans]
 
     def read_masks(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """See `SpanReader.read_masks`."""
+        """Reads the loss masks of spans; see `SpanReader.read_masks`."""
         fault_in(self._parts(spans, self.mask))
         return [self.mask(each.prefix, each.tokens).loss_mask[each.start : each.start + each.length] for each in spans]
 
@@ -139,12 +139,12 @@ class OpenFiles:
             will_need(address, size)
 
     def read_ahead_masks(self, spans: Sequence[ShardSpan]) -> None:
-        """As `read_ahead`, of loss masks."""
+        """Reads loss masks ahead, as `read_ahead` does tokens."""
         for address, size in self._parts(spans, self.mask):
             will_need(address, size)
 
     def file(self, prefix: str, tokens: int) -> IndexedTokens:
-        """See `SpanReader.file`."""
+        """Opens a shard; see `SpanReader.file`."""
         return self.get(prefix, tokens).file
 
     @staticmethod

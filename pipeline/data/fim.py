@@ -6,8 +6,8 @@ two uniformly random positions into prefix, middle and suffix, and becomes
     PSM  <prefix> prefix <suffix> suffix <middle> middle
     SPM  <prefix> <suffix> suffix <middle> prefix middle
 
-between its begin and end tokens, if it has them. It grows by three tokens; what no longer fits at the end of the sample
-is cut off. The result is a pure function of (seed, index of the sample, index of the document in it): law 1.
+between its begin and end tokens, if it has them. It grows by three tokens; tokens that no longer fit into the sample
+are cut off. The result is a pure function of (seed, index of the sample, index of the document in it): law 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.data.permutation import derive_key, permute
 
 _ADDED = 3
 _SHORTEST = 3
-"""Tokens; a shorter part of a document is left as it is."""
+"""Fewest tokens of a document's part that is rearranged; a shorter one is left as it is."""
 _RANGE = 1 << 62
 
 
@@ -69,7 +69,7 @@ class Fim:
         """Document boundaries after the transformation. No token is read.
 
         Args:
-            boundaries: before the transformation.
+            boundaries: document boundaries before the transformation.
             samples: int64 [n], global sample numbers.
         """
         parts = self._parts(boundaries, samples.size)
@@ -89,8 +89,8 @@ class Fim:
         """The samples after the transformation.
 
         Args:
-            rows: [n, S + 1], tokens before it.
-            boundaries: before it.
+            rows: [n, S + 1], tokens before the transformation.
+            boundaries: document boundaries before the transformation.
             samples: int64 [n], global sample numbers.
         """
         parts = self._parts(boundaries, samples.size)
@@ -140,7 +140,7 @@ class Fim:
 
 
 def make_fim(section: FimSection, *, seed: int, length: int, tokenizer: Path, eos: int | None) -> Fim:
-    """The FIM transformation of a config.
+    """Makes the FIM transformation of a config.
 
     Raises:
         ConfigError: the tokenizer lacks one of the special tokens.

@@ -36,10 +36,10 @@ class InPlace:
     """A dataset of another tool.
 
     Attributes:
-        path: as the config names it.
-        kind: whose it is, for messages.
-        folder: where its files lie.
-        names: of its shards, in order.
+        path: path in the config.
+        kind: tool that wrote the dataset, for messages.
+        folder: folder of the files.
+        names: names of the shards, in order.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class InPlace:
 
     @property
     def index(self) -> str:
-        """A file that belongs to the dataset and does not say which tokenizer it is of."""
+        """Path of the first shard's index, which does not name the tokenizer."""
         return f"{self.folder / self.names[0]}{INDEX if self.kind == 'datatrove' else '.idx'}"
 
     @property
@@ -77,14 +77,14 @@ def manifest_of(dataset: InPlace, *, tokenizer: str, field: str, split: str = "t
     The fingerprint covers the sizes of all files and up to 16 MiB of the indexes, since every rank computes it.
 
     Args:
-        dataset: from `find`.
+        dataset: a dataset that `find` has found.
         tokenizer: Hugging Face folder of its tokenizer.
         field: the config field that names the tokenizer.
         split: name of the split. The text bytes of a held-out split are counted, which reads it once.
 
     Raises:
-        DataError: it is damaged, there is no tokenizer, or its bytes cannot be counted (see `text_bytes`).
-        ConfigError: it begins or ends with ids that the tokenizer does not have, or its metadata names another one.
+        DataError: the dataset is damaged, there is no tokenizer, or bytes cannot be counted (see `text_bytes`).
+        ConfigError: a shard begins or ends with ids that the tokenizer lacks, or the metadata names another tokenizer.
     """
     details = describe(Path(tokenizer), kind="given")
     _check_name(dataset, details["fingerprint"], field=field, tokenizer=tokenizer)
@@ -141,7 +141,7 @@ def _check_ids(file: IndexedTokens, vocab_size: int, *, field: str, tokenizer: s
 
 
 def _masked(dataset: InPlace, shards: list[dict[str, Any]]) -> bool:
-    """Whether its shards have loss masks, which all or none must have."""
+    """Whether the shards have loss masks, which all or none must have."""
     paths = {name: mask_path(dataset.folder / name) for name in dataset.names}
     if dataset.kind != "datatrove" or not any(path.is_file() for path in paths.values()):
         return False
@@ -167,7 +167,7 @@ def _fingerprint(dataset: InPlace) -> str:
 
 
 def _hash(path: Path, *, pieces: int = _PIECES) -> str:
-    """Checksum of a file; of one larger than so many pieces, of so many evenly spaced pieces."""
+    """Checksum of a file, or of `pieces` evenly spaced pieces of 64 KiB where it has more of them."""
     digest, last = xxhash.xxh3_128(), max(0, path.stat().st_size - _PIECE_BYTES)
     pieces = min(pieces, 1 + -(-last // _PIECE_BYTES))
     with path.open("rb") as file:

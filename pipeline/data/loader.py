@@ -29,7 +29,7 @@ from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.data.step_samples import StepSamples
 
 _COUNTED_STEPS: Final = 16
-"""Steps whose targets are summed over the ranks at once, that many steps ahead."""
+"""Number of steps whose targets are summed over the ranks at once, that many steps ahead."""
 
 
 class TeacherLogits(Protocol):
@@ -66,16 +66,16 @@ class StepLoader:
         steps: (first, last) step, counted from 1, both included.
         cp: context-parallel size: ranks that each hold an equal part of every sequence.
         cp_rank: coordinate of this rank on the context-parallel axis.
-        zigzag: which part it is; see `topology.sequence_chunks`.
+        zigzag: whether the rank's part is two separate chunks of the sequence; see `topology.sequence_chunks`.
         mask_documents: document mask: positions restart in each document, and a token that is followed by another
             document's is no target.
-        skips: skipped data.
+        skips: data steps that are skipped.
         logits: a teacher's cached logits, which become part of the micro-batches.
-        target_sum: where a step's targets are not known by its size (document mask, loss mask, packing,
-            fill-in-the-middle), sums those of all ranks; every rank iterates then. When None each rank counts those of
-            the whole step, for which it opens the files of all samples.
-        prefetch: steps prepared ahead.
-        pin: copy tensors to page-locked memory, for a GPU.
+        target_sum: function that sums the targets of all ranks where a step's size does not give them (document mask,
+            loss mask, packing, fill-in-the-middle); every rank iterates then. When None each rank counts those of the
+            whole step, for which it opens the files of all samples.
+        prefetch: number of steps prepared ahead.
+        pin: whether to copy tensors to page-locked memory, for a GPU.
     """
 
     def __init__(  # noqa: PLR0913  five are the rank's part, and all but two have defaults
@@ -169,7 +169,7 @@ class StepLoader:
         return StepBatch.of(step, [self._own(micro) for micro in whole.split(sizes)], targets)
 
     def _count(self, samples: npt.NDArray[np.int64]) -> int:
-        """Targets among some samples, global numbers. Of boundaries the indices are read, of masks a byte a token."""
+        """Counts the targets of samples (global numbers); reads indexes for boundaries, a byte per token for masks."""
         length = self._batch.sequence_length
         if not self._bounded and not self._mixture.masked:
             return int(samples.size) * length
@@ -191,7 +191,7 @@ class StepLoader:
         )
 
     def _own(self, micro: MicroBatch) -> MicroBatch:
-        """Contiguous and, for a GPU, in page-locked memory: a strided view would be copied once more."""
+        """Makes a micro-batch contiguous, for a GPU in page-locked memory: a strided view would be copied once more."""
         return micro.pin_memory() if self._pin else micro
 
     def _gather_all(self, ready: queue.Queue[StepBatch | _OwnTargets | BaseException], stop: threading.Event) -> None:
@@ -206,7 +206,7 @@ class StepLoader:
                 return
 
     def _items(self) -> Iterator[StepBatch | _OwnTargets | BaseException]:
-        """Steps and, in front of the first of every `_COUNTED_STEPS`, the own targets of those after them."""
+        """Yields steps and, in front of the first of every `_COUNTED_STEPS`, the rank's own targets of later ones."""
         try:
             for step, location in self._samples.located():
                 targets = 0
@@ -242,7 +242,10 @@ def heldout_batches(  # noqa: PLR0913  five are the rank's part
     Args:
         dataset: the split.
         batch_size: samples per batch of a rank.
-        dp, dp_rank, cp, cp_rank, zigzag, mask_documents: as `StepLoader`.
+        dp, cp: number of ranks on the data-parallel and on the context-parallel axis.
+        dp_rank, cp_rank: coordinates of this rank on these axes.
+        zigzag: whether the rank's part is two separate chunks of the sequence; see `topology.sequence_chunks`.
+        mask_documents: whether positions restart in each document, and no target crosses a document boundary.
         samples: number of windows to evaluate, evenly spaced over the split; all if None.
     """
     chosen = choose_windows(dataset.windows, samples)

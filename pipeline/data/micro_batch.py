@@ -1,4 +1,4 @@
-"""What one rank trains on in a step, as tensors: inputs, labels, positions, document mask."""
+"""Tensors that one rank trains on in a step: inputs, labels, positions, document mask."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MicroBatch:
         return MicroBatch(*pinned)  # type: ignore[arg-type]
 
     def split(self, samples: int | Sequence[int]) -> list[MicroBatch]:
-        """Splits into batches of `samples` samples each, or of as many as each number says, as views."""
+        """Splits into batches of `samples` samples each, or of each number of samples in a list, as views."""
         whole = [getattr(self, field.name) for field in fields(self)]
         sizes = samples if isinstance(samples, int) else list(samples)
         count = -(-self.input_ids.shape[0] // samples) if isinstance(samples, int) else len(samples)
@@ -69,7 +69,7 @@ class StepBatch:
 
     Attributes:
         step: number of the step, from 1.
-        micro_batches: in the order of gradient accumulation.
+        micro_batches: the rank's micro-batches, in the order of gradient accumulation.
         targets: target tokens of the whole step, over all ranks and micro-batches; the same on every rank. At least 1:
             sums over targets are divided by it.
         has_targets: whether there are any. Without them (all masked) the step's loss is undefined.
@@ -98,8 +98,8 @@ def make_batch(
     Args:
         rows: [n, S + 1], of any integer dtype.
         boundaries: document boundaries and padding of the first rows; None if every sample is one document.
-        mask_documents: apply the document mask; without it, only padding is masked.
-        chunks: the rank's positions, of `topology.sequence_chunks`; all when None.
+        mask_documents: whether to apply the document mask; without it, only padding is masked.
+        chunks: the rank's positions, from `topology.sequence_chunks`; all when None.
     """
     samples, length = rows.shape[0], rows.shape[1] - 1
     chunks = chunks or (range(length),)
@@ -127,7 +127,7 @@ def _mask_non_targets(
     length: int,
     mask_documents: bool,
 ) -> None:
-    """Masks labels of padding and, with a document mask, those that cross a boundary; they are of one chunk."""
+    """Masks one chunk's labels of padding and, with a document mask, those that cross a boundary."""
     if boundaries.used is not None:
         for row in np.flatnonzero(boundaries.used <= length).tolist():
             labels[row, max(0, int(boundaries.used[row]) - 1 - chunk.start) :] = IGNORE

@@ -45,7 +45,7 @@ def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: 
 
     Raises:
         ConfigError: budgets do not fit the length of the run, or a source would be repeated too often or never drawn.
-        DataError: see `SampleOrder`.
+        DataError: a source is empty.
     """
     stages = [MixtureStage(0, tuple(source.weight or 1.0 for source in data.sources))]
     if data.curriculum is not None:
@@ -84,7 +84,7 @@ def _shares(data: DataSection, windows: Sequence[int], extent: Extent) -> tuple[
 
 
 def _check_drawn(data: DataSection, order: SampleOrder, stages: Sequence[MixtureStage], extent: Extent) -> None:
-    """Refuses a budget, and a small weight of a stage, of which no sample would be drawn."""
+    """Refuses a budget, and a small weight of a stage, from which no sample would be drawn."""
     ends = [*(stage.start for stage in stages[1:]), extent.samples]
     for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
         drawn, total = order.samples_drawn(end) - order.samples_drawn(stage.start), sum(stage.weights)

@@ -33,9 +33,9 @@ class DataMixture:
 
     Args:
         sources: opened datasets, in the config's order.
-        order: maps a global sample number to a source and its window; or give mixing `weights` and the run's `seed`.
+        order: order of the samples; None makes it from mixing `weights` and the run's `seed`.
         fim: fill-in-the-middle transformation, which the loader applies; `read` returns samples without it.
-        remote: reads the sources that are in object stores.
+        remote: reader of the sources that are in object stores.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DataMixture:
         """Readahead: has samples read in the background, by the kernel or from object stores.
 
         Args:
-            location: of the samples.
+            location: locations of the samples.
             masks_of: locations of the samples whose loss masks are read.
             step: the first optimizer step that reads them.
         """
@@ -115,7 +115,7 @@ class DataMixture:
         self.remote.read_parts_ahead(self.remote_parts(location, masks_of), step)
 
     def remote_parts(self, location: SampleLocation, masks_of: SampleLocation | None) -> list[list[Bytes]]:
-        """What is read of object stores of the samples at the given locations: spans of tokens, and of loss masks."""
+        """Spans in object stores of the samples at the given locations: of their tokens, and of their loss masks."""
         tokens, of_masks = [], []
         for source, windows in self._by_source(location):
             if source.files is self.remote:
@@ -178,7 +178,7 @@ def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None, 
         data: the config's section.
         seed: seed of the run.
         extent: length of the run; needed for a curriculum, for budgets, and to check limits on repetition.
-        stat_files: see `TokenDataset.open`.
+        stat_files: whether to compare the sizes of the files with the manifests now.
 
     Raises:
         DataError: a source is missing, damaged or too short.
@@ -208,8 +208,8 @@ def open_heldout(data: DataSection, mixture: DataMixture, *, stat_files: bool = 
 
     Args:
         data: the config's section.
-        mixture: its train splits.
-        stat_files: see `TokenDataset.open`.
+        mixture: the train splits of the run.
+        stat_files: whether to compare the sizes of the files with the manifests now.
 
     Raises:
         DataError: one is damaged or too short.
@@ -243,7 +243,7 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
 
 
 def _again(dataset: TokenDataset, stat_files: bool) -> dict[str, Any]:
-    """Opens another split of the same directory."""
+    """Arguments that open another split of the same directory."""
     remote = {"files": dataset.files.another()} if isinstance(dataset.files, RemoteShards) else {}
     return {"path": dataset.origin, "manifest": dataset.manifest, "stat_files": stat_files, **remote}
 

@@ -22,8 +22,8 @@ class PackedDataset(TokenDataset):
     """Samples are the bins of a packing instead of windows. Use `PackedDataset.open`.
 
     Attributes:
-        packing: the packing's manifest.
-        packed: its directory.
+        packing: manifest of the packing.
+        packed: directory of the packing.
     """
 
     def __init__(self, path: Path, manifest: Manifest, *, packing: Manifest, packed: Path, **about: Any) -> None:
@@ -44,10 +44,10 @@ class PackedDataset(TokenDataset):
         files: SpanReader | None = None,
         stat_files: bool = True,
     ) -> PackedDataset:
-        """As `TokenDataset.open`.
+        """Opens a split and its packing; see `TokenDataset.open`.
 
         Raises:
-            DataError: also if there is no packing of this length, or it was made from other tokens.
+            DataError: the split cannot be opened, there is no packing of this length, or it was made from other tokens.
         """
         origin = str(path)
         path, manifest, files, stat_files = find_tokens(path, manifest, files, stat_files)
@@ -73,11 +73,11 @@ class PackedDataset(TokenDataset):
 
     @property
     def summary(self) -> str:
-        """See `TokenDataset.summary`."""
+        """Path, size and share of targets of the dataset, for messages."""
         return f"{super().summary} of packed documents, {100 * self.target_fraction:.2f} % of positions are targets"
 
     def spans(self, windows: npt.ArrayLike) -> Spans:
-        """See `TokenDataset.spans`; padding at the end of a sample has shard -1."""
+        """Locates the tokens of samples; padding at the end of one has shard -1. See `TokenDataset.spans`."""
         shards, bins = self.locate(windows)
         parts = [self._pieces(int(s), mine, bins[mine]) for s in np.unique(shards) for mine in [_where(shards, s)]]
         window, at, shard, start, length = map(np.concatenate, zip(*parts, strict=True))
@@ -91,7 +91,7 @@ class PackedDataset(TokenDataset):
         return Spans(*(column[order] for column in joined))
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
-        """See `TokenDataset.boundaries`; `used` is the length of each sample without padding."""
+        """Document boundaries within samples; `used` is their length without padding. See `TokenDataset.boundaries`."""
         spans, samples = self.spans(windows), np.size(windows)
         whole = spans.shard >= 0
         used = np.bincount(spans.window[whole], weights=spans.length[whole], minlength=samples)

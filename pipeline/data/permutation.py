@@ -27,7 +27,7 @@ def derive_key(*parts: object) -> int:
 
 
 def permute(index: npt.ArrayLike, *, size: int, key: int | U64) -> npt.NDArray[np.int64]:
-    """Where the permutation of 0..size-1 under `key` sends `index`.
+    """Applies the permutation of 0..size-1 under `key` to `index`.
 
     Args:
         index: int64 [n], each in 0..size-1.

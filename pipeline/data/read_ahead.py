@@ -25,7 +25,7 @@ from headrace.base.storage import download
 from pipeline.data.span_cache import Part, SpanCache
 
 _AT_ONCE = 16
-"""Parts that the process is told of before they are stored."""
+"""Number of parts that are sent to the process before they are stored."""
 _LOOK_S, _SAY_S = 0.2, 60.0
 
 
@@ -34,9 +34,9 @@ class Index:
     """The index of a shard, which is copied to this host.
 
     Attributes:
-        url: of the object.
-        path: where it is copied to.
-        sha256: of the file.
+        url: URL of the object.
+        path: path of the copy on this host.
+        sha256: SHA-256 of the file, in hexadecimal.
     """
 
     url: str
@@ -48,8 +48,8 @@ class ReadAhead:
     """Reads parts ahead, in the order in which they will be asked for.
 
     Args:
-        cache: where they are stored.
-        order: of samples; see `Part`.
+        cache: cache that stores the parts.
+        order: name of the tokens and the order of samples.
     """
 
     def __init__(self, cache: SpanCache, order: str) -> None:
@@ -62,11 +62,11 @@ class ReadAhead:
         self._reader = ExitStack()
 
     def begin(self, wanted: Iterable[Part | Index], *, step: int) -> None:
-        """Downloads what will be asked for from a step on, in that order; what was begun before is given up.
+        """Downloads the data of all steps from one on, in their order; gives up what was begun before.
 
         Args:
-            wanted: is read by a thread as the cache has room.
-            step: that comes first.
+            wanted: parts and indexes in order, read by a thread as the cache has room.
+            step: first step to read.
         """
         with self._changed:
             self._plan += 1
@@ -83,7 +83,7 @@ class ReadAhead:
         threading.Thread(target=self._feed, args=(iter(wanted), self._plan), name="read-ahead", daemon=True).start()
 
     def at(self, step: int) -> None:
-        """Says that this process needs nothing of the steps before one any more."""
+        """Announces that this process no longer needs the steps before `step`."""
         with suppress(OSError):
             self._at(step)
 
@@ -111,7 +111,7 @@ class ReadAhead:
                 self._changed.wait(_LOOK_S)
 
     def store(self, part: Part, data: Sequence[bytes]) -> None:
-        """Stores what this process has read itself, for the other ranks, if there is room."""
+        """Stores a part that this process has read itself, for the other ranks, if there is room."""
         try:
             self.cache.write(part, data)
         except OSError as error:

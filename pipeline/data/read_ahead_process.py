@@ -1,7 +1,7 @@
 """`python -m pipeline.data.read_ahead_process`: downloads spans to the cache of this host for the rank that started it.
 
 Its standard input has one JSON object per line: the cache; then `plan` (what was asked for before is given up), `part`,
-`index`, and `now` (the key of a part that is being waited for). It tells what became of each part, and warnings. It
+`index`, and `now` (the key of a part that is being waited for). It reports the outcome of each part, and warnings. It
 ends with its input.
 """
 
@@ -23,11 +23,11 @@ from pipeline.data.read_ahead import Index, fetch_index
 from pipeline.data.span_cache import Part, SpanCache
 
 _WORKERS = 2
-"""Parts that are downloaded at a time: more would slow down the one that is needed first."""
+"""Number of parts downloaded at a time: more would slow down the one that is needed first."""
 _WAIT_S = (0.2, 1.0)
-"""Between two looks for room: the first, and the longest."""
+"""Seconds between two checks for room: the first pause, and the longest."""
 _RETRY_S = (1.0, 60.0)
-"""Between two attempts to read a store that fails: the first, and the longest."""
+"""Seconds between two attempts to read a store that fails: the first pause, and the longest."""
 
 
 class _GivenUp(Exception):  # noqa: N818  not an error
@@ -38,7 +38,7 @@ class ReadAheadProcess:
     """Downloads parts, several at a time, in the order in which they were asked for.
 
     Args:
-        cache: where they are stored.
+        cache: cache that stores the parts.
     """
 
     def __init__(self, cache: SpanCache) -> None:
@@ -140,7 +140,7 @@ class ReadAheadProcess:
                 self._warn(str(error).splitlines()[0])
 
     def _pause(self, plan: int, part: Part, seconds: float) -> None:
-        """Waits; raises _GivenUp where a part is not wanted, or is waited for by now, or one that comes after it is."""
+        """Waits; raises _GivenUp if the part is not wanted any more, or if it or a later one is waited for by now."""
         with self._changed:
             self._changed.wait_for(lambda: plan != self._plan or self._is_late(part), timeout=seconds)
             if plan != self._plan or (seconds and self._is_late(part)):

@@ -1,7 +1,7 @@
 """Shards of tokens directories in object stores: spans are read in the order of the samples, ahead of the training.
 
-A training run reads them through a bounded cache on a disk of this host (`read_ahead`). Without one, as of verbs that
-score on some samples, what is read ahead is in memory, for at most two groups of steps (`StepLoader`). The index of a
+A training run reads them through a bounded cache on a disk of this host (`read_ahead`). Without one, as in verbs that
+score some samples, spans are read ahead into memory, for at most two groups of steps (`StepLoader`). The index of a
 shard is copied to this host when a document boundary in it is asked for, and has the checksum of the manifest. The
 bytes of a span are not compared with the shard's checksum, which is of the whole file; sizes are compared when the
 directory is opened, and the cache has checksums of its own.
@@ -34,13 +34,13 @@ from pipeline.data.read_ahead import Index, ReadAhead, fetch_index
 from pipeline.data.span_cache import Bytes, Part
 
 _AT_ONCE = 32
-"""Requests at a time of what is read without the cache."""
+"""Number of concurrent requests for data that is read without the cache."""
 _OTHERS_S = 30.0
-"""Seconds for which another process may have been downloading what this one needs now."""
+"""Seconds to wait for another process that downloads a part this one needs now."""
 _DTYPES: dict[int, np.dtype[Any]] = {
     size: np.dtype(name) for size, name in {1: "u1", 2: "<u2", 4: "<i4", 8: "<i8"}.items()
 }
-"""Of ids by their size in bytes. Of signed ones none is negative, so that they are read alike."""
+"""Size of an id in bytes -> its dtype. Signed ids are never negative, so they are read alike."""
 Read = Callable[[], bytes | memoryview]
 
 
@@ -48,7 +48,7 @@ class RemoteShards:
     """Reads shards of directories in object stores; see `SpanReader`.
 
     Attributes:
-        ahead: reads ahead to a cache on this host, where a run has opened one.
+        ahead: read-ahead into a cache on this host; None unless a run has opened one.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,15 @@ class RemoteShards:
         self._indexes: dict[str, TokenFile] = {}
 
     def open(self, url: str, *, stat_files: bool) -> tuple[Path, Manifest]:
-        """A tokens directory: what is on this host of it, and its manifest. Each is read and listed once.
+        """Opens a tokens directory: its part on this host, and its manifest. Each is read and listed once.
 
         Args:
-            url: of the directory.
-            stat_files: compare the sizes of its objects with the manifest.
+            url: URL of the directory.
+            stat_files: whether to compare the sizes of its objects with the manifest.
 
         Raises:
-            DataError, StorageError: see `local_tokens` and `check_objects`.
+            DataError: there is no tokens directory, it is damaged, or an object is missing or has another size.
+            StorageError: the store cannot be read.
         """
         if url not in self._directories:
             found = read_remote_manifest(url)
@@ -92,25 +93,25 @@ class RemoteShards:
         return {url: manifest.fingerprint for url, (_, manifest) in self._directories.items()}
 
     def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """See `SpanReader.read`."""
+        """Reads the tokens of spans; see `SpanReader.read`."""
         dtypes = [self._dtype(each) for each in spans]
         return [np.frombuffer(data, dtype) for data, dtype in zip(self._read(self.tokens(spans)), dtypes, strict=True)]
 
     def read_masks(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """See `SpanReader.read_masks`."""
+        """Reads the loss masks of spans; see `SpanReader.read_masks`."""
         return [np.frombuffer(data, np.uint8) for data in self._read(masks(spans))]
 
     def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
-        """Asks the store for spans, of tokens; what was asked for two calls ago and not read since is forgotten."""
+        """Asks the store for spans of tokens; drops those that were asked for two calls ago and not read since."""
         self.read_parts_ahead([], 0)
         self._ask(self.tokens(spans))
 
     def read_ahead_masks(self, spans: Sequence[ShardSpan]) -> None:
-        """As `read_ahead`, of loss masks, which belong to the tokens that were asked for last."""
+        """Asks the store for loss masks, which belong to the tokens that were asked for last."""
         self._ask(masks(spans))
 
     def read_parts_ahead(self, parts: Iterable[Sequence[Bytes]], step: int) -> None:
-        """As `read_ahead`, of what will be read of the steps from one on, by the parts in which it is cached."""
+        """Asks for all spans of the steps from `step` on, in the parts in which they are cached; see `read_ahead`."""
         self._group += 1
         for key, (group, read) in list(self._asked.items()):
             if group < self._group - 1:
@@ -124,7 +125,7 @@ class RemoteShards:
                 self._ask_cached(self.ahead, Part(self.ahead.order, step, tuple(spans)))
 
     def file(self, prefix: str, tokens: int) -> IndexedTokens:
-        """See `SpanReader.file`: its index is copied to this host first."""
+        """Opens a shard, whose index is copied to this host first; see `SpanReader.file`."""
         found = self._indexes.get(prefix)
         if found is None:
             index = self.index(prefix)
@@ -149,7 +150,7 @@ class RemoteShards:
         return int(manifest.files[f"{prefix.removeprefix(f'{url}/')}.idx"]["bytes"])
 
     def tokens(self, spans: Sequence[ShardSpan]) -> list[Bytes]:
-        """Where the tokens of spans are."""
+        """The byte ranges of the tokens of spans."""
         return [_bytes(each, ".bin", self._dtype(each).itemsize) for each in spans]
 
     def _directory(self, prefix: str) -> tuple[str, Manifest]:
@@ -171,7 +172,7 @@ class RemoteShards:
                 self._asked[each] = self._group, self._pool.submit(read_range, *each).result
 
     def _ask_cached(self, ahead: ReadAhead, part: Part) -> None:
-        """Has a part read from the cache by a thread; from the store where it is not there."""
+        """Reads a part in a thread: from the cache, or from the store where the cache does not have it."""
         loading: Future[Sequence[bytes | memoryview]] = Future()
 
         def load() -> None:
@@ -243,7 +244,7 @@ def check_objects(url: str, manifest: Manifest) -> None:
 
 
 def masks(spans: Sequence[ShardSpan]) -> list[Bytes]:
-    """Where the loss masks of spans are."""
+    """The byte ranges of the loss masks of spans."""
     return [_bytes(each, MASK, 1) for each in spans]
 
 

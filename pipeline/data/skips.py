@@ -49,12 +49,12 @@ class Skips:
         return range(first, first + per_step)
 
     def plain(self) -> list[list[int]]:
-        """As plain JSON: [[at, steps], ...]."""
+        """The skips as plain JSON: [[at, steps], ...]."""
         return [[skip.at, skip.steps] for skip in self.skips]
 
     @classmethod
     def of(cls, plain: Iterable[Sequence[int]] | None) -> Skips:
-        """The inverse of `plain`; no skips from None."""
+        """Makes skips from what `plain` returns; no skips from None."""
         return cls(tuple(Skip(int(at), int(steps)) for at, steps in plain or ()))
 
 
@@ -67,7 +67,7 @@ def skips_of(details: Mapping[str, Any], events: Iterable[Mapping[str, Any]], *,
     A rollback is in the journal before the next checkpoint records it.
 
     Args:
-        details: of the manifest of the checkpoint that is resumed; may have no skips.
+        details: details in the manifest of the checkpoint that is resumed; may have no skips.
         events: event rows of the journal, in order.
         step: the step of the checkpoint; infinity for all known skips.
     """

@@ -1,10 +1,10 @@
 """A bounded cache on a disk of this host for spans of shards that are in object stores; its processes share it.
 
-What a rank reads together is a part: spans of some optimizer steps, in one file that is whole or absent, with a SHA-256
-over what arrived. The file's name says to which order of samples and which step it belongs, so that what is needed last
-is known: parts that no reader needs any more go first, then those whose step is furthest from its reader's. Readers are
-files that living processes lock. Whatever is killed leaves no file under such a name that is not whole; one that a disk
-has lost or changed is found by its SHA-256 when it is read, and downloaded again.
+A part holds the spans that a rank reads together, of some optimizer steps, in one file that is whole or absent, with
+the SHA-256 of its data. The file's name has its order of samples and its step, which decide what is evicted: parts that
+no reader needs any more go first, then those whose step is furthest from its reader's. Readers are files that living
+processes lock. A killed process leaves no partial file under such a name; one that a disk has lost or changed is found
+by its SHA-256 when it is read, and downloaded again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from headrace.base.lock import lock_file
 
 Bytes = tuple[str, int, int]
-"""URL, start and size."""
+"""A range of an object: URL, start and size in bytes."""
 _DIGEST_BYTES = 32
 _LOCKS = 256
 Readers = Mapping[str, Sequence[int]]
@@ -36,9 +36,9 @@ class Part:
     """Spans that are read together.
 
     Attributes:
-        order: names the tokens and the order of samples, in letters and digits.
-        step: the first optimizer step that needs it.
-        spans: of objects; the data of a part is theirs, back to back.
+        order: name of the tokens and the order of samples, in letters and digits.
+        step: first optimizer step that needs the part.
+        spans: ranges of objects, whose bytes, back to back, are the part's data.
     """
 
     order: str
@@ -47,7 +47,7 @@ class Part:
 
     @cached_property
     def key(self) -> str:
-        """Names the spans; no others have the same."""
+        """Name of the spans; no others have the same."""
         lines = "\n".join(f"{url} {start} {size}" for url, start, size in self.spans)
         return hashlib.sha256(lines.encode()).hexdigest()[:32]
 
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def stored(self) -> _Stored:
-        """How it is stored."""
+        """The file that stores the part."""
         return _Stored(self.order, self.step, self.bytes + _DIGEST_BYTES, self.key)
 
 
@@ -77,14 +77,14 @@ class _Stored:
 
     @classmethod
     def of(cls, name: str) -> _Stored | None:
-        """What a name says; None of another file's."""
+        """Parses a file name of the cache; None for any other name."""
         parts = name.split("-")
         if len(parts) != 4 or name.startswith("."):
             return None
         return cls(parts[0], int(parts[1]), int(parts[2]), parts[3])
 
     def distance(self, readers: Readers) -> float:
-        """Steps until it is needed, by the reader that comes to it first; infinite where none does."""
+        """Steps until a reader first needs the part; infinite where none does."""
         return min((self.step - at for at in readers.get(self.order, ()) if at <= self.step), default=math.inf)
 
 
@@ -92,8 +92,8 @@ class SpanCache:
     """The files of a cache.
 
     Args:
-        folder: of the cache; made if need be.
-        limit: bytes that its parts may take together.
+        folder: folder of the cache, made if need be.
+        limit: most bytes that the parts may take together.
     """
 
     def __init__(self, folder: Path, *, limit: int) -> None:
@@ -103,7 +103,7 @@ class SpanCache:
 
     @property
     def used(self) -> int:
-        """Bytes of its parts."""
+        """Bytes of the parts in the cache."""
         return sum(each.bytes for each in self._stored())
 
     def has(self, part: Part) -> bool:
@@ -164,7 +164,7 @@ class SpanCache:
 
     @contextmanager
     def reader(self, order: str, step: int) -> Iterator[Callable[[int], None]]:
-        """Registers this process as a reader of an order, at a step; yields what is told each later step."""
+        """Registers this process as a reader of an order, at a step; yields a function that records each later step."""
         path = self._readers / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         unlocked = self.folder / f".{path.name}"  # under its own name it would be taken for one of a process that ended
         handle = os.open(unlocked, os.O_RDWR | os.O_CREAT, 0o644)

@@ -26,7 +26,7 @@ from headrace.base.remote_directory import fetch_files, read_remote_manifest
 
 _CHUNK = 8 << 20
 _MARGIN = 1.02
-"""Space that is wanted, relative to the files' sizes: directories, and blocks that are not full."""
+"""Space required, relative to the files' sizes: for directories, and blocks that are not full."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class StagedCopy:
 
     Attributes:
         original: the tokens directory, or its URL.
-        path: the copy.
-        copied_bytes: by this process; 0 where the copy was there, or another process made it.
-        seconds: that the copying, or the wait for it, took.
+        path: path of the copy.
+        copied_bytes: bytes that this process copied; 0 where the copy was there, or another process made it.
+        seconds: seconds spent on copying, or on waiting for another process to copy.
     """
 
     original: str
@@ -56,14 +56,14 @@ class StagedCopy:
 
 
 def copy_path(to: Path, origin: str | Path, manifest: Manifest) -> Path:
-    """Where the copy of a tokens directory lies."""
+    """The path of the copy of a tokens directory."""
     return to / f"{PurePosixPath(origin).name}-{manifest.fingerprint[:16]}"
 
 
 def check_space(to: Path, origin: str | Path, manifest: Manifest) -> None:
     """Refuses a copy that the disk has no room for; nothing is written.
 
-    What the copy removes first, such as the part of one that was killed, counts as free.
+    Space of files that the copy removes first, such as partial copies, counts as free.
 
     Raises:
         DataError: says what is needed, what is free, and which other copies are there.
@@ -87,8 +87,8 @@ def stage(to: Path, origin: str | Path, manifest: Manifest, *, progress: Callabl
     Args:
         to: directory on the node's disk; made if need be.
         origin: the tokens directory, or its URL.
-        manifest: its manifest.
-        progress: is called while bytes are copied, and while another process copies.
+        manifest: manifest of the tokens directory.
+        progress: function that is called while bytes are copied, and while another process copies.
 
     Raises:
         DataError: there is no room, or a file's checksum is not the manifest's.
@@ -128,7 +128,7 @@ def remove_copy(copy: Path) -> bool:
 
 
 def _used(copy: Path) -> Path:
-    """The lock file that those who read a copy hold, shared."""
+    """The lock file that readers of a copy hold, shared."""
     return copy.parent / f".{copy.name}.used"
 
 
@@ -186,16 +186,16 @@ def _is_whole(copy: Path, manifest: Manifest) -> bool:
 
 
 def _left_behind(final: Path) -> list[Path]:
-    """What is removed before a copy is made, where there is no whole one: a damaged copy, and parts of some.
+    """Paths to remove before a copy is made: a damaged copy, and partial ones of processes that were killed.
 
-    Those are of processes that were killed. Parts of other hosts stay, in case the disk is shared after all.
+    Partial copies of other hosts stay, in case the disk is shared after all.
     """
     partial = final.parent.glob(f".{final.name}.{socket.gethostname()}-*.partial")
     return [*partial, final.parent / f".{final.name}.removed.partial", final]
 
 
 def _bytes_on_disk(directory: Path) -> int:
-    """Bytes of the blocks of a directory's files; 0 of one that is not there."""
+    """Bytes of the blocks of a directory's files; 0 for one that does not exist."""
     found = 0
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):  # another process may be removing it, or giving it its name

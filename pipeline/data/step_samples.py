@@ -1,4 +1,4 @@
-"""Which samples a rank has in each step of a run, where they are, and what is read ahead of them."""
+"""The samples of a rank in each step of a run: their numbers, locations and readahead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOCATED_ROWS: Final = 2048
 _LOCATED_TOKENS: Final = 1 << 24
 """Rows and tokens that are located together and read ahead: some 32 MB."""
 PARTS_IN_CACHE: Final = 4
-"""Groups of steps of which all ranks of a host have room in the cache for object stores, at least."""
+"""Least number of groups of steps, of all ranks of a host, that fit into the cache for object stores."""
 
 
 class StepSamples:
@@ -30,9 +30,9 @@ class StepSamples:
         batch: global batch, micro-batch and gradient accumulation.
         dp_rank: coordinate of this rank on the data-parallel axis.
         steps: (first, last) step, counted from 1, both included.
-        skips: skipped data.
-        counts_own: the rank counts the targets of its own samples, not those of the whole step.
-        documents: document boundaries of the samples are read.
+        skips: data steps that are skipped.
+        counts_own: whether the rank counts the targets of its own samples, not those of the whole step.
+        documents: whether document boundaries of the samples are read.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepSamples:
 
     @property
     def padding(self) -> npt.NDArray[np.bool_]:
-        """Which rows of a step are padding: bool [rows]."""
+        """Mask of the rows of a step that are padding: bool [rows]."""
         return self._of_rows >= self._batch.samples
 
     def all(self, step: int) -> npt.NDArray[np.int64]:
@@ -75,7 +75,7 @@ class StepSamples:
         return np.asarray(self._first_sample(step) + rows, dtype=np.int64)
 
     def located(self) -> Iterator[tuple[int, SampleLocation]]:
-        """Every step with the locations of its rows, computed for many steps together, which is cheaper.
+        """Yields every step with the locations of its rows, computed for many steps together, which is cheaper.
 
         Readahead of the next group is requested while the current one is used, so that a slow file system reads
         concurrently and in advance. With loss masks it covers those of the samples whose targets are counted here.
@@ -95,8 +95,8 @@ class StepSamples:
     def _groups(self) -> Iterator[range]:
         """Steps that are located and read ahead together.
 
-        Those that are cached together do not depend on the first step, but for the first ones, so that a run that
-        resumes finds them: they begin at multiples of their number, a power of two.
+        With a cache, groups begin at multiples of their size, a power of two, whatever the first step is: so a run that
+        resumes finds them, except for the first ones.
         """
         most = min(_LOCATED_ROWS, _LOCATED_TOKENS // self._batch.sequence_length)
         counts_all_masks = self._mixture.masked and not self._counts_own
@@ -124,7 +124,7 @@ class StepSamples:
         return self._mixture.order.locate(np.concatenate([self.counted(step) for step in steps]))
 
     def remote_parts(self, order: str) -> Iterator[Part | Index]:
-        """What is read of object stores in all steps, in order."""
+        """Yields what all steps read from object stores, in order."""
         mixture, known = self._mixture, set[str]()
         for steps in self._groups():
             bounded = self._locate_counted(steps, self._documents)
@@ -164,7 +164,7 @@ def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
 
 
 def most_on_a_rank(batch: BatchSizes, samples: npt.NDArray[np.int64]) -> int:
-    """How many of some samples of a step the rank has that has most of them."""
+    """The largest number of the given samples of a step on one rank."""
     return int(np.bincount(samples // batch.micro % batch.dp, minlength=1).max())
 
 

@@ -17,7 +17,7 @@ class TrainedDocument:
     """The part of a document in a sample.
 
     Attributes:
-        origin: the document, and which of its tokens these are.
+        origin: slice of the document that the tokens come from.
         tokens: int64 [n], in the order the model reads them.
         targets: bool [n], whether the token is predicted: its loss is part of the step's.
     """
@@ -37,7 +37,7 @@ def trained_documents(mixture: DataMixture, number: int, *, mask_documents: bool
 
     Args:
         mixture: the data of the run.
-        number: of the sample, global, from 0.
+        number: global number of the sample, from 0.
         mask_documents: `data.mask_documents`: the first token of a document is not predicted from the one before.
     """
     location, samples = mixture.order.locate([number]), np.asarray([number], dtype=np.int64)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pipeline.data.permutation import U64
 
 _ONE = 1 << 32
-"""Shares at a node are integers out of this: after so many samples their rounding error is half a sample."""
+"""Denominator of the shares at a node: after so many samples, their rounding error is half a sample."""
 
 I64 = npt.NDArray[np.int64]
 
@@ -31,11 +31,11 @@ class MixtureStage:
 
 
 class WeightedSources:
-    """Which source each sample of a run is drawn from.
+    """The sources that the samples of a run are drawn from.
 
     Args:
-        stages: in ascending order, the first from sample 0; at least one weight of each is above 0. Any source with a
-            weight above 0 is drawn eventually.
+        stages: stages in ascending order, the first from sample 0; at least one weight of each is above 0. Any source
+            with a weight above 0 is drawn eventually.
     """
 
     def __init__(self, stages: Sequence[MixtureStage]) -> None:
@@ -62,7 +62,7 @@ class WeightedSources:
         return self._before[stage] + self._drawn_in(stage, samples - int(self._starts[stage]))
 
     def _locate_in(self, stage: int, samples: I64) -> tuple[I64, I64]:
-        """The same of samples that are counted from the stage's first one."""
+        """Locates samples, as `locate` does, that are counted from the stage's first one."""
         node, nth = np.zeros_like(samples), samples
         for shares in self._trees[stage]:
             share = shares[node]

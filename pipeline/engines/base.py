@@ -24,19 +24,19 @@ from pipeline.engines.objective import Objective
 from pipeline.engines.parallel.decoder import Decoder
 
 HostValues = Callable[[], Sequence[float]]
-"""Called once per step on every rank, before its numbers are reduced: this rank's, of which the result has the sums.
+"""Callback for numbers of this rank's own, called once per step on every rank; the step's result has their sums.
 
 They travel with the loss in the step's one all-reduce, fp64. All ranks return the same count.
 """
 
 
 def no_host_values() -> Sequence[float]:
-    """No numbers of the host."""
+    """Returns no numbers."""
     return ()
 
 
 class StepOutcome(StrEnum):
-    """Whether a step was applied; if not, weights, optimizer states and step counter are as they were before it."""
+    """Outcome of a step; if it was not applied, weights, optimizer states and step counter are unchanged."""
 
     APPLIED = "applied"
     OVERFLOW = "overflow"
@@ -49,7 +49,7 @@ class StepOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class UpdateLimits:
-    """Up to which loss and gradient norm a step is applied; known before it, so that a device can decide alone.
+    """Limits of loss and gradient norm for an update; known before the step, so that a device can decide alone.
 
     Attributes:
         loss: largest loss.
@@ -63,13 +63,13 @@ class UpdateLimits:
     repetition: bool = False
 
     def outcome(self, loss: float, grad_norm: float, *, scaled: bool) -> StepOutcome:
-        """Whether a step with these numbers, which may be NaN or infinite, is applied.
+        """Decides whether a step with these numbers, which may be NaN or infinite, is applied.
 
         A non-finite loss is no fp16 overflow: it comes from the forward pass, where nothing is scaled.
 
         Args:
-            loss: of the step.
-            grad_norm: before clipping.
+            loss: mean loss of the step, nats per token.
+            grad_norm: gradient norm before clipping.
             scaled: the loss is scaled (fp16).
         """
         found = self._outcome(loss, grad_norm, scaled=scaled)
@@ -145,11 +145,11 @@ class GradientExchange(Protocol):
     """Sums the gradients of a step over replicas of the model that this engine does not know of."""
 
     def __call__(self, step: StepBatch, gradients: Sequence[Tensor], sums: Tensor) -> Sequence[MicroBatch]:
-        """Called after the backward passes, before clipping and update. Collective.
+        """Sums the gradients of a step; called after its backward passes, before clipping and update. Collective.
 
         Args:
-            step: whose micro-batches have been run.
-            gradients: this rank's shards, fp32, of all parameters that are trained; replaced in place by the sums over
+            step: the step's batch, whose micro-batches have been run.
+            gradients: this rank's gradient shards, fp32, of all trained parameters; replaced in place by the sums over
                 the replicas when nothing is returned.
             sums: [1 + parts], sums of the loss and its parts; replaced in the same way.
 
@@ -165,7 +165,7 @@ class ExchangesGradients(Protocol):
     """An engine whose gradients can be summed with those of other replicas of the model."""
 
     def exchange_gradients_by(self, exchange: GradientExchange) -> None:
-        """From the next step on; every step is finished before the next one begins."""
+        """Sets the exchange to use from the next step on; each step is then finished before the next one begins."""
         ...
 
 
@@ -176,7 +176,7 @@ class StepMeasure(Protocol):
         """Ends the step; the host waits for nothing. Collective.
 
         Args:
-            targets: of the whole step.
+            targets: number of target tokens in the whole step.
             vetoed: whether the weights were left unchanged, bool scalar.
 
         Returns:
@@ -185,7 +185,7 @@ class StepMeasure(Protocol):
         ...
 
     def parts(self, values: Sequence[float]) -> dict[str, float]:
-        """What `end_step` returned, by name, for `StepResult.parts`."""
+        """Names the values that `end_step` returned, for `StepResult.parts`."""
         ...
 
 
@@ -241,10 +241,10 @@ class Engine(Protocol):
         Args:
             step: the micro-batches.
             lr: learning rate.
-            limits: see `UpdateLimits`.
+            limits: largest loss and gradient norm with which the update is made.
             after: the step before, if its result has not been asked for. If that one is not applied, neither is this
                 one, whatever its result says; only with `deferred`.
-            host_values: see `HostValues`.
+            host_values: callback for numbers of this rank's own, whose sums over all ranks are in the result.
         """
         ...
 
@@ -257,17 +257,17 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """Cross-entropy over batches, without gradients. Every rank must pass the same number of batches."""
+        """Computes the cross-entropy of batches, without gradients. Every rank must pass the same number of them."""
         ...
 
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
-        """Forward passes in evaluation mode, without gradients: what is kept of them is the objective's to keep.
+        """Runs forward passes in evaluation mode, without gradients; only the objective keeps anything of them.
 
-        The next batch is asked for after the pass before, so that it can be made of what that one gave; with pipeline
+        The next batch is asked for after the pass before, so that it can be made from the results; with pipeline
         parallelism it may be asked for earlier. Every rank must pass the same number of batches.
 
         Args:
-            batches: of any shape, also `parallel.decoding.DecodingBatch`.
+            batches: micro-batches of any shape, including `parallel.decoding.DecodingBatch`.
             objective: called with the logits, on ranks of the last pipeline stage; what it returns is not used.
         """
         ...
@@ -284,10 +284,10 @@ class Engine(Protocol):
         """Loads named shards that any engine wrote under any layout.
 
         Args:
-            directory: of the checkpoint.
+            directory: the checkpoint's directory.
             fresh_optimizer: the optimizer's states are set to zero instead, as before the first step: the checkpoint is
                 of an optimizer of another kind.
-            files: where its files are read; in the directory when None.
+            files: source of the checkpoint's files; its directory when None.
         """
         ...
 
@@ -309,7 +309,7 @@ class Engine(Protocol):
 
 
 class TrainsStepByStep:
-    """Gives an engine `train_step`."""
+    """Mixin with the `train_step` of an engine that has `begin_step`."""
 
     def train_step(self, step: StepBatch, *, lr: float, limits: UpdateLimits = NO_LIMITS) -> StepResult:
         """See `Engine.train_step`."""

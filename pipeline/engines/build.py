@@ -28,10 +28,10 @@ def build_engine(
 
     Args:
         run: the resolved config.
-        model: on meta.
+        model: the full model, on meta.
         values: initial values of its parameters; a checkpoint loaded later replaces them.
         objective: the loss.
-        device: of this rank.
+        device: this rank's device.
         mesh: this rank's coordinates and process groups, if they exist already.
     """
     mesh = mesh or build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)

@@ -34,9 +34,9 @@ def samples_text(config: Config) -> bool:
 def update_scales(
     model: nn.Module, section: ModelSection | None = None, optimizer: OptimizerSection | None = None
 ) -> dict[str, UpdateScale]:
-    """How the optimizer updates every parameter: weight decay applies to matrices, not to norms and biases.
+    """Returns the update scale of every parameter: weight decay applies to matrices, not to norms and biases.
 
-    Nor to what a module marks `_no_weight_decay`, and the decay rates and skips of state-space layers.
+    Nor to parameters that a module marks `_no_weight_decay`, and the decay rates and skips of state-space layers.
 
     Call it while the model is whole and on meta: a sharded parameter no longer has its full shape.
 
@@ -93,7 +93,7 @@ def require_finite_step(step: int, result: StepResult) -> StepResult:
 
 
 def with_measures(measures: Iterable[StepMeasure], result: StepResult, *, targets: int) -> StepResult:
-    """The result of a step with what was measured in it among its parts; ends their step. Collective."""
+    """Ends the step of all measures and adds what they measured to the parts of its result. Collective."""
     parts = dict(result.parts)
     for each in measures:
         parts |= each.parts(each.end_step(targets=targets, vetoed=result.skipped).tolist())

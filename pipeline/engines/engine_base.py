@@ -1,4 +1,4 @@
-"""What the engines have in common; the reference engine, against which they are checked, has none of it."""
+"""Code that the engines share; the reference engine, against which they are checked, uses none of it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ NamedState = dict[str, NamedShard | Tensor]
 
 
 class EngineBase(TrainsStepByStep):
-    """An `Engine` but for `begin_step`. A subclass has `_build`, `_local_state`, and `_score` or `_scores`.
+    """An `Engine` except `begin_step`. A subclass has `_build`, `_local_state`, and `_score` or `_scores`.
 
     Args:
         run: the resolved config.
-        model: on meta, as `build_meta` made it.
+        model: the full model, on meta, as `build_meta` made it.
         values: initial values of its parameters.
         objective: the loss.
-        device: of this rank.
+        device: this rank's device.
         mesh: this rank's coordinates and process groups; None for one process.
 
     Attributes:
-        decoders: see `Engine.decoders`.
+        decoders: this rank's parts of the model, one per (virtual) pipeline stage.
     """
 
     decoders: list[Decoder]
@@ -110,7 +110,7 @@ class EngineBase(TrainsStepByStep):
             pass
 
     def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
-        """Sums of the objective in evaluation mode, with the micro-batches that each is of."""
+        """Yields sums of the objective in evaluation mode, each with the micro-batches that it covers."""
         self._set_training(False)
         for micro in batches:
             yield self._score(micro.to(self._device), objective), [micro]
@@ -140,7 +140,7 @@ class EngineBase(TrainsStepByStep):
         restore()
 
     def _state(self) -> tuple[NamedState, Callable[[], None]]:
-        """The named state, and what is called after it was changed."""
+        """Returns the named state, and a function to call after it was changed."""
         state, restore = self._local_state()
         if self._balancer is not None:
             state.update(self._balancer.state_dict())
@@ -158,5 +158,5 @@ class EngineBase(TrainsStepByStep):
             decoder.train(mode)
 
     def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
-        """As `_state`, of weights and optimizer states."""
+        """Returns the same as `_state`, of weights and optimizer states alone."""
         raise NotImplementedError

@@ -52,12 +52,12 @@ class LossScaler:
         """Builds the result of a step and updates the scale after it.
 
         Args:
-            step: its number.
-            means: of the loss and its parts, over the targets of the step.
-            names: of the parts.
-            norm: of the global gradient, unscaled.
-            outcome: what `outcome` returned.
-            host_sums: see `StepResult`.
+            step: number of the step.
+            means: means of the loss and its parts over the targets of the step.
+            names: names of the parts.
+            norm: 2-norm of the global gradient, unscaled.
+            outcome: the step's outcome, which the method `outcome` returned.
+            host_sums: sums of the step's `HostValues` over all ranks.
 
         Raises:
             TrainingError: an overflow at the smallest scale.
@@ -73,8 +73,8 @@ class LossScaler:
         """Updates the scale after a step.
 
         Args:
-            step: its number.
-            overflow: its gradients were not finite.
+            step: number of the step.
+            overflow: the step's gradients were not finite.
 
         Raises:
             TrainingError: an overflow at the smallest scale.
@@ -134,10 +134,10 @@ class LossScaler:
 
 
 def update_factor(norm: float, *, clip: float, scale: float) -> float:
-    """The factor on the gradients before the update: removes the loss scale and clips by global norm.
+    """Returns the factor on the gradients that removes the loss scale and clips by global norm.
 
     Args:
-        norm: of the global gradient, unscaled; finite.
+        norm: 2-norm of the global gradient, unscaled; finite.
         clip: the largest norm; 0 is no clipping. DeepSpeed's rule, with its 1e-6.
         scale: the loss scale.
     """

@@ -57,7 +57,7 @@ class Objective(Protocol):
         Args:
             logits: [B, T', V'], of a chunk of T' positions; V' are the columns of `vocabulary`.
             labels: int64 [B, T'], IGNORE where there is no target.
-            extra_targets: what `extra_targets` returned, at the same positions.
+            extra_targets: targets that the method `extra_targets` returned, at the same positions.
             vocabulary: this rank's shard of the vocabulary.
         """
         ...
@@ -82,7 +82,7 @@ class CrossEntropy:
         self.parts = ("cross_entropy", "z_loss") if z_loss else ()
 
     def extra_targets(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
-        """None: the labels are the only targets."""
+        """Returns none: the labels are the only targets."""
         return ()
 
     def __call__(

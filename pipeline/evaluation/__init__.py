@@ -1,1 +1,1 @@
-"""What a model is worth: held-out loss, serving programs that score it, comparison of models, HTML report."""
+"""Evaluation of models: held-out loss, scoring by the programs that serve them, comparison, HTML report."""

@@ -28,7 +28,7 @@ ATTENTION_NAME = "headrace"
 """The value of `attn_implementation` that selects this attention."""
 
 RecordAttention = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Takes what attention of a layer sees; see `AttentionContext.record`."""
+"""Function that takes a layer's index, queries, keys and values; see `AttentionContext.record`."""
 
 
 class ContextParallelAttention(Protocol):
@@ -43,22 +43,22 @@ class ContextParallelAttention(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Any:
-        """As `masks.make_mask`: what `attend` takes as mask, of a kind of its own."""
+        """Makes the mask that `attend` takes, of a kind of its own; arguments as in `masks.make_mask`."""
         ...
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Any, watch: LogitWatch | None = None
     ) -> Tensor:
-        """As `attend` of this module, for queries [B, H, T, d] of this rank over the keys of all ranks.
+        """Attention of this rank's queries [B, H, T, d] to the keys of all ranks; see `attend` of this module.
 
-        The watch sees what is computed on this rank.
+        The watch sees the logits that this rank computes.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Passed to the attention of every layer, the same object, through the model's keyword arguments.
+    """The context of a forward pass, which every layer's attention gets through the model's keyword arguments.
 
     Attributes:
         length: positions of the full sequence, S.
@@ -66,7 +66,7 @@ class AttentionContext:
         masks: window of a layer (None for full attention) -> its mask, made once for all layers; an `AttentionMask`
             without context parallelism.
         cp_attention: attention across ranks; None without context parallelism.
-        record: called with the index of a layer and its queries [B, H, T, d], keys and values [B, K, T, d]; or None.
+        record: function called with a layer's index, queries [B, H, T, d], keys and values [B, K, T, d]; or None.
     """
 
     length: int
@@ -110,12 +110,13 @@ def make_context(
     """The context of a micro-batch; its masks are made here, once for all layers.
 
     Args:
-        windows: of the model's layers.
+        windows: sliding windows of the model's layers, in positions; None is full attention.
         length: positions of the full sequence, S.
-        dtype: of the queries.
-        device: of the queries.
-        documents: [B, S]; see `make_mask`.
-        cp_attention, record: see `AttentionContext`.
+        dtype: dtype of the queries.
+        device: device of the queries.
+        documents: [B, S], document index of every position; None for one document.
+        cp_attention: attention across ranks; None without context parallelism.
+        record: function called with a layer's index, queries, keys and values; or None.
     """
     make = make_mask if cp_attention is None else cp_attention.make_mask
     masks = {window: make(documents, window, length=length, dtype=dtype, device=device) for window in windows}

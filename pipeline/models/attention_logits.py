@@ -4,7 +4,7 @@ A logit is a scaled product of a query and a key that it attends to, before the 
 tensor under `LARGEST` raises it to the largest logits of each forward pass in training. Under torch.compile that is one
 operator, which breaks no graph. Recomputation (activation checkpointing) repeats nothing of it in eager layers.
 
-Source of what it is for: Kimi Team 2025, Kimi K2 (arXiv:2507.20534), section 2.1, QK-Clip.
+QK-Clip needs it: Kimi Team 2025, Kimi K2 (arXiv:2507.20534), section 2.1.
 
 Shapes: B samples, H heads, K key heads, T queries and S keys that are compared, d head size.
 """
@@ -27,7 +27,7 @@ LARGEST = "largest_logits"
 """Attribute of an attention module: fp32 [K], the largest logits so far of the key heads that this rank computes."""
 
 REFERENCE_NAME = "headrace_reference"
-"""The value of `attn_implementation` that selects Hugging Face's sdpa with the largest logits, of the reference."""
+"""The value of `attn_implementation` that selects Hugging Face's sdpa with the largest logits, for the reference."""
 
 _ROWS, _SCORES = 256, 1 << 25
 """Positions of a block of queries, and scores of a block: 64 MiB in bf16."""
@@ -35,10 +35,10 @@ _ROWS, _SCORES = 256, 1 << 25
 
 @dataclass(frozen=True)
 class LogitWatch:
-    """Where the largest logits of a layer's forward pass go.
+    """A watch that collects the largest logits of a layer's forward pass.
 
     Attributes:
-        largest: see `LARGEST`.
+        largest: fp32 [K], the largest logits so far of this rank's key heads.
         documents: [B, positions of the sequence], document of every position; None for one.
         window: positions that a query attends to; None for all.
         scale: factor on the products.
@@ -65,9 +65,9 @@ class LogitWatch:
             query: [B, H, T, d].
             key: [B, K, S, d].
             queries: positions of the queries in the sequence, as chunks in ascending order.
-            keys: of the keys.
+            keys: positions of the keys, likewise.
             first_head: number of the first key head among all copies of key heads, where ranks divide them.
-            copies: of every key head.
+            copies: number of copies of every key head.
         """
         ends = [[end for each in chunks for end in (each.start, each.stop)] for chunks in (queries, keys)]
         with torch.no_grad():
@@ -85,7 +85,7 @@ class LogitWatch:
 
 
 def watch_of(module: nn.Module, documents: Tensor | None, window: int | None, *, scale: float) -> LogitWatch | None:
-    """The watch of a module's forward pass; None where its logits are not wanted: they are of training alone."""
+    """The watch of a module's forward pass; None where its logits are not wanted, as outside of training."""
     largest: Tensor | None = getattr(module, LARGEST, None)
     if largest is None or not (module.training and torch.is_grad_enabled()):
         return None
@@ -105,7 +105,7 @@ def raise_to_largest(  # noqa: PLR0913, PLR0917  an operator of torch takes no o
     first_head: int,
     copies: int,
 ) -> None:
-    """See `LogitWatch.see`; `queries` and `keys` are the starts and ends of the chunks."""
+    """Implements `LogitWatch.see`; `queries` and `keys` are the starts and ends of the chunks."""
     if torch._C._current_graph_task_id() != -1:  # a recomputation in a backward pass
         return
     batch, heads, _, size = query.shape
@@ -136,7 +136,7 @@ def _(*_args: Any, **_options: Any) -> None:
 
 
 def _blocks(chunks: list[int], size: int) -> Iterator[tuple[int, range]]:
-    """(index of the first, positions) of every block; chunks are given by starts and ends."""
+    """Yields (index of the first, positions) of every block; chunks are given by starts and ends."""
     index = 0
     for start, stop in zip(chunks[::2], chunks[1::2], strict=True):
         for first in range(start, stop, size):

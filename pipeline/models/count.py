@@ -20,10 +20,10 @@ class ModelSize:
     """Counts of a model.
 
     Attributes:
-        parameters: total; a tied parameter counts once.
+        parameters: number of parameters; a tied one counts once.
         embedding: parameters of the input embedding.
-        active: parameters that a token uses: of a mixture of experts, those of its top-k experts and all others.
-        flops_per_token: forward and backward, see `measure`; None for an architecture without attention heads.
+        active: parameters that a token uses: all but those of routed experts that it does not go to.
+        flops_per_token: FLOPs of one token, forward and backward (see `measure`); None without attention heads.
     """
 
     parameters: int
@@ -35,7 +35,7 @@ class ModelSize:
         """Active parameters without input embedding and output head.
 
         Args:
-            tied: the head is the input embedding.
+            tied: whether the head is the input embedding.
         """
         return self.active - (self.embedding if tied else 2 * self.embedding)
 

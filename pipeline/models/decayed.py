@@ -1,11 +1,11 @@
-"""Which parameters an optimizer decays."""
+"""Selects the parameters that an optimizer decays."""
 
 from __future__ import annotations
 
 from torch import nn
 
 _STATE_SPACE = ("A_log", "D")
-"""Not decayed in Mamba (Gu and Dao 2023, `mamba_simple.py`); some families of transformers have them without a mark."""
+"""Parameters that Mamba does not decay (Gu and Dao 2023, `mamba_simple.py`); not all of transformers marks them."""
 
 
 def is_decayed(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:

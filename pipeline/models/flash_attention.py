@@ -1,7 +1,7 @@
-"""FlashAttention by transformers' own integration: which package and which GPU a version needs.
+"""FlashAttention by transformers' own integration: the package and the GPU that a version needs.
 
 transformers takes the installed package of a version, else the kernel that the package `kernels` finds in the Hub's
-cache or fetches from the Hub. Neither is on by default: `models.attention` is what a run has otherwise.
+cache or fetches from the Hub. Neither is on by default: a run uses `models.attention` otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Blackwell. The oldest are those of transformers' compatibility table."""
 
 
 def install_remedy(attention: str) -> str | None:
-    """What to do where transformers cannot load a version; None for what is no FlashAttention."""
+    """The remedy where transformers cannot load a version of FlashAttention; None for other attention."""
     if attention not in _PACKAGES:
         return None
     package = _PACKAGES[attention]
@@ -50,7 +50,7 @@ def check_flash_attention(attention: str, device: torch.device) -> None:
 
 
 def unfit(attention: str, found: tuple[int, int], name: str) -> str | None:
-    """Why a GPU has no kernel of a version; None where it has."""
+    """The reason why a GPU has no kernel of a version; None where it has one."""
     oldest, newest = _OLDEST[attention], _NEWEST_MAJOR.get(attention)
     if found >= oldest and (newest is None or found[0] <= newest):
         return None

@@ -66,15 +66,16 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
 
 
 def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> PretrainedConfig:
-    """The config.json of a Hugging Face folder on disk.
+    """Reads the config.json of a Hugging Face folder.
 
     Args:
-        folder: its path.
-        dequantized: the weights are dequantized as they are read, whatever their scheme.
+        folder: path or URL of the folder.
+        dequantized: whether the weights are dequantized as they are read, whatever their scheme.
 
     Raises:
-        DataError: see `read_config` of model_folder.py; or its weights are quantized (except fp8).
-        ConfigError: see `check_padding_id`.
+        DataError: the folder is no model that transformers loads without its code, config.json contradicts itself, or
+            the weights are quantized (except fp8).
+        ConfigError: the padding id is beyond the vocabulary.
     """
     folder = local_folder(folder)
     read_config(folder)
@@ -90,7 +91,7 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
 
 
 def _text_part(config: PretrainedConfig) -> PretrainedConfig:
-    """The decoder of a model of several modalities, where that computes what the whole does for text."""
+    """The decoder's config of a multimodal model, where the decoder computes the same for text as the whole model."""
     if config.model_type not in TEXT_ALONE:
         return config
     text = config.get_text_config(decoder=True)
@@ -171,8 +172,8 @@ def _refuse_several_modalities(config: PretrainedConfig, *, folder: bool) -> Non
     """Refuses a model of texts and images or sounds: only its language model would get gradients.
 
     Args:
-        config: of the model.
-        folder: whether it is that of `model.path`, whose weights another architecture would not have.
+        config: config of the model.
+        folder: whether the config is that of `model.path`, whose weights fit no other architecture.
 
     Raises:
         ConfigError: names the `model_type` of its language model.
@@ -227,7 +228,7 @@ def optional_keys(kind: str) -> set[str]:
 
 
 def one_line(error: Exception) -> str:
-    """A library's exception in one line; of its cause if it has one, since transformers puts the reason there."""
+    """A library's exception, or its cause if it has one, in one line: transformers puts the reason into the cause."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:300] or repr(cause)
 

@@ -1,11 +1,11 @@
-"""The hidden matrices of a Hugging Face model: which parameters are matrices within a layer, and what they consist of.
+"""The hidden matrices of a Hugging Face model: parameters that are matrices within a layer, and their layouts.
 
 Optimizers that treat a matrix as one thing (Muon) ask here. Hidden matrices are the weights of linear layers within the
 decoder layers, and stacked experts [E, m, n], which are E matrices. Not among them: embeddings, the head, norms,
 biases, routers, convolution kernels, decay rates of state-space layers, other tensors that are no weights of a linear
 layer, and matrices with one row or one column.
 
-A tensor in which a family keeps several projections (q, k and v; gate and up) is several matrices. Where they lie is
+A tensor in which a family keeps several projections (q, k and v; gate and up) is several matrices. Their layout is
 known by the name of the projection and the widths of the config; a fused tensor that is not in the table counts as one.
 """
 
@@ -27,17 +27,17 @@ from pipeline.models.routers import find_routers
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """What matrices a parameter consists of.
+    """The matrices that a parameter consists of.
 
     Its rows (outputs) are `groups` times the same sequence of parts; the i-th part of every group together is the i-th
     matrix. So q, k and v one below the other are one group of three parts, and those of GPT-NeoX, which alternate from
     head to head, are as many groups as heads.
 
     Attributes:
-        shape: of the parameter, [m, n], or [E, m, n] of stacked experts.
-        transposed: stored as [inputs, outputs].
+        shape: shape of the parameter, [m, n], or [E, m, n] of stacked experts.
+        transposed: whether the parameter is stored as [inputs, outputs].
         parts: rows of each part of a group.
-        groups: of rows.
+        groups: number of groups of rows.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class MatrixForm:
 
     @property
     def stacked(self) -> int:
-        """Experts, or 1."""
+        """Number of stacked experts; 1 without them."""
         return math.prod(self.shape[:-2])
 
     def split(self, stored: Tensor) -> list[Tensor]:
@@ -74,7 +74,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, MatrixForm]:
     """The hidden matrices of a model by parameter name, in its order.
 
     Args:
-        model: whole, on any device: a sharded parameter no longer has its full shape.
+        model: a whole model, on any device: a sharded parameter no longer has its full shape.
     """
     layers = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer))
     routers = {router.name for router in find_routers(model)}
@@ -127,7 +127,7 @@ Layout = tuple[int, tuple[int, ...]]
 
 
 def _fused(projection: str, config: Any, *, outputs: int) -> Layout:
-    """Where the matrices of a projection lie; one matrix where that is not known, or its widths do not fit."""
+    """The layout of a projection's matrices; one matrix where it is not known, or its widths do not fit."""
     for pattern, rule in _RULES:
         if re.fullmatch(pattern, f"{config.model_type}:{projection}"):
             groups, parts = rule(config, outputs)

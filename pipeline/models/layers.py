@@ -43,16 +43,16 @@ _NUMBERS = ("mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_id
 _FIRST = ("first_k_dense_replace", "num_dense_layers")
 """Keys with the number of first layers that have no experts."""
 _TOTAL = "num_blocks"
-"""The number of layers under another name, of a config that has it beside num_hidden_layers (xLSTM)."""
+"""Another name of the number of layers, which a config has beside num_hidden_layers (xLSTM)."""
 
 
 def of_kept_layers(fields: dict[str, Any], layers: Sequence[int], *, total: int) -> dict[str, Any]:
-    """What a config says of single layers, for the layers that are kept: the keys that change.
+    """The keys of a config that name or list single layers, with their new values for the layers that are kept.
 
     Lists with one entry per layer (layer_types, no_rope_layers), lists of their numbers (mlp_only_layers), the number
     of first layers (first_k_dense_replace), the first and last of a range (moe_layer_start_index), a period
-    (decoder_sparse_step, whose layers become a list of numbers). What else depends on the position of a layer is found
-    by `check_kept_layers`.
+    (decoder_sparse_step, whose layers become a list of numbers). Anything else that depends on the position of a layer
+    is found by `check_kept_layers`.
     """
     new: dict[str, Any] = {}
     for key, value in fields.items():
@@ -92,13 +92,13 @@ def global_value(config: PretrainedConfig, key: str) -> Any:
 
 
 def attention_widths(config: PretrainedConfig) -> list[int]:
-    """Heads x head size of every layer; zeros of a model without attention heads."""
+    """Heads x head size of every layer; zeros for a model without attention heads."""
     layers: Any = config.per_layer_config if differ(config) else [config] * config.num_hidden_layers
     return [_attention_width(layer) for layer in layers]
 
 
 def _attention_width(config: Any) -> int:
-    """Of multi-head latent attention, whose values are narrower than its queries, the mean of the two."""
+    """Heads x head size; in multi-head latent attention, the mean of the widths of queries and (narrower) values."""
     heads = getattr(config, "num_attention_heads", None)
     if heads and getattr(config, "kv_lora_rank", None):
         return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2)
@@ -109,7 +109,7 @@ def original_name(layers: Sequence[int] | None) -> Callable[[str], str]:
     """A function from a parameter's name in the model with `layers` kept to its name in the original one.
 
     Raises:
-        ConfigError: by the function, of a model that has more layers: its config counts them in a way of its own.
+        ConfigError: raised by the function for a model with more layers, whose config counts them in another way.
     """
 
     def rename(name: str) -> str:

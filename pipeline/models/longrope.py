@@ -1,4 +1,4 @@
-"""Longrope of a sequence that is seen in parts: which of its two sets of factors applies follows from the whole length.
+"""Longrope of a sequence that is seen in parts: the whole length decides which of its two sets of factors applies.
 
 transformers takes the long factors where the longest position of a forward pass passes
 `original_max_position_embeddings` (`modeling_rope_utils.dynamic_rope_update`; PhiMoE's scale of cosines likewise). A
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 @dataclass
 class SequenceLengths:
-    """The lengths of the sequences of the coming forward pass: of all, or int64 [B, T] of the one of each position."""
+    """Sequence lengths of the coming forward pass: one for all, or int64 [B, T], one for each position."""
 
     value: int | Tensor = 0
 
@@ -56,13 +56,13 @@ def sequence_lengths(documents: Tensor, chunks: Sequence[range]) -> Tensor:
 
 
 def lengths_so_far(positions: Tensor, documents: Tensor | None) -> Tensor:
-    """As `sequence_lengths`, of sequences that are being continued: up to the last of the new positions.
+    """Length of the document of every new token, int64 [B, T], up to the last new one: sequences are being continued.
 
     Padding, which repeats the last position, does not lengthen them.
 
     Args:
-        positions: int64 [B, T], of the new tokens in their documents.
-        documents: [B, S], of all tokens so far; None for one document.
+        positions: int64 [B, T], positions of the new tokens in their documents.
+        documents: [B, S], document index of all tokens so far; None for one document.
     """
     if documents is None:
         return (positions.amax(1, keepdim=True) + 1).expand_as(positions)
@@ -72,7 +72,7 @@ def lengths_so_far(positions: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def _thresholds(module: nn.Module) -> dict[str | None, int]:
-    """Layer type (None for all) -> longest sequence with the short factors; empty for what is no longrope."""
+    """Layer type (None for all) -> longest sequence with the short factors; empty for modules without longrope."""
     kinds = getattr(module, "rope_type", None)
     by_type = kinds if isinstance(kinds, dict) else {None: kinds}
     parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", None)

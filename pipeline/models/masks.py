@@ -2,7 +2,7 @@
 
 They are made once per forward pass, before the layers, so that a layer changes nothing and can be compiled. On a GPU a
 mask is a table of blocks for FlexAttention, of (S / 128)^2 entries, computed from the first and last document of every
-block; blocks that nobody attends to are skipped. Elsewhere it is a tensor of S x S numbers per sample (128 MiB at
+block; blocks that no query attends to are skipped. Elsewhere it is a tensor of S x S numbers per sample (128 MiB at
 S = 8192 in bf16), since FlexAttention has no backward pass on a CPU.
 
 A rank of ring attention needs masks of a part of the queries and a part of the keys: `make_part_mask`.
@@ -28,14 +28,14 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The causal mask, and what it is combined with.
+    """The causal mask, alone or combined with a document mask and a sliding window.
 
     Attributes:
         additive: [B or 1, 1, Q, K] of the query's dtype: 0 where a query (row) attends to a key (column), else minus
             infinity. An additive mask, not a boolean one, which the kernels of scaled dot product attention would
             convert to an additive one in every layer.
-        blocks: the same for FlexAttention. Both are None for the causal mask alone.
-        causal: without them, whether it is the causal mask; else every query attends to every key.
+        blocks: the same mask for FlexAttention. `additive` and `blocks` are both None for the causal mask alone.
+        causal: whether a mask without either is the causal mask; if not, every query attends to every key.
     """
 
     additive: Tensor | None = None
@@ -68,9 +68,9 @@ def make_mask(
         window: positions that a query attends to, itself included; None for all. One not smaller than the sequence has
             no effect.
         length: S.
-        dtype: of the queries.
-        device: of the mask.
-        blocks: for FlexAttention; on a GPU when None.
+        dtype: dtype of the queries.
+        device: device of the mask.
+        blocks: whether to make blocks for FlexAttention; on a GPU when None.
     """
     if window is not None and window >= length:
         window = None
@@ -97,12 +97,12 @@ def make_decoding_mask(
     Never for FlexAttention, which would be compiled anew for every length. The host waits for nothing.
 
     Args:
-        documents: [B, length]; see `make_mask`.
-        window: see `make_mask`.
-        first: of the positions that have queries.
+        documents: [B, length], document index of every position; None for one document.
+        window: positions that a query attends to, itself included; None for all.
+        first: first position that has a query.
         length: positions that have keys; the last ones have queries, too.
-        dtype: of the queries.
-        device: of the mask.
+        dtype: dtype of the queries.
+        device: device of the mask.
     """
     narrow = window is not None and window < length
     if documents is None and not narrow and (first == 0 or first == length - 1):
@@ -124,13 +124,13 @@ def make_part_mask(
     """The mask of some queries and some keys of a sequence, for a rank of ring attention.
 
     Args:
-        documents: [B, S]; see `make_mask`.
-        window: see `make_mask`.
-        queries: their positions, as chunks of the sequence in ascending order.
-        keys: likewise.
-        dtype: of the queries.
-        device: of the mask.
-        blocks: for FlexAttention; on a GPU when None.
+        documents: [B, S], document index of every position; None for one document.
+        window: positions that a query attends to, itself included; None for all.
+        queries: positions of the queries, as chunks of the sequence in ascending order.
+        keys: positions of the keys, likewise.
+        dtype: dtype of the queries.
+        device: device of the mask.
+        blocks: whether to make blocks for FlexAttention; on a GPU when None.
 
     Returns:
         None where no query attends to any key. The window alone decides on a GPU, where reading the documents' numbers
@@ -172,8 +172,8 @@ def _block_mask(documents: Tensor | None, window: int | None, queries: Tensor, k
     and both blocks are of one document. Nothing of size Q x K is made.
 
     Args:
-        documents: [B, S].
-        window: see `make_mask`.
+        documents: [B, S], document index of every position; None for one document.
+        window: positions that a query attends to, itself included; None for all.
         queries: positions [Q], ascending.
         keys: positions [K], ascending.
     """
@@ -212,7 +212,7 @@ def _block_range(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are chosen for every block of queries, and their numbers, first; int32."""
+    """Counts the chosen blocks of keys for every block of queries, and lists their numbers first; int32."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

@@ -28,13 +28,13 @@ def give_padding_id(config: PretrainedConfig, end_of_text: int | None) -> None:
 
 
 def check_padding_id(config: PretrainedConfig, *, field: str) -> None:
-    """Takes a negative padding id for none, as Llama's old folders mean it; changed in place.
+    """Replaces a negative padding id, which means none in Llama's old folders, by None; changed in place.
 
     torch counts it from the end: the last token's embedding would never get a gradient.
 
     Args:
-        config: of the model.
-        field: what names the id in an error.
+        config: config of the model.
+        field: name of the id in an error.
 
     Raises:
         ConfigError: the id is beyond the vocabulary, so that the embedding has no row for it.
@@ -88,7 +88,7 @@ def _before(model: nn.Module, positions: Any) -> int:
 
 
 def _padded_positions(model: nn.Module) -> list[Any]:
-    """Embeddings of positions of which one is that of padding."""
+    """Position embeddings with a row for padding."""
     return [
         module
         for name, module in model.named_modules()

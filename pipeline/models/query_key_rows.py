@@ -1,11 +1,11 @@
-"""Which outputs of which projections become the queries and keys of each head of a Hugging Face model.
+"""The outputs of projections that become the queries and keys of each head of a Hugging Face model.
 
 To multiply the attention logits of a head by a factor, the weights that make its queries and its keys are multiplied by
 powers of it that sum to 1 (QK-Clip: Kimi Team 2025, Kimi K2, arXiv:2507.20534, section 2.1):
 
 - separate or fused projections (q_proj and k_proj, qkv_proj, c_attn, ...): the square root for both;
-- latent attention (DeepSeek-V3): the square root for what has no rotary position, in queries (q_proj or q_b_proj) and
-  keys (kv_b_proj); the factor itself for the rotated part of the queries, whose keys all heads share.
+- latent attention (DeepSeek-V3): the square root for the part without rotary position, in queries (q_proj or q_b_proj)
+  and keys (kv_b_proj); the factor itself for the rotated part of the queries, whose keys all heads share.
 
 Query heads that share a key head have one factor, so that the key can have its root: as Megatron-LM does
 (`Attention.clip_qk`, which takes the largest logit of the group). So heads are numbered by key heads here.
@@ -39,10 +39,10 @@ class HeadRows:
     """The outputs of a projection that become queries or keys: of its weight, or of its bias.
 
     Attributes:
-        shape: of the parameter.
-        dim: that has the outputs.
-        heads: int64 [R], the key head of every output; 0 where it is none.
-        powers: fp32 [R], of the key head's factor, by which the output is multiplied; 0 where it stays.
+        shape: shape of the parameter.
+        dim: dim of the parameter that has the outputs.
+        heads: int64 [R], the key head of every output; 0 where it has none.
+        powers: fp32 [R], power of the key head's factor that the output is multiplied by; 0 where it stays.
     """
 
     shape: tuple[int, ...]
@@ -61,8 +61,8 @@ class AttentionHeads:
     """An attention module.
 
     Attributes:
-        name: of the module.
-        key_heads: K.
+        name: name of the module.
+        key_heads: number of key heads, K.
         rows: name of each parameter -> its outputs.
     """
 
@@ -75,7 +75,7 @@ def attention_heads(model: nn.Module) -> list[AttentionHeads]:
     """The attention modules of a model whose projections are known, in its order.
 
     Args:
-        model: whole, on any device: a sharded parameter no longer has its full shape.
+        model: a whole model, on any device: a sharded parameter no longer has its full shape.
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     names, forms = {id(parameter): name for name, parameter in model.named_parameters()}, hidden_matrices(model)

@@ -1,4 +1,4 @@
-"""Rounding to what a quantization stores: signed integers or e4m3, times a scale."""
+"""Rounding to the numbers that a quantization stores: signed integers or e4m3, times a scale."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Router:
     """A router of a model.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         module: the router.
         logits: index of the logits in its output.
         experts: number of experts, E.
@@ -47,12 +47,12 @@ class Router:
 
 @dataclass(frozen=True)
 class Routed:
-    """What a router returned for N tokens.
+    """The output of a router for N tokens.
 
     Attributes:
         logits: [N, E].
-        weights: of the chosen experts, [N, K].
-        indices: of the chosen experts, int64 [N, K].
+        weights: [N, K], weights of the chosen experts.
+        indices: int64 [N, K], indices of the chosen experts.
         weights_at: index of the weights in the output.
     """
 
@@ -63,7 +63,7 @@ class Routed:
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """The routers of a model, in its order. None of a dense model, nor where transformers does not name the routers."""
+    """The routers of a model, in its order; [] for a dense model, or where transformers does not name the routers."""
     recorded = list(_recorders(model))
     modules = dict(model.named_modules())
     return [
@@ -75,7 +75,7 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def routed(output: Any, logits_at: int) -> Routed | None:
-    """Reads a router's output; None where it is not of the form that is described above."""
+    """Reads a router's output; None where it is not the tuple that the module's docstring describes."""
     if not isinstance(output, tuple) or logits_at >= len(output):
         return None
     logits = output[logits_at]

@@ -26,7 +26,8 @@ def sdpa_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:
 
     From Hopper (9.0) on cuDNN is first: its kernels use the tensor cores' asynchronous instructions and the tensor
     memory accelerator, while torch's FlashAttention is version 2, written for Ampere. Before Hopper FlashAttention is.
-    What neither takes (fp32) goes to the memory-efficient kernel, and only what no kernel takes to plain products.
+    Inputs that neither takes (fp32) go to the memory-efficient kernel, and those that no kernel takes to plain
+    products.
     """
     flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
     if capability >= _HOPPER:
@@ -35,13 +36,13 @@ def sdpa_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:
 
 
 def describe_order(order: tuple[SDPBackend, ...]) -> str:
-    """The order, for people."""
+    """The names of kernels in their order, as text."""
     return ", ".join(_TITLES[backend] for backend in order)
 
 
 @contextmanager
 def ordered_sdpa(device: torch.device) -> Iterator[str | None]:
-    """Sets the order for the process; within, it is that of `sdpa_order`. On a GPU, gives a line for people."""
+    """Sets the order of `sdpa_order` for the process within a block; on a GPU, yields a line that reports it."""
     if device.type != "cuda":
         yield None
         return

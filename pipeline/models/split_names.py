@@ -32,11 +32,11 @@ SENTENCEPIECE = "default"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What llama.cpp makes of a tokenizer.
+    """The pre-tokenizer of llama.cpp that fits a tokenizer, if it has one.
 
     Attributes:
         name: llama.cpp's name of the pre-tokenizer; None where it has none that gives the same ids.
-        why: why it has none.
+        why: reason why it has none; None where it has one.
     """
 
     name: str | None
@@ -44,7 +44,7 @@ class Conversion:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The result in one line, for the user."""
         if self.name is None:
             return f"transformers and vLLM take it, llama.cpp does not: {self.why}"
         kind = "sentencepiece BPE" if self.name == SENTENCEPIECE else f"pre-tokenizer {self.name}"
@@ -52,7 +52,7 @@ class Conversion:
 
 
 def conversion(folder: Path) -> Conversion:
-    """Whether GGUF files can hold the tokenizer of a folder."""
+    """Checks whether GGUF files can hold the tokenizer of a folder."""
     try:
         return Conversion(pre_tokenizer(folder), None)
     except ConfigError as error:
@@ -63,7 +63,7 @@ def pre_tokenizer(folder: Path) -> str:
     """llama.cpp's name for the pre-tokenizer of a folder.
 
     Args:
-        folder: with tokenizer.json; with tokenizer.model, too, where sentencepiece made it.
+        folder: folder with tokenizer.json, and with tokenizer.model where sentencepiece made it.
 
     Raises:
         ConfigError: llama.cpp has none that gives the same ids, or the folder has no tokenizer.json.
@@ -82,7 +82,7 @@ def split_name(tokenizer: Mapping[str, Any]) -> str:
     """llama.cpp's name for the split pattern of a byte-level BPE tokenizer.json.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: llama.cpp has none.
     """
     if (tokenizer.get("model") or {}).get("type") != "BPE":
         raise refused("it is no BPE tokenizer: llama.cpp segments unigram models otherwise, so that ids would differ")
@@ -112,7 +112,7 @@ def _refuse_other_bpe(model: Mapping[str, Any]) -> None:
 
 
 def _by_merges(tokenizer: Mapping[str, Any], name: str) -> str:
-    """`name`, of which llama.cpp finds words by merges alone.
+    """Returns `name`, with which llama.cpp finds words by merges alone.
 
     Raises:
         ConfigError: a word of the vocabulary comes before its merges, which give other ids.

@@ -30,7 +30,7 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """What `AutoTokenizer` makes of a folder; code in the folder is not executed, and nobody is asked whether to.
+    """Loads a folder's tokenizer with `AutoTokenizer`, neither executing code in the folder nor asking whether to.
 
     Raises:
         DataError: there is none that transformers loads by itself.

@@ -1,7 +1,7 @@
 """Experts as linear layers of their own, where transformers has the weights of all experts in one tensor.
 
-transformers 5 stacks experts, [E, 2 F, D] and [E, D, F]; model folders, and what serves them, have one matrix for each
-expert and projection. Only those can be calibrated, rounded and packed like every other linear layer.
+transformers 5 stacks experts, [E, 2 F, D] and [E, D, F]; model folders, and programs that serve them, have one matrix
+for each expert and projection. Only those can be calibrated, rounded and packed like every other linear layer.
 
 Shapes: E experts, N tokens, D model, F features of an expert, K experts of a token.
 """
@@ -22,8 +22,8 @@ class Expert(nn.Module):
     """down(act(gate(x)) * up(x)); the names of the three linear layers are those of model folders.
 
     Args:
-        names: of gate, up and down.
-        weights: [F, D], [F, D], [D, F].
+        names: names of the linear layers gate, up and down.
+        weights: weights of gate, up and down: [F, D], [F, D], [D, F].
         act: the activation.
     """
 
@@ -43,7 +43,7 @@ class Expert(nn.Module):
 
 
 class UnfusedExperts(nn.ModuleList):
-    """Takes the place of a module of experts."""
+    """Experts as modules of their own, in place of a module of stacked experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[N, D], indices [N, K], weights [N, K] -> [N, D]. An expert without tokens is run on none of them."""
@@ -59,7 +59,7 @@ def unfuse_experts(model: nn.Module) -> int:
     """Replaces every module of stacked experts, in place; no copy of the weights is made.
 
     Returns:
-        How many there were.
+        Number of modules that were replaced.
 
     Raises:
         DataError: stacked experts of a form that is not known (biases, transposed weights, other names).
@@ -79,8 +79,8 @@ def folder_names(model: nn.Module, names: list[str]) -> dict[str, str]:
     """Module -> its name in model folders, e.g. `mlp.experts.0.w1` -> `block_sparse_moe.experts.0.w1` in Mixtral.
 
     Args:
-        model: whose experts are unfused.
-        names: of modules with a weight.
+        model: model whose experts are unfused.
+        names: names of modules with a weight.
     """
     stored = {group.names[0]: group.key for group in groups_of_model(model, [f"{name}.weight" for name in names])}
     return {name: stored[f"{name}.weight"].removesuffix(".weight") for name in names}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def transformed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested structure with `change` applied to every tensor; other values stay as they are."""
+    """Applies `change` to every tensor of a nested structure; other values stay as they are."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):

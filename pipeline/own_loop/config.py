@@ -84,7 +84,7 @@ class LoopConfig(Section):
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How the samples of an optimizer step are divided over ranks and micro-batches.
+    """Division of an optimizer step's samples over ranks and micro-batches.
 
     Attributes:
         total: global batch size, in samples per optimizer step.
@@ -117,7 +117,7 @@ def load_loop_config(source: str | Path | Mapping[str, Any] | None) -> LoopConfi
         source: a JSON file, or its content; None reads `--config` and `--set` from the command line.
 
     Raises:
-        ConfigError: it cannot be read, or is invalid.
+        ConfigError: the config cannot be read, or is invalid.
     """
     overrides: list[str] = []
     if source is None:

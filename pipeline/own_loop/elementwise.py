@@ -1,4 +1,4 @@
-"""Whether a user's optimizer may be sharded: its update of an element must depend on no other element.
+"""Check that a user's optimizer may be sharded: its update of an element must depend on no other element.
 
 ZeRO updates flat pieces of all parameters joined together, FSDP2 rows of them. An optimizer that looks at a whole
 tensor (Adafactor's row and column means, Muon's orthogonalization, LAMB's norms) computes another update from a piece,
@@ -21,15 +21,15 @@ from pipeline.config.sections.optimizers import KINDS, UpdateScope
 
 _NAMES = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(getattr(torch.optim, name) for name in _NAMES)
-"""torch's, by their exact class, as ours by their modules: a class derived from one of them may do anything."""
+"""torch's element-wise optimizers by their exact class (ours: by module): a derived class may do anything."""
 _MODULES = frozenset(kind.module for kind in KINDS if kind.scope is UpdateScope.ELEMENT)
 
 STEPS = 25
-"""Of a trial: more than the interval at which published optimizers refresh statistics of a tensor (10, 20)."""
+"""Steps of a trial, more than the interval at which published optimizers refresh a tensor's statistics (10, 20)."""
 
 TOLERANCE = 1e-4
-"""Of the largest update. Rounding differs by 1e-6 (vector kernels treat the last elements of a tensor apart);
-the update of Adafactor's pieces differs by 3.7."""
+"""Largest difference as a share of the largest update. Rounding differs by 1e-6 (vector kernels treat the last elements
+of a tensor apart); the update of Adafactor's pieces differs by 3.7."""
 
 _SHAPES = ((12, 8), (8,), (5, 3, 2))
 _CUTS = (50, 40, 44)
@@ -63,13 +63,13 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, engine: str, stage: i
     """Refuses an optimizer that a sharded layout would run on pieces of parameters, unless it is element-wise.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         engine: deepspeed or torch.
         stage: ZeRO stage that runs: at 0 the optimizer sees whole parameters, at all others pieces.
         half: bf16 or fp16, where engine deepspeed runs stage 0 as 1.
 
     Raises:
-        ConfigError: it is not element-wise.
+        ConfigError: the optimizer is not element-wise.
     """
     reason = None if stage == 0 else why_not_elementwise(optimizer)
     if reason is not None:
@@ -85,7 +85,7 @@ def largest_difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) 
     """Largest difference between updates of whole parameters and of pieces, as a share of the largest update.
 
     Args:
-        optimizer: an optimizer of its class is tried, in fp32 on the CPU.
+        optimizer: the optimizer, of whose class another one is tried, in fp32 on the CPU.
         group: the parameter group whose options are used, at a learning rate of 0.01.
 
     Returns:

@@ -43,12 +43,12 @@ class Parts:
 
     Attributes:
         config: the checked config.
-        model: the user's, on this rank's device.
-        optimizer: the user's, or that of the config.
+        model: the user's model, on this rank's device.
+        optimizer: the user's optimizer, or the config's.
         scheduler: the user's torch scheduler, or None.
-        schedule: the config's, or None.
-        share: how a global batch is divided over ranks.
-        device: of this rank.
+        schedule: the config's learning-rate schedule, or None.
+        share: division of a global batch over ranks.
+        device: this rank's device.
     """
 
     config: LoopConfig
@@ -68,7 +68,7 @@ class LoopEngine(ABC):
     Attributes:
         module: the user's model.
         rank, world_size, is_main: this process among all; `is_main` on rank 0.
-        device: of this rank.
+        device: this rank's device.
         steps: optimizer steps so far.
         accumulation: micro-batches per optimizer step (`gradient_accumulation_steps`).
         grad_norm: L2 norm of the last step's gradient of all parameters, before clipping.
@@ -84,7 +84,7 @@ class LoopEngine(ABC):
         self._peaks = [float(group["lr"]) for group in parts.optimizer.param_groups]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass, in the config's precision. Half-precision outputs are cast to fp32."""
+        """Runs the model's forward pass in the config's precision. Half-precision outputs are cast to fp32."""
         return in_dtype(self._forward(*args, **kwargs), torch.float32)
 
     def __getattr__(self, name: str) -> Any:
@@ -93,16 +93,16 @@ class LoopEngine(ABC):
         )
 
     def train(self, mode: bool = True) -> LoopEngine:
-        """As `nn.Module.train`."""
+        """Sets training mode, as `nn.Module.train`."""
         self._root().train(mode)
         return self
 
     def eval(self) -> LoopEngine:
-        """As `nn.Module.eval`."""
+        """Sets evaluation mode, as `nn.Module.eval`."""
         return self.train(False)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Backward pass of a micro-batch: accumulates its gradient.
+        """Runs the backward pass of a micro-batch: accumulates its gradient.
 
         Args:
             loss: scalar, the mean over this rank's micro-batch.
@@ -130,7 +130,7 @@ class LoopEngine(ABC):
         return mean / self.world_size
 
     def step(self) -> bool:
-        """Call after every `backward`; updates the weights after every `gradient_accumulation_steps` of them.
+        """Updates the weights after every `gradient_accumulation_steps` calls. Call it after every `backward`.
 
         Returns:
             Whether this call completed an optimizer step.
@@ -174,7 +174,7 @@ class LoopEngine(ABC):
             self._unsynced -= 1
 
     def gather_for_metrics(self, values: Any) -> Any:
-        """Predictions or labels of the micro-batches of all ranks, in the order of samples. Collective.
+        """Gathers predictions or labels of the micro-batches of all ranks, in the order of samples. Collective.
 
         Micro-batches of one forward pass are consecutive samples over the ranks, and no sample is a copy for padding,
         so nothing has to be left out at the end of an epoch.
@@ -189,13 +189,13 @@ class LoopEngine(ABC):
         return gathered(values, device=self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The full weights and buffers under the user's names, on the CPU. Collective.
+        """Gathers the full weights and buffers under the user's names, on the CPU. Collective.
 
         Weights are the fp32 master weights, whatever the engine, ZeRO stage and precision. One parameter at a time is
         gathered, so that other ranks never hold more than one.
 
         Returns:
-            On rank 0 what `state_dict` of the plain model is; empty on other ranks.
+            On rank 0 the same as `state_dict` of the plain model; empty on other ranks.
         """
         return full_state_dict(self._state_entries(), self.module, device=self.device)
 
@@ -206,8 +206,8 @@ class LoopEngine(ABC):
         loaded with `safetensors.torch.load_model`.
 
         Args:
-            folder: must not exist yet.
-            dtype: of floating-point weights; buffers keep theirs.
+            folder: the model folder, which must not exist yet.
+            dtype: dtype of floating-point weights; buffers keep theirs.
 
         Raises:
             DataError: the folder exists.
@@ -217,11 +217,11 @@ class LoopEngine(ABC):
         return final
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """As `save_model`: the module's own `save_pretrained` would write this rank's shards."""
+        """Calls `save_model`: the module's own `save_pretrained` would write this rank's shards."""
         return self.save_model(folder)
 
     def print(self, *values: Any) -> None:
-        """As `print`, on rank 0 only."""
+        """Prints on rank 0 only."""
         if self.is_main:
             print(*values, flush=True)
 
@@ -231,7 +231,7 @@ class LoopEngine(ABC):
         It can be resumed on any number of ranks and by either engine.
 
         Args:
-            directory: checkpoints are written to its `checkpoints/step-N`.
+            directory: directory in which checkpoints are written to `checkpoints/step-N`.
             keep: number of newest checkpoints to keep.
         """
         store = CheckpointStore(Path(directory), keep=keep)
@@ -255,7 +255,7 @@ class LoopEngine(ABC):
             The optimizer step of the checkpoint, 0 without one.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or damaged.
+            CheckpointError: the checkpoint is of another model or optimizer, or damaged.
         """
         newest = CheckpointStore(Path(directory), keep=2).newest_intact(self.print)
         if newest is None:
@@ -303,7 +303,7 @@ class LoopEngine(ABC):
 
     @abstractmethod
     def _after_load(self) -> None:
-        """Called after weights were loaded: updates whatever is derived from them."""
+        """Updates whatever is derived from the weights; called after they were loaded."""
 
     @abstractmethod
     def _loss_scale(self) -> list[float]: ...
@@ -317,14 +317,14 @@ class PreparedOptimizer:
 
     Args:
         engine: the engine.
-        optimizer: the user's; other attributes are looked up there.
+        optimizer: the user's optimizer; other attributes are looked up there.
     """
 
     def __init__(self, engine: LoopEngine, optimizer: torch.optim.Optimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
 
     def step(self) -> None:
-        """As `engine.step()`."""
+        """Calls `engine.step()`."""
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -12,11 +12,11 @@ from pipeline.own_loop.batches import transformed
 
 
 def gathered(values: Any, *, device: torch.device) -> Any:
-    """The tensors of all ranks, joined along dim 0 in the order of ranks. Collective.
+    """Joins the tensors of all ranks along dim 0, in the order of ranks. Collective.
 
     Args:
         values: nested dicts, lists and tuples of tensors [B, ...], the same structure on all ranks; B may differ.
-        device: of this rank.
+        device: this rank's device.
     """
     return transformed(values, lambda tensor: _gathered(tensor.detach().to(device)))
 

@@ -32,12 +32,12 @@ def batch_size_of(loader: Any) -> int | None:
 def distribute(
     loader: Iterable[Any], share: BatchShare, *, device: torch.device, say: Callable[[str], None]
 ) -> SharedLoader:
-    """A loader of this rank's micro-batches, on its device.
+    """Makes a loader of this rank's micro-batches, on its device.
 
     Args:
         loader: a torch DataLoader, or any iterable of batches that is the same on all ranks.
-        share: how a global batch is divided over ranks.
-        device: of this rank.
+        share: division of a global batch over ranks.
+        device: this rank's device.
         say: prints a warning about dropped samples.
 
     Raises:
@@ -55,8 +55,8 @@ class SharedLoader:
 
     Args:
         batches: this rank's micro-batches, or batches that are the same on all ranks.
-        share: how a global batch is divided over ranks.
-        device: device of this rank.
+        share: division of a global batch over ranks.
+        device: this rank's device.
         say: prints a warning about dropped samples.
         skipped: micro-batches of this rank that are read and left out at the beginning of an epoch.
     """
@@ -79,7 +79,7 @@ class SharedLoader:
         return sampler if isinstance(sampler, _RankSampler) else None
 
     def skip_first_batches(self, batches: int) -> SharedLoader:
-        """A loader of the same epoch from a later micro-batch on, to go on within an epoch after `engine.load`.
+        """Returns a loader of the same epoch from a later micro-batch on, to go on after `engine.load`.
 
         The order of samples is that of the full epoch. A DataLoader over a dataset with a length reads none of the
         skipped samples, its sampler draws their indices only; other iterables are read up to there.
@@ -89,7 +89,7 @@ class SharedLoader:
                 `gradient_accumulation_steps`, since samples are consumed by whole optimizer steps.
 
         Raises:
-            DataError: it is no such multiple, or more than the epoch has.
+            DataError: the number is no such multiple, or more than the epoch has.
         """
         each = self._share.accumulation
         if batches < 0 or batches % each:
@@ -115,7 +115,7 @@ class SharedLoader:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch."""
+        """Iterates over one epoch."""
         own = self._batches if self._sampler is not None else self._split(self._share)
         for batch in islice(own, self._skipped, None):
             yield moved(batch, self._device)
@@ -154,7 +154,7 @@ class _RankSampler(Sampler[list[Any]]):
         self._sampler, self._share, self._updates, self._first = sampler, share, updates, first
 
     def after(self, updates: int) -> _RankSampler:
-        """The same epoch without its first optimizer steps."""
+        """Returns the sampler of the same epoch without its first optimizer steps."""
         return _RankSampler(self._sampler, self._share, self._updates - updates, first=self._first + updates)
 
     def __len__(self) -> int:

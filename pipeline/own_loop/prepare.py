@@ -45,7 +45,7 @@ def prepare(
 
     Args:
         model: any module, with its weights; those of rank 0 are broadcast.
-        optimizer: over the model's parameters; the config's if None.
+        optimizer: a torch optimizer of the model's parameters; the config's if None.
         loader: a torch DataLoader, or an iterable of batches that is the same on every rank.
         config: a JSON file or its content; from the command line (`--config FILE --set KEY=VALUE`) if None.
         scheduler: a torch scheduler of the optimizer, stepped by the engine once per optimizer step, if any.

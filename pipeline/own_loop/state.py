@@ -29,8 +29,8 @@ class StateEntry:
     """This rank's part of one parameter and of its optimizer state.
 
     Attributes:
-        name: of the parameter in the user's model.
-        shape: of the full parameter.
+        name: name of the parameter in the user's model.
+        shape: shape of the full parameter.
         start: first flat index of the part.
         holder: fp32 tensor that the optimizer updates, which contains the part.
         at: first flat index of the part within this rank's `holder`.
@@ -110,7 +110,7 @@ def load_scalars(state_entries: Sequence[StateEntry], numbers: Mapping[str, Any]
 
 
 def check_optimizer(details: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raises CheckpointError if a checkpoint is of another type of optimizer, or not of a custom loop."""
+    """Raises CheckpointError if a checkpoint has another type of optimizer, or is not of a custom loop."""
     if "optimizer" not in details or "rates" not in details:
         raise CheckpointError("this is not a checkpoint of a custom training loop\n  try: another directory")
     stored, now = details["optimizer"], type(optimizer).__name__
@@ -126,7 +126,7 @@ def plain_numbers(scheduler: Any) -> Any:
     """The state of a torch scheduler as plain JSON, or None without one.
 
     Raises:
-        CheckpointError: it is not representable in JSON.
+        CheckpointError: the state is not representable in JSON.
     """
     if scheduler is None:
         return None

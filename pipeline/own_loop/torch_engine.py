@@ -86,7 +86,7 @@ class TorchLoop(LoopEngine):
         return [_entry(name, p, state[p]) for name, p in self.module.named_parameters()]
 
     def _after_load(self) -> None:
-        """Nothing to do: the loaded fp32 weights are the model's own."""
+        """Does nothing: the loaded fp32 weights are the model's own."""
 
     def _loss_scale(self) -> list[float]:
         numbers: list[float] = self._scale.to_tensor().tolist()

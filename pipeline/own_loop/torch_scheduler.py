@@ -10,7 +10,7 @@ import torch
 from headrace.base.errors import ConfigError, TrainingError
 
 _OWN = "_headrace_scheduler"
-"""Attribute of the class that a scheduler gets: its class before."""
+"""Attribute of a scheduler's new class that holds its former class."""
 
 
 def take_over(scheduler: Any) -> None:
@@ -40,7 +40,7 @@ def take_over(scheduler: Any) -> None:
 
 
 def step_taken_over(scheduler: Any) -> None:
-    """The step of a scheduler after `take_over`."""
+    """Makes the step of a scheduler after `take_over`."""
     getattr(type(scheduler), _OWN).step(scheduler)
 
 
@@ -51,10 +51,10 @@ def refuse_second_schedule(kind: str, optimizer: torch.optim.Optimizer) -> None:
 
     Args:
         kind: the config's `scheduler.type`.
-        optimizer: the user's.
+        optimizer: the user's optimizer.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a scheduler.
     """
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         why = "a torch scheduler was made for the optimizer, and both would set its learning rate"

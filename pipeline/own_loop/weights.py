@@ -22,12 +22,12 @@ from pipeline.own_loop.state import StateEntry
 def full_state_dict(
     state_entries: Sequence[StateEntry], module: nn.Module, *, device: torch.device
 ) -> dict[str, Tensor]:
-    """Full weights and buffers on the CPU of rank 0, empty elsewhere; in `module.state_dict()`'s order. Collective.
+    """Gathers full weights and buffers on rank 0's CPU (empty elsewhere), in the order of the module. Collective.
 
     Args:
         state_entries: this rank's part of every parameter, in the same order on all ranks.
         module: the user's model; of its own weights only names are used.
-        device: of this rank.
+        device: this rank's device.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     ranges: list[Any] = [[(entry.start, entry.length) for entry in state_entries]] * ranks
@@ -68,7 +68,7 @@ def write_model(
 
 
 def _full(entry: StateEntry, ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor | None:
-    """A parameter, from one rank for every range of it; on rank 0."""
+    """Gathers a parameter on rank 0, every range of it from one rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     first: dict[tuple[int, int], int] = {}
     for each, span in enumerate(ranges):
@@ -85,7 +85,7 @@ def _full(entry: StateEntry, ranges: Sequence[tuple[int, int]], device: torch.de
 
 
 def _renamed(found: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Under all names of tied parameters, with the buffers, in the module's order."""
+    """Lists weights under all names of tied parameters, and the buffers, in the module's order."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     aliases = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
     state = module.state_dict()
@@ -107,9 +107,9 @@ def _sharing(cast: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[
 
 
 def _drop_old_ties(module: nn.Module) -> bool:
-    """Whether the code of a model lists its tied weights as transformers 4 did, where 5 fails; if so, without the list.
+    """Clears a model's list of tied weights as transformers 4 had it, where 5 fails; returns whether there was one.
 
-    Tied weights are written under each of their names then.
+    Tied weights are then written under each of their names.
     """
     listed: list[Any] = [m for m in module.modules() if isinstance(getattr(m, "_tied_weights_keys", None), list)]
     for each in listed:
@@ -125,7 +125,7 @@ def _once(cast: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
-    """transformers writes the dtype of the module, which may be bf16 beside fp32 master weights."""
+    """Corrects the dtype in config.json: transformers writes the module's, which may be bf16 beside fp32 masters."""
     if not config.exists():
         return
     fields = json.loads(config.read_text())

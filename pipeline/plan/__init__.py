@@ -1,1 +1,1 @@
-"""What a run needs and takes before it starts: `headrace plan`."""
+"""Predicts memory, time and cost of a run before it starts (`headrace plan`), and checks its config and layout."""

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
-    """What is printed of a config, of the options that `add_arguments` declares.
+    """Checks a config, and returns the entries to print under the options that `add_arguments` declares.
 
     Raises:
         ConfigError, DataError: the config cannot run.

@@ -1,4 +1,4 @@
-"""`headrace plan`: memory, time, money and what binds a run, before it starts; the layouts that would be better.
+"""`headrace plan`: predicts memory, time, cost and bottleneck of a run before it starts, and proposes better layouts.
 
 `--search` compares layouts, `--calibrate` measures the present machine.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MACHINE = "h100"
 MARGIN = 0.05
-"""Share of a device's memory that stays free in what is proposed: the error of the formulas."""
+"""Share of a device's memory that stays free in proposed layouts: the error of the formulas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans, searches or calibrates."""
+    """Plans a run, searches layouts, compares machines, calibrates or scores."""
     _check(arguments)
     if arguments.calibrate:
         from pipeline.plan.calibration.calibrate import calibrate_command  # noqa: PLC0415  imports torch
@@ -163,10 +163,10 @@ def _compare(planned: PlannedRun, arguments: argparse.Namespace) -> int:
 
 
 def _prices(text: str | None) -> dict[str, float]:
-    """`--price` by machine; a number without a name is that of all others.
+    """Reads `--price` by machine; a number without a name is the price of all others, under "".
 
     Raises:
-        ConfigError: it is not a positive number, or numbers by name.
+        ConfigError: the price is not a positive number, or numbers by name.
     """
     found: dict[str, float] = {}
     for part in [] if text is None else text.split(","):
@@ -211,7 +211,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_machines(arguments: argparse.Namespace) -> None:
-    """Refuses what does not go with several machines, or with one, and makes `--price` a number of one."""
+    """Refuses options that do not go with several machines, or with one; for one, turns `--price` into a number."""
     several, prices = _several(arguments), _prices(arguments.price)
     if not several:
         if set(prices) - {""}:

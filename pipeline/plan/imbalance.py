@@ -11,7 +11,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 
 
 def add_imbalance_argument(parser: argparse.ArgumentParser) -> None:
-    """The option."""
+    """Declares the option `--imbalance`."""
     parser.add_argument(
         "--imbalance",
         type=float,
@@ -22,10 +22,10 @@ def add_imbalance_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def with_imbalance(run: ResolvedRun, imbalance: float | None) -> ResolvedRun:
-    """The run with a given imbalance; as it is without one.
+    """The run with a given imbalance; unchanged where it is None.
 
     Raises:
-        ConfigError: no imbalance is below 1, or the run has no expert parallelism.
+        ConfigError: the imbalance is below 1 or not finite, or the run has no expert parallelism.
     """
     if imbalance is None:
         return run

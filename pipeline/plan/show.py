@@ -24,18 +24,18 @@ from pipeline.runtime.machines.machine import Machine
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown.
+    """A plan, and all that is shown with it.
 
     Attributes:
         planned: the run.
-        plan: its plan.
+        plan: plan of the run.
         best: tokens/s at the efficiency of the best published runs of other engines; None where none is known.
-        change: that would help most; None without.
-        price: of a GPU-hour, in any currency; None where it was not given.
-        nodes: of a run that does not fit: the fewest nodes that would hold the model, and in which layout; None if none
-            would, or where it fits.
+        change: change of the layout that would help most; None where none helps.
+        price: price of a GPU-hour, in any currency; None where it was not given.
+        nodes: fewest nodes that would hold a run that does not fit, and the settings of their layout; None where the
+            run fits, where the change makes it fit, or where no number of nodes would do.
         training: hyperparameters for the published laws; None where they do not apply.
-        failures: what failures of nodes add; None on a CPU.
+        failures: goodput, time and GPU-hours with failures of nodes; None on a CPU.
     """
 
     planned: PlannedRun
@@ -49,12 +49,12 @@ class Report:
 
 
 def report_of(planned: PlannedRun, *, price: float | None = None, margin: float = 0.0) -> Report:
-    """Plans a run, and looks for what would help.
+    """Plans a run, and looks for the change that would help most.
 
     Args:
         planned: the run.
-        price: of a GPU-hour.
-        margin: share of a device's memory that what would help leaves free.
+        price: price of a GPU-hour; None where it was not given.
+        margin: share of a device's memory that a proposed change leaves free.
 
     Raises:
         ConfigError: the architecture does not have the layout.
@@ -155,7 +155,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def intervals_from(machine: Machine) -> str:
-    """Where the intervals come from, in one sentence."""
+    """The source of the intervals, in one sentence."""
     if machine.scored is not None:
         runs = len(machine.scored.runs)
         rates = f"the spread of {runs} run{'s' if runs > 1 else ''} on {machine.scored.device}, {machine.scored.date}"
@@ -223,12 +223,12 @@ def _helps(report: Report) -> Iterator[str]:
 
 
 def money_text(plan: Plan, price: float) -> str:
-    """What a run costs at a price of a GPU-hour, with its interval."""
+    """The cost of a run at a price of a GPU-hour, with its interval."""
     return f"{money_of(plan.gpu_hours, price).shown(lambda each: f'{each:,.0f}')} at {price:g} an hour"
 
 
 def money_of(gpu_hours: Interval, price: float) -> Interval:
-    """GPU-hours at a price of one."""
+    """The cost of GPU-hours at a price of one."""
     return gpu_hours.map(lambda each: each * price)
 
 
@@ -242,7 +242,7 @@ def _failures(failures: UnderFailures, price: float | None) -> str:
 
 
 def _more(training: Training, share: float = 0.1) -> str:
-    """What a tenth more tokens, and with them money, buys."""
+    """The gain in loss of a tenth more tokens, time and money, in words."""
     gain = chinchilla_loss(training.parameters, training.tokens)
     gain -= chinchilla_loss(training.parameters, (1 + share) * training.tokens)
     return f"{share:.0%} more tokens, time and money: {gain:.3f} nats less by the Chinchilla law"
@@ -254,7 +254,7 @@ def hours_text(hours: Interval) -> str:
 
 
 def days_text(days: float) -> str:
-    """Days, hours or minutes."""
+    """A duration in days, hours or minutes."""
     if days >= 2:
         return f"{days:,.1f} days"
     return f"{days * 24:,.1f} h" if days * 24 >= 1 else f"{days * 1440:,.1f} min"

@@ -1,4 +1,4 @@
-"""The largest peak memory of all ranks, which they tell each other only when it has grown."""
+"""Largest peak memory over all ranks, all-reduced only when it has grown."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.metrics.memory import PeakMemory
 
 GROWTH = 1.01
-"""A peak that has grown by less is not worth an all-reduce."""
+"""Least growth of a peak that is worth an all-reduce, as a factor."""
 
 
 class AgreedPeak:
     """Peak memory of the rank that needs most, as all ranks know it.
 
     Args:
-        own: of this rank.
+        own: reads this rank's peak memory.
 
     Attributes:
         known: bytes by name, see `PeakMemory`.
@@ -25,7 +25,7 @@ class AgreedPeak:
 
     @property
     def grew(self) -> bool:
-        """Whether this rank's peak is above what all know."""
+        """Whether this rank's peak exceeds the known one by more than `GROWTH`."""
         return any(value > GROWTH * self.known.get(name, 0) for name, value in self._read().items())
 
     def agree(self, agreement: Agreement) -> None:

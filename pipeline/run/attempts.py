@@ -56,14 +56,14 @@ from pipeline.runtime.metrics.times import iso_time
 _SLURM = {"job": "SLURM_JOB_ID", "requeue": "SLURM_RESTART_COUNT", "nodelist": "SLURM_JOB_NODELIST"}
 _AGAIN = (AGENT_STARTS, "TORCHELASTIC_RESTART_COUNT")
 _TAIL_BYTES = 1 << 16
-"""More than any row of metrics has."""
+"""Bytes read from the end of the metrics: more than any row has."""
 
 
 class Attempt:
     """Appends the events of one attempt; silent where `run_dir` is None, on all ranks but rank 0.
 
     Attributes:
-        nodes: of the run, once all ranks are connected; known to rank 0 only.
+        nodes: number of nodes of the run, once all ranks are connected; known to rank 0 only.
         tell_ranks: tells the other ranks of an error that ends this process, once it is set.
     """
 
@@ -97,7 +97,7 @@ class Attempt:
         self.record("training", step=step)
 
     def account(self) -> str | None:
-        """Records what the run's time was spent on until now; the line for people, None where it is not known."""
+        """Records what the run's time was spent on; returns a line about it for people, None where it is not known."""
         self._accounted = True
         if self._run_dir is None:
             return None
@@ -109,12 +109,12 @@ class Attempt:
         return None
 
     def will_end(self, code: int, reason: str) -> int:
-        """How the attempt ends, unless an error ends it before; returns the exit code."""
+        """Sets how the attempt ends, unless an error ends it before; returns the exit code."""
         self._outcome = code, reason
         return code
 
     def end(self, error: BaseException | None) -> None:
-        """Appends how it has ended."""
+        """Appends how the attempt has ended."""
         code, reason = self._outcome if error is None else outcome_of(error)
         if not self._accounted:
             self.account()
@@ -129,8 +129,8 @@ def locked_attempt(
 
     Args:
         run_dir: the run's directory.
-        launch: which rank this is.
-        holding: is entered once the directory is locked, and left after the end is recorded.
+        launch: launcher and rank of this process.
+        holding: context that is entered once the directory is locked, and left after the end is recorded.
 
     Raises:
         ConfigError: another process trains there, or the directory cannot be written.

@@ -1,4 +1,4 @@
-"""The batches of one rank: those of the training steps, and those of the held-out evaluation."""
+"""The batches of one rank, for the training steps and for the held-out evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankBatches:
 
     Attributes:
         prepared: the run.
-        rank: of this process.
+        rank: global rank of this process.
     """
 
     prepared: PreparedRun
@@ -50,7 +50,7 @@ class RankBatches:
         return self._steps(first_step, self.prepared.run.steps, skips=skips)
 
     def slots(self, first: int, last: int) -> StepLoader | DividedSteps:
-        """The batches of the global batches `first` to `last` of the order of samples, counted from 1: none skipped."""
+        """The batches of global batches `first` to `last` of the order of samples, counted from 1; none is skipped."""
         return self._steps(first, last, skips=NO_SKIPS)
 
     def _steps(self, first: int, last: int, *, skips: Skips) -> StepLoader | DividedSteps:
@@ -61,12 +61,12 @@ class RankBatches:
         return self._load(self.prepared.run.batch, (first, last), skips=skips, target_sum=target_sum)
 
     def part(self, ranges: Sequence[tuple[int, int]], steps: tuple[int, int], *, skips: Skips) -> StepLoader:
-        """The batches of one or more samples of each of some steps, the part of one replica of the model.
+        """The batches of some samples of each step, which one replica of the model runs.
 
         Args:
             ranges: (first, end) of indices in the step.
             steps: (first, last), counted from 1.
-            skips: see `training`.
+            skips: data that is left out.
         """
         run = self.prepared.run
         shapes_change = run.topology.pp == 1 and not compiles(run.config.compile)
@@ -114,9 +114,9 @@ class RankBatches:
 
 
 def _begin_sum(own: Tensor, *, copies: int) -> Callable[[], Tensor]:
-    """Sums int64 values of the data-parallel ranks, each of which is `copies` ranks, on the host.
+    """Begins to sum int64 values over the data-parallel ranks, each of which is `copies` ranks, on the host.
 
-    Over all ranks: groups of some of them may have no backend for host memory beside NCCL.
+    The all-reduce is over all ranks: groups of some of them may have no backend for host memory beside NCCL.
     """
     work = dist.all_reduce(own, async_op=True)
 

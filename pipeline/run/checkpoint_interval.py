@@ -1,4 +1,4 @@
-"""`run.checkpoint_every` "auto": the checkpoint interval that wastes the least time, from what saves have cost so far.
+"""`run.checkpoint_every` "auto": the checkpoint interval that wastes the least time, by the times of saves so far.
 
 Daly's interval (`pipeline.runtime.goodput.failures.model`) for the mean time between failures of all nodes, at least
 the time of a save in the background. Until a save has been measured, the first is due after a minute: it costs little.
@@ -19,21 +19,20 @@ from pipeline.runtime.metrics.journal import read_rows
 FIRST_S = 60.0
 """Seconds of training before the first save, which is the first measurement."""
 _SAVES = 5
-"""The median of so many newest saves counts: the first one allocates its buffers and takes longer."""
+"""Newest saves whose median counts: the first one allocates its buffers and takes longer."""
 _CHANGE = 0.1
-"""By this fraction the interval has to change to be decided anew: so that a row of the journal means something."""
+"""Relative change below which the interval stays, so that each row of the journal means something."""
 
 
 @dataclass(frozen=True)
 class IntervalDecision:
-    """A decision and what it was made from; all in seconds but the nodes.
+    """A checkpoint interval and the numbers that it follows from.
 
     Attributes:
-        seconds: of training between two checkpoints.
-        blocking_seconds: that training waits for a save, on the slowest rank; median of the newest saves.
-        save_seconds: of a save in the background; median of the newest saves.
+        seconds: time of training between two checkpoints.
+        blocking_seconds: time for which training waits for a save, on the slowest rank; median of the newest saves.
+        save_seconds: time of a save in the background; median of the newest saves.
         mtbf_seconds: mean time between failures of all nodes.
-        nodes: of the run.
     """
 
     seconds: float
@@ -43,7 +42,7 @@ class IntervalDecision:
     nodes: int
 
     def row(self) -> dict[str, float]:
-        """For the journal."""
+        """Values of an event in the journal."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -59,7 +58,6 @@ class AutoInterval:
 
     Args:
         node_mtbf_s: mean time between failures of one node.
-        nodes: of the run.
     """
 
     def __init__(self, *, node_mtbf_s: float, nodes: int) -> None:
@@ -90,7 +88,6 @@ def make_interval(section: RunSection, *, nodes: int) -> AutoInterval | None:
 
     Args:
         section: the config's `run`.
-        nodes: of the run.
     """
     if section.checkpoint_every != "auto":
         return None
@@ -99,7 +96,7 @@ def make_interval(section: RunSection, *, nodes: int) -> AutoInterval | None:
 
 
 def saves_before(run_dir: Path) -> Iterable[tuple[float, float]]:
-    """What saves have cost in the run's attempts before: (seconds waited, seconds in the background), oldest first."""
+    """Yields the times of saves in earlier attempts: (seconds waited, seconds in the background), oldest first."""
     for row in read_rows(run_dir, kind="event"):
         if row["event"] == "checkpoint":
             yield row["waited_seconds"], row["seconds"] - row["waited_seconds"]

@@ -1,4 +1,4 @@
-"""A rank's checkpoints while it trains: when one is due, written in the background, reported, and the last of a run."""
+"""Saves a rank's checkpoints while it trains: when they are due, in the background, and the last of a run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from pipeline.runtime.metrics.step_clock import Stopwatch
 
 @dataclass(frozen=True)
 class CheckpointSaves:
-    """Saves what an engine, a stepper and a group hold.
+    """Saves the state of an engine, a stepper and a group.
 
     Attributes:
         every: `run.checkpoint_every`.
         last: the run's last step.
         engine: hands out its state.
-        stepper: what it knows of loss spikes belongs to a checkpoint.
+        stepper: runs the steps; its skips and its statistics of loss spikes are saved, too.
         writer: writes the files.
         manifest: writes the run's manifest, and describes a checkpoint for its own.
-        uploads: of checkpoints to an object store.
-        timer: when a checkpoint is due by time.
-        progress: of the run; is told of saves that advanced.
+        uploads: copies checkpoints to an object store.
+        timer: tells when a checkpoint is due by time.
+        progress: the run's progress, which is told of saves that advanced.
         watchdog: is told the phase this rank is in.
-        sinks: where events go.
+        sinks: journal and tracking services, which take the events.
         display: messages.
         group: an island or a replica, whose state is saved with the engine's; None in an ordinary run.
         blocked: the time in which training waited for checkpoints.

@@ -11,24 +11,24 @@ from pipeline.config.sections.run import RunSection
 from pipeline.run.checkpoint_interval import AutoInterval, IntervalDecision, make_interval, saves_before
 
 DEFAULT_MINUTES = 30.0
-"""Of a run that says nothing about checkpoints: what it loses at most. Saving costs a copy to host memory each time."""
+"""Minutes between checkpoints where the config sets none: a failure loses no more. A save copies to host memory."""
 
 
 def minutes_of(section: RunSection) -> float:
-    """Minutes between two checkpoints at most; 0: none by minutes."""
+    """Most minutes between two checkpoints; 0: no checkpoints by time."""
     default = DEFAULT_MINUTES if section.checkpoint_every is None else 0.0
     return default if section.checkpoint_minutes is None else section.checkpoint_minutes
 
 
 class CheckpointTimer:
-    """Tells when the time since the last checkpoint, or since the start, is over.
+    """Tells when the interval since the last checkpoint, or since the start, is over.
 
     Args:
         section: the config's `run`.
         decides: whether this rank's clock counts, which is so on one rank only.
         interval: decides the time where the config leaves it open (`run.checkpoint_every` "auto");
             `run.checkpoint_minutes` is an upper bound then.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointTimer:
 
         Args:
             waited_s: seconds that training waited for it.
-            seconds: from its beginning to its commit.
+            seconds: time from the beginning of the checkpoint to its commit.
 
         Returns:
             A new interval, on the rank that decides; None where it stays.
@@ -72,13 +72,12 @@ class CheckpointTimer:
 
 
 def make_timer(section: RunSection, run_dir: Path, *, nodes: int, decides: bool) -> CheckpointTimer:
-    """The timer of a rank; "auto" goes on from what saves have cost before.
+    """Makes the timer of a rank; "auto" begins with the times of earlier saves.
 
     Args:
         section: the config's `run`.
-        run_dir: of the run, whose journal has the earlier saves.
-        nodes: of the run.
-        decides: see `CheckpointTimer`.
+        run_dir: the run's directory, whose journal has the earlier saves.
+        decides: whether this rank's clock counts, which is so on one rank only.
     """
     interval = make_interval(section, nodes=nodes)
     timer = CheckpointTimer(section, decides=decides, interval=interval)

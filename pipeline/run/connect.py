@@ -1,4 +1,4 @@
-"""The start of a rank: what its node and its device cannot do is refused, then the ranks find each other."""
+"""The start of a rank: refuses what its node and its device cannot do, then connects the ranks."""
 
 from __future__ import annotations
 

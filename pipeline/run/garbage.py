@@ -12,7 +12,7 @@ from typing import Self
 
 
 class GarbageCollector:
-    """A context manager in which cycles are collected when `collect` says so, and never else.
+    """A context manager in which cycles are collected by `collect` alone.
 
     Args:
         every: steps between collections; 0 leaves them to Python.

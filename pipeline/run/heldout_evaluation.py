@@ -1,6 +1,6 @@
 """Evaluation of a training run: loss, perplexity and bits per byte of its held-out splits, and its tasks.
 
-A stop ends it early. What the journal has of a step is not evaluated again when the run goes on from there.
+A stop ends it early. Results of a step that the journal has are not computed again on resume.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class HeldOutEvaluation:
         last: the run's last step.
         engine: computes the losses.
         batches: the splits, and this rank's batches of them.
-        saves: a checkpoint under way is committed meanwhile.
+        saves: writes checkpoints; one under way is committed meanwhile.
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
         watchdog: is told the phase this rank is in.
-        sinks: where the results go.
+        sinks: journal and tracking services, which take the results.
         display: messages.
-        tasks: of the run, on this rank; None without any.
+        tasks: evaluates the run's tasks on this rank; None without any.
     """
 
     every: int | None
@@ -75,7 +75,7 @@ class HeldOutEvaluation:
         Ends early when the run is asked to stop, without a result of what was under way.
 
         Args:
-            step: after which.
+            step: the last finished step.
             written: kinds of rows that the journal has of this step already.
         """
         stop = Stop.NO
@@ -97,10 +97,10 @@ class HeldOutEvaluation:
         return interruptible.stop
 
     def _evaluate_heldout(self, step: int) -> Stop:
-        """Held-out loss, perplexity and bits per byte over all sources, each token counting once. Collective.
+        """Computes loss, perplexity and bits per byte over all sources, each token counting once. Collective.
 
-        A source without a target in what is evaluated of it, which a loss mask may leave, does not enter; without any
-        source there is no result.
+        A source whose evaluated windows have no target, because of a loss mask, is left out; without any source there
+        is no result.
         """
         started = time.perf_counter()
         scored: list[tuple[TokenDataset, EvaluationSums]] = []
@@ -143,7 +143,7 @@ class HeldOutEvaluation:
 class _Interruptible:
     """Ends an evaluation between two batches when a stop is requested, on all ranks at the same batch.
 
-    What the ranks say at a batch is read when the next one is due: no device is waited for.
+    The flags of all ranks at a batch are read when the next one is due: no device is waited for.
     """
 
     def __init__(self, evaluation: HeldOutEvaluation) -> None:
@@ -151,7 +151,7 @@ class _Interruptible:
         self._said: HostCopy | None = None
 
     def batches(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yields batches until the run is asked to stop; what was asked during the last one cuts nothing short."""
+        """Yields batches until the run is asked to stop; a stop during the last one cuts nothing short."""
         for batch in batches:
             self._evaluation.watchdog.enter_phase("evaluation")
             self._listen()

@@ -40,8 +40,8 @@ class Imported:
     """A checkpoint that was made from one of another trainer.
 
     Attributes:
-        checkpoint: what was made.
-        lines: what was taken, what differs and what was left out, for people.
+        checkpoint: the checkpoint that was written.
+        lines: report for people: values that were taken, that differ, and that were left out.
     """
 
     checkpoint: Checkpoint
@@ -49,7 +49,7 @@ class Imported:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Imports, and prints what was taken and what was not.
+    """Imports a checkpoint, and prints what was taken and what was not.
 
     Raises:
         DataError: the run has checkpoints already.
@@ -112,7 +112,7 @@ def import_checkpoint(
         folder: a checkpoint of another trainer.
         prepared: the run, which has no checkpoint yet.
         progress: called with (bytes written, all bytes).
-        step: optimizer steps that the checkpoint has made; None: as it tells.
+        step: optimizer steps that the checkpoint has made; None for the number that it records.
 
     Raises:
         ConfigError: the run has fewer steps than the checkpoint.
@@ -144,13 +144,13 @@ def import_checkpoint(
 
 
 def _skips(source: SourceCheckpoint, *, per_step: int) -> Skips:
-    """The data that the run passes over, so that it goes on behind as many samples as the checkpoint was trained on."""
+    """The data to skip, so that the run goes on behind as many samples as the checkpoint was trained on."""
     ahead = -(-(source.samples or 0) // per_step) - source.step
     return Skips((Skip(source.step + 1, ahead),)) if ahead > 0 else NO_SKIPS
 
 
 def _print_of(folder: Path) -> str:
-    """Names and sizes of its files; the content is in the checksums of what was written."""
+    """Fingerprint of a folder's file names and sizes; the written checkpoint has checksums of the content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return fingerprint_of([(str(path.relative_to(folder)), path.stat().st_size) for path in files])
 
@@ -180,10 +180,10 @@ def _decays(prepared: PreparedRun) -> dict[str, float]:
 
 
 def _told_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
-    """The checkpoint with its step: as the user gives it, else as it tells.
+    """The checkpoint with the step that the user gives, or else the one that it records.
 
     Raises:
-        CheckpointError: it tells none, or two.
+        CheckpointError: it records none, or several.
     """
     if given is not None or source.answers is None:
         return source if given is None else replace(source, step=given)
@@ -193,7 +193,7 @@ def _told_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
 
 
 def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> str:
-    """Where in the data the run goes on."""
+    """Says where in the data the run goes on."""
     samples = skips.data_step(source.step + 1) * prepared.run.batch.samples - prepared.run.batch.samples
     text = f"goes on with sample {samples:,} of this run's order"
     if source.samples is None or samples == source.samples:

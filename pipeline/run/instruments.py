@@ -1,4 +1,4 @@
-"""What measures the steps of a run on one rank: clock, memory, stragglers, profiler, compilations, model FLOPs."""
+"""Instruments for the steps of a run on one rank: clock, memory, stragglers, profiler, compilations, model FLOPs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from pipeline.runtime.metrics.stragglers import Stragglers, peers_of, report_int
 
 @dataclass(frozen=True)
 class Instruments:
-    """Of one rank.
+    """The instruments of one rank.
 
     Attributes:
         clock: measures steps from report to report.
-        times: of the steps, for the record of what was measured.
+        times: seconds of the newest steps, for the event `measured` of the journal.
         memory: peak memory.
         stragglers: measures how long every rank works, and names slow ones.
         profiler: records the steps that the config names.
         garbage: collects cycles of Python objects at chosen steps, so that no step is measured with one.
-        compilations: how many graphs were compiled since the last call, and in how many seconds.
-        flops_per_token: of the model, forward and backward.
-        peak_flops: of one device, in FLOP/s; None where it is not known.
+        compilations: returns the number of graphs compiled since the last call, and the seconds that took.
+        flops_per_token: FLOPs the model spends on one token, forward and backward; None where they are not known.
+        peak_flops: peak FLOP/s of one device; None where they are not known.
     """
 
     clock: StepClock
@@ -57,13 +57,12 @@ def make_instruments(
     say: Callable[[str], None],
     stack: ExitStack,
 ) -> Instruments:
-    """The instruments of a rank.
+    """Makes the instruments of a rank.
 
     Args:
         prepared: the run.
-        engine: whose device has a peak.
-        device: of this rank.
-        rank: of this process.
+        engine: executes the steps; names the device.
+        rank: global rank of this process.
         say: prints a line.
         stack: ends the profiler and the garbage collector.
     """

@@ -1,4 +1,4 @@
-"""The manifests that training writes: that of the run's directory, and what a checkpoint's manifest says of the run."""
+"""The manifests that training writes: the run directory's, and what a checkpoint's says of the run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RunManifest:
 
     Attributes:
         prepared: the run.
-        rank: of this process; only rank 0 writes.
+        rank: global rank of this process; only rank 0 writes.
         stages: speeds of the pipeline stages, where they were measured.
-        imported: the checkpoint of another trainer that the run goes on from: what it was, and its fingerprint.
+        imported: kind, path, step and fingerprint of another trainer's checkpoint that the run began with, if any.
     """
 
     prepared: PreparedRun
@@ -46,7 +46,7 @@ class RunManifest:
         write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
 
     def write_if_possible(self, step: int, warn: Callable[[str], None]) -> None:
-        """As `write`, but a full disk only makes a warning: training goes on, and the next start writes it again."""
+        """Calls `write`, but only warns of a full disk: training goes on, and the next start writes it again."""
         try:
             self.write(step)
         except OSError as error:
@@ -55,13 +55,13 @@ class RunManifest:
     def checkpoint(
         self, step: int, *, skips: Skips, anomalies: Mapping[str, Any], groups: dict[str, Any] | None = None
     ) -> CheckpointInfo:
-        """What the manifest of the checkpoint of `step` records besides its files.
+        """Returns what the manifest of the checkpoint of `step` records besides its files.
 
         Args:
             step: the last step the checkpoint holds.
             skips: the data that the run has left out.
             anomalies: statistics of losses and gradient norms, as plain JSON.
-            groups: where an island or a replica of the model stands among others.
+            groups: position of an island or a replica among others, as plain JSON; None in an ordinary run.
         """
         prepared, run = self.prepared, self.prepared.run
         details = {

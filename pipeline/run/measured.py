@@ -1,8 +1,8 @@
-"""What an attempt of a run measured, beside the memory that the formulas predict: for `headrace plan --score`.
+"""Measurements of an attempt of a run, beside the memory that formulas predict: for `headrace plan --score`.
 
-It is an event `measured` of the journal of attempts, and not in the run's manifest: nothing there depends on the time
-or the host, and a run that was resumed has the manifest of one that was not. To predict the time of a step takes a
-machine: it is predicted when the run is scored, by the formulas of that day.
+They are an event `measured` of the journal of attempts, and not in the run's manifest: nothing there depends on the
+time or the host, and a run that was resumed has the manifest of one that was not. To predict the time of a step takes
+a machine: it is predicted when the run is scored, by the formulas of that day.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pipeline.runtime.metrics.memory import PeakMemory
 def measured(
     prepared: PreparedRun, times: StepTimes, agreement: Agreement, *, rank: int, device_name: str
 ) -> dict[str, Any]:
-    """The fields of the event; on rank 0 only, elsewhere nothing. Collective.
+    """Returns the fields of the event on rank 0, and none on other ranks. Collective.
 
     Args:
         prepared: the run.
-        times: of its steps.
+        times: seconds of the newest steps.
         agreement: all-reduces the peaks.
-        rank: of this process.
-        device_name: as torch reports it, "cpu" without a GPU.
+        rank: global rank of this process.
+        device_name: name of the GPU, as torch reports it; "cpu" without one.
 
     Returns:
         `steps` (how many were timed), `step_s` (quartiles, in seconds), `cpu_s` (median CPU time of this process, in
-        seconds), `memory` (name of `PeakMemory` -> bytes by
-        pipeline rank, the largest of its ranks), `predicted_memory_bytes` (tensors by the formulas, by pipeline rank;
-        absent where an architecture has none), `world_size`, `vocabulary`, `device`, `threads`, `torch`, `headrace`.
+        seconds), `memory` (name of `PeakMemory` -> bytes by pipeline rank, the largest of its ranks),
+        `predicted_memory_bytes` (tensors by the formulas, by pipeline rank; absent where an architecture has none),
+        `world_size`, `vocabulary`, `device`, `threads`, `torch`, `headrace`.
     """
     run = prepared.run
     memory = _peaks(run.topology.pp, run.topology.coordinates(rank)["pp"], PeakMemory(agreement.device), agreement)

@@ -18,7 +18,7 @@ _KEY = "run.in_memory_checkpoints"
 
 
 def memory_folder(section: RunSection) -> MemoryFolder | None:
-    """The folder of a run on this node; None where it keeps no copies.
+    """The memory folder of a run on this node; None where the run keeps no copies.
 
     Raises:
         ConfigError: the directory is not there, or cannot be written.
@@ -34,7 +34,7 @@ def memory_folder(section: RunSection) -> MemoryFolder | None:
 
 @dataclass(frozen=True)
 class KeptCopies:
-    """The folder while this process uses it.
+    """The memory folder of a run while this process uses it.
 
     Attributes:
         memory: the folder; None where the run keeps no copies.
@@ -43,7 +43,7 @@ class KeptCopies:
     memory: MemoryFolder | None
 
     def copier(self, *, rank: int, ranks_here: int) -> MemoryCopies | None:
-        """Copies this rank's files; None where the run keeps no copies."""
+        """The copier of this rank's files; None where the run keeps no copies."""
         return None if self.memory is None else MemoryCopies(self.memory, rank=rank, ranks_here=ranks_here)
 
 
@@ -55,7 +55,7 @@ def kept_copies(section: RunSection, say: Callable[[str], None]) -> Iterator[Kep
     the ranks again.
 
     Args:
-        section: of the config.
+        section: the config's `run`.
         say: takes lines for people.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a run prints about itself: when it starts, resumes, changes and stops."""
+"""Lines that a run prints about itself: when it starts, resumes, changes and stops."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def opening_lines(
 
 
 def loaded_line(read: Mapping[str, int]) -> str:
-    """How many bytes of the checkpoint came from where; see `checkpoint.shard_files.ReadBytes`."""
+    """Says how many bytes of the checkpoint came from where; see `checkpoint.memory.shard_files.ReadBytes`."""
     memory, others, files = (read[name] / 1e6 for name in ("memory", "other_nodes", "run_dir"))
     more = f", {others:,.1f} MB from that of other nodes" if others else ""
     return f"read {memory:,.1f} MB of the checkpoint from memory{more}, {files:,.1f} MB from the run's directory"
 
 
 def closing_line(stop: Stop, *, step: int, steps: int, run_dir: Path) -> str:
-    """Whether the run has finished, or which signal stopped it and what to do."""
+    """Says that the run has finished, or which signal stopped it and what to do."""
     if stop:
         return f"stopped by {stop} after step {step}: start it again to go on"
     return f"finished: {steps} steps, in {run_dir}"

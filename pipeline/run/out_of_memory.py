@@ -1,4 +1,4 @@
-"""What would have fitted: the remedy of a rank that has run out of memory, by the formulas of `headrace check`."""
+"""The remedy for a rank that has run out of memory: a change that fits, by the formulas of `headrace check`."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def fitting_change(run: ResolvedRun, model: nn.Module, *, memory: float) -> Fitt
     """The first change that fits: micro-batch, activation checkpointing, ZeRO stage, offload, then several of them.
 
     Args:
-        run: that did not fit.
-        model: on meta.
-        memory: of a device, in bytes, that the peak may reach.
+        run: the run that did not fit.
+        model: the full model, on meta.
+        memory: bytes of a device's memory that the peak may reach.
 
     Returns:
         None where none of them fits, or the architecture has no formulas.
@@ -83,7 +83,7 @@ def fitting_change(run: ResolvedRun, model: nn.Module, *, memory: float) -> Fitt
 
 
 def own_peak(run: ResolvedRun, model: nn.Module) -> float | None:
-    """Bytes of the rank that needs most, by the formulas; None where the architecture has none."""
+    """Peak bytes of the rank that needs most, by the formulas; None where the architecture has none."""
     footprint = footprint_of(run, model)
     if footprint is None:
         return None
@@ -91,7 +91,7 @@ def own_peak(run: ResolvedRun, model: nn.Module) -> float | None:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes of a GPU; of the host or its cgroup divided by this host's ranks."""
+    """Bytes of a GPU's memory; on the CPU those of the host or its cgroup, divided by this host's ranks."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -103,7 +103,7 @@ def memory_of(device: torch.device) -> float:
 
 
 def _candidates(config: Config) -> Iterator[tuple[Change, ...]]:
-    """Nothing (but a smaller micro-batch), then one change each, then several, from the cheapest on."""
+    """Yields no change (a smaller micro-batch alone), then one each, then several, from the cheapest on."""
     checkpointing = "memory.activation_checkpointing"
     modes = {"none": ["selective", "full"], "selective": ["full"]}.get(config.memory.activation_checkpointing, [])
     stage = config.zero_optimization.stage
@@ -122,7 +122,7 @@ def _candidates(config: Config) -> Iterator[tuple[Change, ...]]:
 
 
 def _changed(run: ResolvedRun, changes: Sequence[Change]) -> ResolvedRun:
-    """The same run with other settings; the micro-batch and what it is accumulated to are found anew."""
+    """The same run with other settings; micro-batch and gradient accumulation are derived anew."""
     if not changes:
         return run
     config = changed(run.config, dict(changes))

@@ -21,20 +21,19 @@ from pipeline.runtime.launch.missing_ranks import SETTLE_S, barrier, deadline, g
 from pipeline.runtime.launch.rendezvous import format_ranks
 
 _ELEMENTS = 1 << 15
-"""256 KiB of int64: more than one network packet, and less than a millisecond on any network."""
+"""Elements of an all-reduce: 256 KiB of int64, above one network packet, below a millisecond on any network."""
 _ALL = "all ranks"
 
 
 def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: torch.device) -> tuple[Mesh, str]:
-    """Makes the process groups; then an all-reduce over every axis and over all ranks, each with a checked result.
+    """Makes the process groups, then checks the result of an all-reduce over every axis and over all ranks.
 
     Args:
-        rendezvous: from `process_group`, of more than one rank.
+        rendezvous: the rendezvous of two or more ranks, from `process_group`.
         make_mesh: makes the process groups of this rank.
-        device: of this rank.
 
     Returns:
-        The mesh, and one line for people: the size of each axis, and how long an all-reduce takes.
+        The mesh, and one line for people: the size of each axis, and how long the all-reduces take.
 
     Raises:
         UnreachableError: a rank did not take part within `launch.timeout`; the message names it and its host.
@@ -61,7 +60,7 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
 
 
 def _timed(groups: Iterable[dist.ProcessGroup], device: torch.device) -> float:
-    """Milliseconds that one all-reduce over each group takes."""
+    """Milliseconds that an all-reduce over each group takes, all of them together."""
     started = time.perf_counter()
     for group in groups:
         dist.all_reduce(torch.ones(1, device=device), group=group)

@@ -14,7 +14,7 @@ def preload(modules: Iterable[str], engines: Collection[str], model_types: Itera
 
     Args:
         modules: further ones, by name.
-        engines: torch, deepspeed.
+        engines: names of the engines to import: reference, torch, deepspeed.
         model_types: Hugging Face's `model_type` of the models.
     """
     modules = [*modules, "transformers.generation.utils"]

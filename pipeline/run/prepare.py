@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process group, a GPU or a byte of output is touched."""
+"""Checks a run before a process group, a GPU or a byte of output is touched."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run whose data, model and directory have been looked at and found to fit.
+    """A run whose data, model and directory have been checked and found to fit.
 
     Attributes:
         run: the resolved config.
         mixture: training samples.
         heldout: the held-out split of every source; none where nothing is evaluated.
-        model: on meta.
-        values: its parameters' first values.
-        hf_config: its Hugging Face config as plain JSON.
+        model: the full model, on meta.
+        values: first values of the model's parameters.
+        hf_config: the model's Hugging Face config as plain JSON.
         generation: generation_config.json of `model.path`; None without one.
-        size: its counts.
+        size: counts of the model's parameters and FLOPs.
         store: the run's checkpoints.
         curve: the fields that decide the curve, and the fingerprints of data and folders; unchanged on resume.
         parents: config field -> path and fingerprint of every directory the run is made from.
-        teacher: of a distillation with a teacher in memory.
-        logits: of a distillation with a teacher's cached logits.
-        tasks: of `evaluation.tasks`, with their requests.
+        teacher: the teacher of a distillation with one in memory; None in other runs.
+        logits: the cached logits of a distillation that uses them; None in other runs.
+        tasks: the tasks of `evaluation.tasks`, with their requests.
     """
 
     run: ResolvedRun
@@ -93,7 +93,7 @@ class PreparedRun:
 
     @property
     def notes(self) -> list[str]:
-        """What of the model folders is not loaded, for people."""
+        """Lines for people that name the tensors of model folders that are not loaded."""
         teacher = None if self.teacher is None else self.teacher.values
         folders = named_folders(self.run.config.model, self.run.config.distill)
         values = {"model.path": self.values, "distill.teacher": teacher}
@@ -110,7 +110,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     """Opens the data, builds the model on meta and compares both with what the run's directory holds.
 
     Raises:
-        ConfigError, DataError, CheckpointError: see the modules that are called.
+        ConfigError, DataError, CheckpointError: the run cannot be made; the message says why and what works.
     """
     config = run.config
     # 512 ranks that each look at 10,000 shards are millions of requests to one metadata server
@@ -165,7 +165,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
 
 
 def _tasks(run: ResolvedRun, model: nn.Module, tokenizer: Path) -> tuple[EncodedTask, ...]:
-    """The tasks of the run; what only they need is not imported without them."""
+    """Opens the tasks of the run; modules that only they need are not imported without them."""
     sections = run.config.evaluation.tasks
     if not sections:
         return ()
@@ -182,8 +182,8 @@ def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True
 
     Args:
         run: the resolved config.
-        model: on meta.
-        packages: see `check_layout`.
+        model: the full model, on meta.
+        packages: whether the packages that the layout needs have to be installed here.
 
     Raises:
         ConfigError: names the fallback.
@@ -194,7 +194,7 @@ def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True
 
 
 def attention_of(run: ResolvedRun) -> str:
-    """What transformers is told: our own attention behind "sdpa", except in the plain reference."""
+    """Attention implementation that transformers gets: our own for "sdpa", except in the plain reference."""
     given: str = run.config.model.attn_implementation
     if run.plain and run.config.optimizer.params.qk_clip is not None:
         return attention_logits.REFERENCE_NAME
@@ -202,7 +202,7 @@ def attention_of(run: ResolvedRun) -> str:
 
 
 def first_values(section: ModelSection, model: nn.Module, *, seed: int) -> ParameterValues:
-    """Initialized by name, or read from the folder that `model.path` names."""
+    """The parameters' first values: initialized by name, or read from the folder that `model.path` names."""
     if section.path is None or section.fresh:
         found = find_parametrization(section, model)
         initial = InitByName(model, seed=seed) if found is None else ScaledInit(model, found, seed=seed)
@@ -235,7 +235,7 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:
-    """A Hugging Face config as plain JSON, without what does not change the model that is trained."""
+    """A Hugging Face config as plain JSON, without fields that do not change the model that is trained."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     idle = {"transformers_version", "dtype", "use_cache", "architectures", "id2label", "label2id", "_name_or_path"}
     return {key: value for key, value in fields.items() if key not in idle}

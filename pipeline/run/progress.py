@@ -1,4 +1,4 @@
-"""How far a run has come, as one value that the loop, its saves and its evaluations share."""
+"""Progress of a run, as one value that the loop, its saves and its evaluations share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """Progress of a run, in steps.
 
     Attributes:
         step: the last finished step.
-        begun: the last step that was begun; what the ranks have said with it is of that moment.
-        advanced: the last step begun when a save was advanced: what was said until then is out of date.
+        begun: the last step that was begun; the ranks' flags that come with it are of that moment.
+        advanced: the last step begun when a save was advanced; flags of steps until then are out of date.
         agreed: the last step begun when the peak of memory was agreed on.
-        slow: steps take so long that no device needs to work ahead.
+        slow: whether steps take so long that no device needs to work ahead.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What a rank has while it trains, as one value: for an island or a replica of the model that it belongs to."""
+"""A rank that trains, as one value: for the island or the replica of the model that it belongs to."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ class RankOfRun:
 
     Attributes:
         run: the resolved config.
-        rank: of this process in the run.
+        rank: rank of this process in the run.
         curve: the fields that decide the loss curve: what all groups of one run must agree on.
         engine: executes the steps.
         agreement: all-reduces small numbers over the ranks of the run.
         signals: stop signals of this process.
-        watchdog: of this process.
         record: takes a step and the values of an event of the journal; ignored on all ranks but rank 0.
         say: prints a line on rank 0.
-        checkpoint: where the run resumes; None at the start.
+        checkpoint: the checkpoint that the run resumes from; None at the start.
         stack: closes what is opened for the run.
     """
 

@@ -1,4 +1,4 @@
-"""Whether a config may go on in a run's directory: it has to be the same run, and nothing is started over silently."""
+"""Checks whether a config may go on in a run's directory: as the same run, and never silently from the start."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
 _PATIENCE_S = 10.0
 _OF_A_RUN = (".lock", ".bucket.json", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")
-"""What a directory of a run has before its first manifest: each of them, or some."""
+"""Entries of a run's directory before its first manifest, all or some of them."""
 
 
 def check_run_dir(section: RunSection, store: CheckpointStore, curve: dict[str, Any], *, steps: int) -> None:
-    """Refuses to resume another run, to start over silently, and to train into what is no run.
+    """Refuses to resume another run, to start over silently, and to train into a directory that is no run's.
 
     Raises:
         CheckpointError: the newest checkpoint was written with fields that make another curve.
@@ -102,14 +102,14 @@ def _refuse_miscounting(
     differing: Sequence[tuple[str, Any, Any]],
     changed: Sequence[tuple[str, Any, Any]],
 ) -> None:
-    """Refuses fields by which the steps until the checkpoint are counted and looked up, whatever is allowed.
+    """Refuses changes of fields that count and look up the steps until the checkpoint, whatever is allowed.
 
     Args:
-        checkpoint: from which the run goes on.
-        was: its fields.
-        now: those of the config.
+        checkpoint: the checkpoint that the run goes on from.
+        was: the checkpoint's fields.
+        now: the config's fields.
         differing: (field, before, now) of all that differ.
-        changed: those that are not allowed; the ones that could be are named, too.
+        changed: the part of `differing` that is not allowed, which the message names, too.
     """
     samples = checkpoint.manifest.details["samples"]
     wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples)]
@@ -134,7 +134,7 @@ def _refuse_miscounting(
 
 
 def _words_back(changed: Sequence[tuple[str, Any, Any]]) -> str:
-    """The `--set` words that put all fields back, which a default that has changed since needs; "" where none do."""
+    """The `--set` words that put all fields back, needed where a default has changed since; "" where none can."""
     was = {field: before for field, before, _ in changed}
     words = [f"--set {shlex.quote(f'{name}={json.dumps(was.get(name))}')}" for name in _names(changed)]
     plain = all(isinstance(was.get(name), bool | int | float | str | list) for name in _names(changed))
@@ -152,7 +152,7 @@ def _states(checkpoint: Checkpoint, now: dict[str, Any]) -> str:
 
 
 def fresh_optimizer_line(checkpoint: Checkpoint, now: dict[str, Any]) -> str | None:
-    """Why the optimizer starts afresh from a checkpoint; None where it takes the checkpoint's state."""
+    """Says why the optimizer starts afresh from a checkpoint; None where it takes the checkpoint's state."""
     before, after = (kind_of(curve.get("optimizer") or {}) for curve in (checkpoint.manifest.details["curve"], now))
     if before == after:
         return None
@@ -160,7 +160,7 @@ def fresh_optimizer_line(checkpoint: Checkpoint, now: dict[str, Any]) -> str | N
 
 
 def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Without the parameters of an optimizer whose type has changed, but for its rate: the type covers them."""
+    """Drops the parameters of an optimizer whose type has changed, except its rate: the type covers them."""
     if not any(field == "optimizer.type" for field, _, _ in changed):
         return changed
     kept = ("optimizer.type", "optimizer.params.lr")
@@ -168,7 +168,7 @@ def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list
 
 
 def learning_rate_change(checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """What another schedule, such as that of a longer run, does to the learning rate; None where it is the same."""
+    """Says how another schedule, such as a longer run's, changes the learning rate; None where it is the same."""
     before, after = was.get("scheduler"), now.get("scheduler")
     if not before or not after or before == after:
         return None
@@ -220,7 +220,7 @@ def _leave_token(run_dir: Path) -> str:
 
 
 def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
-    """One line for each key that a person wrote: what a field that follows from it was and is; see `changes_since`."""
+    """One line for each key that a person wrote: the old and the new value of a field that follows from it."""
     lines: dict[str, str] = {}
     names = _names(changed)
     for field, was, now in sorted(changed, key=lambda row: row[0] not in names):  # a key itself before what follows
@@ -232,7 +232,7 @@ def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
 
 
 def _names(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
-    """The keys to name in `run.allow_change`, each once: of several that explain a field, one that is named already."""
+    """The keys to name in `run.allow_change`, each once; a field that a named key explains adds none."""
     names: list[str] = []
     for field in sorted((row[0] for row in changed), key=lambda field: len(written_keys(field))):
         keys = written_keys(field)
@@ -242,14 +242,14 @@ def _names(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
 
 
 def _parents(key: str) -> Iterator[str]:
-    """A dotted path and those of the sections that it is in."""
+    """Yields a dotted path, then those of the sections that it is in."""
     while key:
         yield key
         key = key.rpartition(".")[0]
 
 
 def _off(name: str, *curves: dict[str, Any]) -> bool:
-    """Whether a field belongs to what one of the curves does not have, such as fp16's scale in bf16."""
+    """Whether a field's section is null in one of the curves, such as that of fp16's scale in bf16."""
     parents = [name.rpartition(".")[0][: len(name)]]
     while parents[-1]:
         parents.append(parents[-1].rpartition(".")[0])
@@ -265,7 +265,7 @@ def _paths(value: Any, at: str = "") -> Iterator[str]:
 
 
 def _refuse_lost_checkpoints(run_dir: Path) -> None:
-    """A run that has had a checkpoint and has none any more must not start over as if it were new."""
+    """Refuses to start a run over that has had a checkpoint and has none any more."""
     if not (run_dir / MANIFEST).exists():
         return
     step = read_manifest(run_dir, kind="run").details.get("step", 0)
@@ -276,7 +276,7 @@ def _refuse_lost_checkpoints(run_dir: Path) -> None:
 
 
 def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
-    """A damaged manifest is passed over here; the search for a whole checkpoint tells of it."""
+    """The manifest; None for a damaged one, which the search for a whole checkpoint reports."""
     try:
         return checkpoint.manifest
     except DataError:
@@ -284,7 +284,7 @@ def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
 
 
 def _check_is_run(run_dir: Path) -> None:
-    """A directory that another stage made must not be trained into: it would lose its manifest."""
+    """Refuses to train into a directory that another stage made: it would lose its manifest."""
     if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return
     if (run_dir / MANIFEST).exists():
@@ -295,7 +295,7 @@ def _check_is_run(run_dir: Path) -> None:
 
 
 def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
-    """What differs between two curves: (dotted path, before, now)."""
+    """The fields that differ between two curves: (dotted path, before, now)."""
     if isinstance(was, dict) and isinstance(now, dict):
         keys = sorted({*was, *now})
         return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]

@@ -87,7 +87,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
         signals: stop signals of this process.
 
     Returns:
-        The exit code of this rank; see `faults.stop`.
+        The exit code of this rank; see `faults.stop_signals`.
 
     Raises:
         HeadraceError: anything the user can mend; before work starts wherever it can be known by then.
@@ -178,17 +178,17 @@ def _begin_attempt(
 
 @dataclass(frozen=True)
 class Session:
-    """What a rank of a run holds while it trains.
+    """One rank of a run while it trains: its run, its connections and its services.
 
     Attributes:
         prepared: the run: its data, its model on meta, its checkpoints.
-        launch: which rank this is.
+        launch: launcher and rank of this process.
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
         watchdog: is told the phase and step this rank is in.
         attempt: is told when training begins.
         copies: checkpoint copies in this node's memory.
-        uploads: of checkpoints and journals to an object store.
+        uploads: copies checkpoints and journals to an object store.
         stages: speeds of the pipeline stages, where they were measured.
     """
 
@@ -211,7 +211,7 @@ class Session:
             TrainingDisplay(first=0, total=self.prepared.run.steps, shown=self._first).say(line)
 
     def say_all(self, *lines: str | None) -> None:
-        """Prints lines; see `say`."""
+        """Prints lines on rank 0; nothing for None."""
         for line in lines:
             self.say(line)
 
@@ -249,7 +249,7 @@ class Session:
         return build_engine(prepared.run, prepared.model, reporting, objective, device=device, mesh=mesh)
 
     def open_services(self, stack: ExitStack) -> list[Sink]:
-        """The tracking services that the config enables; on rank 0 only. `stack` closes them."""
+        """Opens the tracking services that the config enables, on rank 0 only; `stack` closes them."""
         config = self.prepared.run.config
         sinks: list[WandbSink | TensorBoardSink] = []
         if self._first and config.wandb.enabled:
@@ -288,8 +288,8 @@ class Session:
         Args:
             engine: holds the state of the checkpoint, or the initial one.
             services: sinks besides `metrics.jsonl`.
-            checkpoint: where the run resumes; None at the start.
-            rollback: why it resumes there, if an earlier attempt has asked for it.
+            checkpoint: the checkpoint that the run resumes from; None at the start.
+            rollback: the rollback that led back to the checkpoint; None without one.
 
         Raises:
             Rollback: a loss spike or a non-finite step is to be undone; the run has a checkpoint to load.
@@ -357,7 +357,7 @@ class Session:
         """Records what the attempt measured, uploads what is left, and says how the run ended. Collective.
 
         Raises:
-            TrainingError: see `Uploads.finish`.
+            TrainingError: the store takes nothing for too long, or another process has taken the run over.
         """
         prepared, step = self.prepared, trainer.progress.step
         self.watchdog.enter_phase("finishing")
@@ -373,7 +373,7 @@ class Session:
         """Waits until everything is uploaded. Collective.
 
         Raises:
-            TrainingError: see `Uploads.finish`.
+            TrainingError: the store takes nothing for too long, or another process has taken the run over.
         """
         if self.uploads.url is None:
             return
@@ -392,7 +392,7 @@ class Session:
         sinks: Sinks,
         display: TrainingDisplay,
     ) -> Trainer:
-        """The loop, its saves, its evaluation and its instruments."""
+        """Makes the loop with its saves, its evaluation and its instruments."""
         prepared, run, engine, stack = self.prepared, here.run, here.engine, here.stack
         first = progress.step + 1
         steps = group.batches() if group else batches.training(first_step=first, skips=stepper.skips)
@@ -446,7 +446,7 @@ class Session:
         )
 
     def _open_group(self, here: RankOfRun, stepper: GuardedStepper, batches: RankBatches) -> Group | None:
-        """The island or the replica of the model that this process belongs to; None in an ordinary run. Collective."""
+        """Opens this process's island or replica of the model; None in an ordinary run. Collective."""
         if self.prepared.run.config.islands is not None:
             from pipeline.run.groups.islands.build import open_island  # noqa: PLC0415
 
@@ -461,7 +461,7 @@ class Session:
         return None
 
     def _student(self, engine: Engine) -> StudentSamples | None:
-        """What generates the student's own samples, in a distillation that trains on them."""
+        """Makes the student's own samples in an on-policy distillation; None in other runs."""
         if self.prepared.run.config.distill is None:
             return None
         from pipeline.run.distillation.on_rank import make_samples  # noqa: PLC0415
@@ -475,7 +475,7 @@ class Session:
         )
 
     def _tasks(self, here: RankOfRun) -> TaskEvaluation | None:
-        """What evaluates the run's tasks; None without any."""
+        """Makes the evaluation of the run's tasks; None without any."""
         if not self.prepared.tasks:
             return None
         from pipeline.run.task_evaluation import TaskEvaluation  # noqa: PLC0415
@@ -560,5 +560,5 @@ def _skips_after(checkpoint: Checkpoint, run_dir: Path) -> Skips:
 
 
 def _written(kinds: Sequence[str], run_dir: Path, step: int) -> set[str]:
-    """Those of the kinds of rows that the journal has of a step."""
+    """The kinds of rows, of those given, that the journal has of a step."""
     return {row["kind"] for row in read_rows(run_dir, kind=kinds) if row["step"] == step}

@@ -1,4 +1,4 @@
-"""A run's data on a disk of the node: a copy before training (`data.stage_to`), or a cache of what a store has."""
+"""A run's data on a disk of the node: a copy before training (`data.stage_to`), or a cache of an object store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_stage_space(data: DataSection, mixture: DataMixture) -> None:
     """Refuses a run whose data does not fit on this node's disk, before a process group is made.
 
     Raises:
-        DataError: see `check_space`.
+        DataError: the disk has too little room.
     """
     if data.stage_to is not None:
         for origin, manifest in _directories(mixture).items():
@@ -40,7 +40,7 @@ def open_cache(run: ResolvedRun, mixture: DataMixture) -> None:
     """Has the sources in object stores read through a bounded cache on this node's disk, unless they are staged.
 
     Raises:
-        ConfigError: it is too small for a step, or larger than what is free.
+        ConfigError: the cache is too small for a step, or larger than the free space.
         DataError: the disk cannot be written to.
     """
     data, remote = run.config.data, mixture.remote
@@ -87,16 +87,16 @@ def staged_data(
     """Copies the run's tokens directories to this node's disk, or waits for it, and has the datasets read from there.
 
     Args:
-        data: the config's section.
+        data: the config's `data`.
         mixture, heldout: the run's datasets.
         say: takes a line for people about each directory.
         progress: is called meanwhile.
 
     Yields:
-        What removes the copies, given whether the run has finished; it does nothing with `data.stage_keep`.
+        A function that takes whether the run has finished, and removes the copies then; not with `data.stage_keep`.
 
     Raises:
-        DataError: see `stage`.
+        DataError: there is no room, or a copied file's checksum is not the manifest's.
     """
     copies: list[StagedCopy] = []
     with ExitStack() as stack:
@@ -123,5 +123,5 @@ def staged_data(
 
 
 def _directories(mixture: DataMixture) -> dict[str, Manifest]:
-    """The tokens directories of the mixture, each once; what is read in place has no checksums and stays."""
+    """The tokens directories of the mixture, each once; data that is read in place has no checksums and stays."""
     return {each.origin: each.manifest for each in mixture.sources if not each.in_place}

@@ -10,7 +10,7 @@ WARM_UP = 3
 """First steps of an attempt that do not count: kernels are compiled, memory and communicators are allocated."""
 
 NEWEST = 1000
-"""Steps that are kept."""
+"""Newest steps whose times are kept."""
 
 
 class StepTimes:
@@ -36,12 +36,12 @@ class StepTimes:
         return len(self._seconds)
 
     def quartiles(self) -> tuple[float, float, float] | None:
-        """First quartile, median and third quartile in seconds; None of fewer than two steps."""
+        """First quartile, median and third quartile in seconds; None for fewer than two steps."""
         if len(self._seconds) < 2:
             return None
         low, median, high = statistics.quantiles(self._seconds, n=4, method="inclusive")
         return low, median, high
 
     def cpu_median(self) -> float:
-        """Seconds of CPU time from one report to the next; a checkpoint or an evaluation counts in a step here."""
+        """Median CPU seconds from one report to the next, with checkpoints and evaluations between them."""
         return statistics.median(self._cpu)

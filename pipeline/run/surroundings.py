@@ -1,4 +1,4 @@
-"""What the training loop is given, as it sees it: held-out data, a student's samples, an island or a replica."""
+"""Protocols of the training loop's surroundings: held-out data, a student's samples, an island or a replica."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class StudentSamples(Protocol):
     """The samples that a student writes before a step is begun (on-policy distillation)."""
 
     def complete(self, step: StepBatch) -> StepBatch:
-        """The step's batch with them. Collective."""
+        """Returns the step's batch with the student's samples. Collective."""
         ...
 
     def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
-        """What a step's row of metrics has of them, and of the parts of its loss."""
+        """Values for a step's row of metrics, about the samples and the parts of the loss."""
         ...
 
 
 class Group(Protocol):
-    """An island (low-communication training) or a replica of the model: how this run goes on beside the others.
+    """The island (low-communication training) or the replica of the model that this process belongs to.
 
     Attributes:
-        excluded_from_step_time: it is no part of a step.
+        excluded_from_step_time: whether an exchange is left out of the time of a step.
     """
 
     excluded_from_step_time: bool
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of finished steps."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class Group(Protocol):
         ...
 
     def exchange(self, step: int) -> Stop:
-        """Exchanges. Returns a stop that was requested while it waited. Collective."""
+        """Exchanges with the others; returns a stop that was requested while it waited. Collective."""
         ...
 
     def settle(self, step: int, stop: Stop) -> Stop:
@@ -76,13 +76,13 @@ class Group(Protocol):
         ...
 
     def leave(self) -> None:
-        """The run ends before its last step: replicas do not wait until its state is saved."""
+        """Leaves before the run's last step: replicas do not wait until its state is saved."""
         ...
 
     def state(self) -> State:
-        """The engine's state and the outer one. Collective."""
+        """The state to save: the engine's, and an island's outer state. Collective."""
         ...
 
     def details(self) -> dict[str, Any]:
-        """What a checkpoint's manifest records."""
+        """The group's entry in a checkpoint's manifest."""
         ...

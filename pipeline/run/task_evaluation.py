@@ -35,15 +35,14 @@ from pipeline.run.distillation.kv_cache import kv_cache_problem
 from pipeline.run.distillation.sampling import Sampler
 
 Batches = Callable[[Iterator[Any]], Iterator[Any]]
-"""Passes batches on, and may end them early, on all ranks at the same one."""
+"""Function that passes batches on, and may end them early, on all ranks at the same one."""
 
 
 class RequestNats:
     """Adds up the cross-entropy of each request in forward passes, in the place of a loss; an `Objective`.
 
     Args:
-        requests: number of them.
-        device: of this rank.
+        requests: number of requests.
 
     Attributes:
         nats: fp64 [requests], -log p(continuation | context) of what this rank has seen.
@@ -60,7 +59,7 @@ class RequestNats:
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Adds the positions; see `Objective.__call__`."""
+        """Adds the nats of the positions to their requests; see `Objective.__call__`."""
         nats = target_nats(logits, labels, vocabulary)
         self.nats.index_add_(0, extra_targets[0].flatten(), nats.double())
         return Loss(nats.sum())
@@ -68,7 +67,7 @@ class RequestNats:
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """Nothing is trained."""
+        """Not used: nothing is trained."""
         raise NotImplementedError
 
 
@@ -77,8 +76,7 @@ def check_tasks(run: ResolvedRun, model: nn.Module, tasks: tuple[EncodedTask, ..
 
     Args:
         run: the resolved config.
-        model: on meta.
-        tasks: of the run.
+        model: the full model, on meta.
 
     Raises:
         ConfigError: names the field and what works.
@@ -109,7 +107,7 @@ def check_tasks(run: ResolvedRun, model: nn.Module, tasks: tuple[EncodedTask, ..
 
 
 def pass_shape(run: ResolvedRun) -> PassShape:
-    """The forward passes of tasks in a layout."""
+    """The shape of the forward passes of tasks in a layout."""
     topology, batch = run.topology, run.batch
     multiple = topology.tp * topology.cp * (2 if topology.cp > 1 else 1)
     # the buffers of the fused exchanges are for the tokens of a micro-batch
@@ -123,11 +121,10 @@ class TaskEvaluation:
 
     Attributes:
         run: the resolved config.
-        tasks: with their requests.
+        tasks: the run's tasks, with their requests.
         engine: executes the forward passes.
-        rank: of this process.
-        device: of this rank.
-        on_progress: called in between: a task may take longer than the run may stand still.
+        rank: global rank of this process.
+        on_progress: called after every new token: a task may take longer than the run may stand still.
     """
 
     run: ResolvedRun

@@ -45,10 +45,10 @@ class Trainer:
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
         watchdog: is told the phase and step this rank is in.
-        sinks: where metrics and events go; empty on all ranks but rank 0.
+        sinks: journal and tracking services, for metrics and events; empty on all ranks but rank 0.
         display: progress bar and messages.
-        instruments: what measures the steps.
-        progress: kept up to date.
+        instruments: clock, memory, stragglers, profiler and others that measure the steps.
+        progress: the run's progress, kept up to date.
         student: completes a step's batch before it is begun; None where it has all of it from the data.
         group: exchanges with other islands or replicas; None in an ordinary run.
         balancer: divides the samples of steps by the measured speeds of ranks; None in fixed shares.
@@ -78,7 +78,8 @@ class Trainer:
 
         Raises:
             CheckpointError: the last checkpoint could not be written. One on the way is tried again at its next time.
-            TrainingError, Rollback: see `GuardedStepper.train`.
+            TrainingError: the policy for an anomaly is to stop, or replicas differ.
+            Rollback: the policy for an anomaly is to roll back.
         """
         if self.balancer is not None:
             self.sinks.event(self.progress.step, event="shares", **shares_row(self.balancer.shares))
@@ -120,7 +121,7 @@ class Trainer:
             return self.group.settle(step, stop) if stop or save else stop
 
     def _end_between_steps(self) -> Stop:
-        """The end of an island that was waiting for others: they had finished, or it was asked to stop."""
+        """Ends an island that was waiting for others: they had finished, or it was asked to stop."""
         stop = self.agreement.requested_stop(self.signals)
         if self.group is not None and not (stop and self.progress.step == self.group.step):
             self.progress.step = self.group.step
@@ -129,12 +130,12 @@ class Trainer:
         return stop
 
     def evaluate(self, step: int, *, written: Collection[str] = ()) -> Stop:
-        """See `HeldOutEvaluation.evaluate`; no part of a step's time."""
+        """Calls `HeldOutEvaluation.evaluate`, outside a step's time."""
         with self.instruments.clock.excluded():
             return self.evaluation.evaluate(step, written=written)
 
     def _looks_at(self, step: int) -> bool:
-        """Whether the state after a step is looked at, so that the step is finished before another begins."""
+        """Whether the state after a step is needed, so that the step is finished before another begins."""
         last = step == self.run.steps
         due = last or self.saves.due(step) or self.evaluation.due(step) or self.stepper.needs_drain(step)
         # a profile has the kernels of its own steps only
@@ -159,16 +160,16 @@ class Trainer:
             self.stepper.begin(batch, lr=self.run.schedule.lr(step), host_values=self._flags)
 
     def _flags(self) -> list[float]:
-        """What this rank says with the numbers of a step."""
+        """This rank's flags, which are summed over all ranks with the numbers of a step."""
         slow = self.instruments.clock.last_lap > SLOW_STEP_S
         saves, grew = self.saves, self.instruments.memory.grew
         return StepFlags(self.signals.requested, saves.busy, saves.timer.due, grew, slow).values()
 
     def _finish_steps(self, *, drain: bool) -> tuple[Stop, bool]:
-        """Reports the steps that are finished, all of them or those that a device at work leaves; advances a save.
+        """Reports finished steps, all that were begun or all but the one a device works on; advances a save.
 
         Returns:
-            The stop that is requested of any rank, and whether it is time for a checkpoint.
+            The stop that is requested on any rank, and whether it is time for a checkpoint.
         """
         found: list[StepFlags] = []
         with self._save_finished_first():
@@ -191,7 +192,7 @@ class Trainer:
 
     @contextmanager
     def _save_finished_first(self) -> Iterator[None]:
-        """A TrainingError, which all ranks raise alike, waits for a checkpoint that is being written."""
+        """Lets a TrainingError, which all ranks raise alike, wait for a checkpoint that is being written."""
         try:
             yield
         except TrainingError:
@@ -199,7 +200,7 @@ class Trainer:
             raise
 
     def _cost(self, memory: dict[str, int]) -> StepCost:
-        """What the step took that has just ended, with its speed over all ranks and the MFU of one device."""
+        """Cost of the step that has just ended, with its speed over all ranks and the MFU of one device."""
         seconds, waited = self.instruments.clock.lap()
         rate = self.run.batch.tokens / seconds
         own = rate if self.group is None else rate * self.group.own_share

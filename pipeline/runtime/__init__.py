@@ -1,1 +1,1 @@
-"""Processes and what they report: launch, faults, metrics, goodput, machines."""
+"""Processes and their reports: launch, faults, metrics, goodput, machines."""

@@ -118,7 +118,7 @@ def _of_model(directory: Path, facts: CardFacts | None, gaps: Gaps) -> Papers:
 
 
 def _of_training(manifest: Manifest, details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Papers:
-    """What a run and a model have besides a card."""
+    """The papers of a run or a model besides its card: training content summary and SBOM."""
     lineage = details[LINEAGE]
     known_sources(facts, [source["name"] for source in training_summary.distinct_sources(lineage)])
     return {
@@ -128,7 +128,7 @@ def _of_training(manifest: Manifest, details: Mapping[str, Any], facts: CardFact
 
 
 def _check_place(out: Path, directory: Path) -> None:
-    """Refuses to put papers beside the files of another directory, which they would seem to describe."""
+    """Refuses to put papers beside files of another directory, which they would seem to describe."""
     manifest = out / MANIFEST
     if not manifest.is_file() or directory.resolve().is_relative_to(out.resolve()):
         return
@@ -138,7 +138,7 @@ def _check_place(out: Path, directory: Path) -> None:
 
 
 def _check_target(out: Path, papers: Papers, *, replace: bool) -> None:
-    """Refuses to overwrite what a manifest has a checksum of, and without --replace what is there at all.
+    """Refuses to overwrite files that a manifest has checksums of, and without --replace any file.
 
     Raises:
         DataError: names the file.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_INTACT, EXIT_DAMAGED = 0, 1
 _SHOWN = 8
-"""Problems of one checkpoint that are printed."""
+"""Largest number of problems printed per checkpoint."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _problems(checkpoint: Checkpoint, progress: Callable[[int], None]) -> list[Problem]:
-    """Of a checkpoint; one in an object store is copied to this host for the while."""
+    """Verifies a checkpoint; one in an object store is copied to this host meanwhile."""
     from pipeline.checkpoint.export.verify import Problem, verify_checkpoint  # noqa: PLC0415
 
     if not isinstance(checkpoint, StoredCheckpoint):

@@ -24,7 +24,7 @@ from pipeline.checkpoint.format.torch_reader import to_torch_metadata
 from pipeline.checkpoint.write.streamed import LazyTensor, Progress, write_streamed
 
 _PLAIN = "__1_0.distcp"
-"""File of what is no tensor."""
+"""File of the values that are no tensors."""
 Path_ = tuple[str | int, ...]
 
 
@@ -32,8 +32,8 @@ def write_dcp(state: TrainedState, directory: Path, progress: Progress) -> None:
     """Writes the folder.
 
     Args:
-        state: the checkpoint's.
-        directory: exists and is empty.
+        state: the state to write.
+        directory: existing empty directory.
         progress: called as tensors are written.
 
     Raises:
@@ -73,7 +73,7 @@ def _plain(state: TrainedState) -> Iterator[tuple[Path_, Any]]:
 
 
 def _write_plain(plain: dict[Path_, Any], metadata: Metadata, path: Path) -> None:
-    """Writes values that are no tensors, each by torch.save, and where they lie."""
+    """Writes values that are no tensors, each by torch.save, and adds their locations to the metadata."""
     with path.open("wb") as file:
         for at, value in plain.items():
             buffer = io.BytesIO()

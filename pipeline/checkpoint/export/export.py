@@ -70,11 +70,11 @@ def export(
     """Writes a checkpoint's model as a Hugging Face folder.
 
     Args:
-        checkpoint: what to export.
+        checkpoint: the checkpoint to export.
         out: the folder, which is created atomically.
-        dtype: of the written weights; as trained when None.
-        tokenizer: tokenizer folder; that of the run's first dataset when None.
-        facts: of a person, for the card and the summary of the training content; None for none.
+        dtype: dtype of the written weights; the one used in training when None.
+        tokenizer: tokenizer folder; the one of the run's first dataset when None.
+        facts: facts that a person has written down for the model card and the training content summary; None for none.
         replace: replace an existing folder.
         progress: called with (tensors written, total tensors).
 
@@ -172,7 +172,7 @@ def _write_config(
 
 
 def _write_generation(config: PretrainedConfig, manifest: Manifest, folder: Path) -> None:
-    """That of the model that the training began with, which knows more ends of a turn than its config."""
+    """Writes generation_config.json: the starting model's, if there is one, as it lists more end-of-turn tokens."""
     given = _given_generation(manifest)
     if given is None:
         GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -181,7 +181,7 @@ def _write_generation(config: PretrainedConfig, manifest: Manifest, folder: Path
 
 
 def _given_generation(manifest: Manifest) -> dict[str, Any] | None:
-    """As the checkpoint records it; of an older one, from the folder that it began with, if that is as it was."""
+    """The starting model's generation config: recorded, or for older checkpoints from its folder, if unchanged."""
     if "generation" in manifest.details:
         recorded: dict[str, Any] | None = manifest.details["generation"]
         return recorded

@@ -21,7 +21,7 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoints(path: Path) -> list[Checkpoint]:
     """The checkpoints of a run directory, newest first, or the one checkpoint at `path`.
 
-    Of a run in an object store those that are there, too, where they are not on this host (`StoredCheckpoint`).
+    For a run in an object store, checkpoints that are only there are included, as `StoredCheckpoint`.
 
     Raises:
         CheckpointError: there is none.
@@ -47,11 +47,11 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def on_this_host(checkpoint: Checkpoint, *, progress: Callable[[int], None] = lambda _bytes: None) -> Checkpoint:
-    """A checkpoint whose files can be read here: one of an object store is copied into the directory of its run.
+    """A checkpoint whose files can be read here: one in an object store is copied into the directory of its run.
 
     Args:
         checkpoint: one of `find_checkpoints`.
-        progress: takes the bytes of each file that was copied.
+        progress: called with the bytes of each file that was copied.
 
     Raises:
         DataError: there is no room, or a checksum differs.

@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint, held-out and of tasks, from the journal of its run."""
+"""The held-out and task evaluation of a checkpoint, from the journal of its run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def heldout_figures(checkpoint: Checkpoint) -> dict[str, Any]:
     """The evaluation at the checkpoint's step, as a manifest's details record it.
 
     Returns:
-        {"heldout": {"step", "loss_nats", "perplexity", "bits_per_byte"}, "tasks": {task: {"step", figures}}}; without
-        what was not evaluated then.
+        {"heldout": {"step", "loss_nats", "perplexity", "bits_per_byte"}, "tasks": {task: {"step", figures}}}; parts
+        that were not evaluated at the step are left out.
     """
     run_dir = checkpoint.path.parent.parent
     if not (run_dir / NAME).is_file():

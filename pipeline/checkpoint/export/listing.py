@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def checkpoint_rows(checkpoints: Sequence[Checkpoint]) -> list[Row]:
-    """One row per checkpoint, newest first; `resumed` marks the one that a resume would take, judged by file sizes."""
+    """One row per checkpoint, newest first; `resumed` marks the one a resume would choose, judged by file sizes."""
     rows = [_row(each) for each in checkpoints]
     resumed = next((row for row in rows if row["damage"] is None), None)
     return [{**row, "resumed": row is resumed} for row in rows]

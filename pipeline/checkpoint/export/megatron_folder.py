@@ -1,6 +1,6 @@
 """Writes a checkpoint as a distributed checkpoint of Megatron-core (`torch_dist`), its optimizer included.
 
-The folder is told in `pipeline/checkpoint/importing/megatron.py`: all layers of a kind of weight are one tensor, each
+`pipeline/checkpoint/importing/megatron.py` describes the format: all layers of a kind of weight are one tensor, each
 layer a chunk of it, and the optimizer states are those of `--dist-ckpt-optim-fully-reshardable`, so that Megatron reads
 it at any size of tp, pp, ep and dp. Weights are the fp32 masters, stored once under both of their names.
 """
@@ -44,15 +44,15 @@ _LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "core_attent
 _KINDS = {"weight": ("", "optimizer.state.param."), "exp_avg": ("optimizer.state.exp_avg.",)} | {
     "exp_avg_sq": ("optimizer.state.exp_avg_sq.",)
 }
-"""Kind -> what Megatron's keys of it begin with."""
+"""Kind of tensor -> prefixes of its keys in Megatron."""
 
 
 def write_megatron(state: TrainedState, directory: Path, progress: Progress) -> None:
     """Writes the folder: `latest_checkpointed_iteration.txt`, and `iter_N`.
 
     Args:
-        state: the checkpoint's.
-        directory: exists and is empty.
+        state: the state to write.
+        directory: existing empty directory.
         progress: called as tensors are written.
 
     Raises:
@@ -82,14 +82,14 @@ def write_megatron(state: TrainedState, directory: Path, progress: Progress) -> 
 
 
 Piece = tuple[str, int | None]
-"""Megatron's name, the last of those that stand for the same, and the layer; None outside of layers."""
+"""Megatron's name of a tensor (the last one, if it has several) and its layer; None outside of layers."""
 
 
 def _megatron_names(state: TrainedState, family: MegatronNames) -> dict[Piece, tuple[Sequence[str], Fusion | None]]:
-    """What every tensor of Megatron's is made of: our names, and how they are joined.
+    """Megatron's tensors, each with the names of our weights that it is made of and how they are joined.
 
     Raises:
-        CheckpointError: a weight is in none.
+        CheckpointError: a weight belongs to no tensor of Megatron's.
     """
     left, found = set(state.names), dict[Piece, tuple[Sequence[str], Fusion | None]]()
     for theirs, own in family.whole.items():
@@ -120,7 +120,7 @@ def _key(kind: str, piece: Piece) -> str:
 
 
 def _joined(parts: Sequence[LazyTensor], fusion: Fusion) -> LazyTensor:
-    """A layer of a stacked tensor: with a first dim of size 1."""
+    """One layer of a stacked tensor, with a first dim of size 1."""
     shape = fusion.join([torch.empty(each.shape, device="meta") for each in parts]).shape
     return LazyTensor((1, *shape), parts[0].dtype, partial(_read_joined, parts, fusion))
 
@@ -225,7 +225,7 @@ def _common(state: TrainedState, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(state: TrainedState, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's arguments, as far as it compares them with its own, and the place in the data."""
+    """The arguments of Megatron-LM that it compares with its own on load, and the position in the data."""
     gpt = config["model_type"] == "gpt2"
     heads = config["n_head"] if gpt else config["num_attention_heads"]
     return {

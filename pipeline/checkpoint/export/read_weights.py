@@ -19,7 +19,7 @@ class CheckpointWeights:
     """Values of parameters and persistent buffers read from a checkpoint's shards. Its metadata is read once.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
 
     Attributes:
         shapes: parameter name -> full shape.
@@ -41,7 +41,7 @@ class CheckpointWeights:
         self._dtypes = {each.key: each.dtype for each in stored}
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`. It is read whole.
+        """Implements `ParameterValues.value`; the tensor is read whole.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -49,10 +49,10 @@ class CheckpointWeights:
         return part(self._read(weight_key(name), torch.empty(self.shapes[name], dtype=torch.float32)), box).to(device)
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`; in its own dtype.
+        """Implements `ParameterValues.buffer`; the buffer keeps its own dtype.
 
         Raises:
-            CheckpointError: as `value`.
+            CheckpointError: a file is missing or damaged.
         """
         if name not in self.buffers:
             return None

@@ -21,7 +21,7 @@ def trained_config(manifest: Manifest) -> PretrainedConfig:
 
 
 def _with_infinities(value: Any) -> Any:
-    """Undoes what transformers makes of an infinity in a config, for which JSON has no word: {"__float__": "Infinity"}.
+    """Turns {"__float__": "Infinity"}, which transformers writes since JSON has no infinity, back into a float.
 
     Mamba-2's `time_step_limit` has one.
     """
@@ -33,7 +33,7 @@ def _with_infinities(value: Any) -> Any:
 
 
 def attention_implementation(manifest: Manifest) -> str:
-    """That of the training, except flash attention, which needs a GPU; reading a checkpoint does not.
+    """Attention implementation of the training; sdpa in place of flash attention, which needs a GPU.
 
     Eager where transformers has no sdpa for the architecture: in training, sdpa stands for headrace's own attention,
     and means nothing to a model without attention heads (Mamba-2, RWKV).
@@ -48,7 +48,7 @@ def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
     """The model, on the meta device.
 
     Raises:
-        ConfigError: this version of transformers cannot build it.
+        ConfigError: this version of transformers cannot build the model.
     """
     return build_meta(trained_config(manifest), dtype=dtype, attn_implementation=attention_implementation(manifest))
 
@@ -57,7 +57,7 @@ def trained_shapes(manifest: Manifest) -> dict[str, torch.Size]:
     """Parameter name -> full shape.
 
     Raises:
-        ConfigError: as `trained_model`.
+        ConfigError: this version of transformers cannot build the model.
     """
     return parameter_shapes(trained_model(manifest, dtype=torch.float32))
 
@@ -66,22 +66,22 @@ def trained_buffers(manifest: Manifest) -> dict[str, torch.Size]:
     """Name -> shape of every persistent buffer.
 
     Raises:
-        ConfigError: as `trained_model`.
+        ConfigError: this version of transformers cannot build the model.
     """
     return buffer_shapes(trained_model(manifest, dtype=torch.float32))
 
 
 def trained_matrices(manifest: Manifest) -> dict[str, MatrixForm]:
-    """The hidden matrices by parameter name, which an optimizer such as Muon treats otherwise than the rest.
+    """The hidden matrices by parameter name, which an optimizer such as Muon treats differently.
 
     Raises:
-        ConfigError: as `trained_model`.
+        ConfigError: this version of transformers cannot build the model.
     """
     return hidden_matrices(trained_model(manifest, dtype=torch.float32))
 
 
 def trained_positions(manifest: Manifest, model: nn.Module) -> int | None:
-    """`max_position_embeddings` for an export: the longest sequence that was trained; None to leave it as it is.
+    """`max_position_embeddings` for an export: the longest sequence in training; None to keep the config's value.
 
     Only a value that nobody gave is replaced: where the model was described by `model.config` without it, headrace made
     it at least 2048, which a reader of the export would take for what the model has learned. It stays where it decides

@@ -30,12 +30,12 @@ class TrainedState:
         checkpoint: the checkpoint.
 
     Attributes:
-        step: its last step.
+        step: last step of the checkpoint.
         samples: samples that were trained on.
-        model: on meta.
+        model: the model, on the meta device.
 
     Raises:
-        CheckpointError: it is damaged, of a custom loop, or of an optimizer other than AdamW.
+        CheckpointError: it is damaged, or was written by a custom loop or with an optimizer other than AdamW.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -57,11 +57,11 @@ class TrainedState:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the parameters, in the order of the model."""
+        """Names of the parameters, in the order of the model."""
         return [name for name, _ in self.model.named_parameters()]
 
     def aliases(self) -> Iterator[tuple[str, str]]:
-        """Other name of every tied parameter, and its name."""
+        """Yields (other name, name) of every tied parameter."""
         owner = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if owner[id(parameter)] != name:

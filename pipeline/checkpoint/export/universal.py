@@ -1,6 +1,6 @@
 """Writes a checkpoint as a universal checkpoint of DeepSpeed, which its engine loads at ZeRO 1, 2 and 3.
 
-`load_checkpoint(OUT)` with `"checkpoint": {"load_universal": true}`. The format is told in
+`load_checkpoint(OUT)` with `"checkpoint": {"load_universal": true}`. The format is described in
 `pipeline/checkpoint/importing/universal.py`. Its parameter groups name no hyperparameters, so that those of the engine
 stay: at stage 3 DeepSpeed 0.19.8 gives every group those of the first.
 """
@@ -17,15 +17,15 @@ from pipeline.checkpoint.export.trained_state import TrainedState
 from pipeline.checkpoint.write.streamed import Progress
 
 _GROUPS = 64
-"""Parameter groups that an engine may have: DeepSpeed reads those that have an entry here, and drops the others."""
+"""Parameter groups with an entry in the file: DeepSpeed drops those of an engine that have none."""
 
 
 def write_universal(state: TrainedState, directory: Path, progress: Progress) -> None:
-    """Writes the folder: `latest_universal`, and one of the step.
+    """Writes the folder: `latest_universal`, and the folder of the step.
 
     Args:
-        state: the checkpoint's.
-        directory: exists and is empty.
+        state: the state to write.
+        directory: existing empty directory.
         progress: called as tensors are written.
 
     Raises:
@@ -62,7 +62,7 @@ def _optimizer(step: torch.Tensor) -> dict[str, Any]:
 
 
 def _head(state: TrainedState) -> dict[str, Any]:
-    """The engine's state."""
+    """The state of DeepSpeed's engine (`mp_rank_00_model_states.pt`)."""
     return {
         "module": {name: buffer.read() for name, buffer in state.buffers().items()},
         "buffer_names": list(state.buffers()),

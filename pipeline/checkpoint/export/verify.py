@@ -31,8 +31,8 @@ class Problem:
     """Something wrong with a checkpoint.
 
     Attributes:
-        place: a file or a tensor.
-        what: what is wrong with it.
+        place: name of the file or tensor.
+        what: description of the problem.
     """
 
     place: str
@@ -60,7 +60,7 @@ def verify_checkpoint(
 
 
 def missing_files(directory: Path, manifest: Manifest) -> list[Problem]:
-    """Files that do not exist, or not with the size in the manifest: quick, reads no contents."""
+    """Files that are missing or differ in size from the manifest: quick, reads no contents."""
     found: list[Problem] = []
     for name, entry in manifest.files.items():
         try:

@@ -29,16 +29,16 @@ def write_weights(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Writes the weights in `dtype`, and the persistent buffers in theirs.
+    """Writes the weights in `dtype`, and the persistent buffers in their own dtypes.
 
-    Memory: one file, and what is converted at once (the experts of one layer).
+    Memory: one file, and the tensors that are converted together (the experts of one layer).
 
     Args:
-        model: on any device: its architecture decides about the names in the files.
-        weights: read one at a time.
+        model: model on any device; its architecture decides about the names in the files.
+        weights: values of the parameters, read one at a time.
         buffers: name -> value.
-        folder: where the files and, of more than one, their index are written.
-        dtype: of the weights.
+        folder: folder for the files and, if there are several, their index.
+        dtype: dtype of the written weights.
         progress: called with (weights written, all weights).
     """
     written = _Files(folder)
@@ -54,7 +54,7 @@ def _stored(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name in the files and tensor, in the order of the model."""
+    """Yields (name in the files, tensor), in the order of the model."""
     place = {name: number for number, name in enumerate([*weights.shapes, *buffers])}
     groups = groups_of_model(model, place)
     done = 0
@@ -81,7 +81,7 @@ class _Files:
         self._pending_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Writes the last file, and names the files by their number of all."""
+        """Writes the last file, and renames the files once their number is known."""
         self._flush()
         if len(self._names) == 1:
             self._part(1).rename(self._folder / SINGLE)

@@ -1,4 +1,4 @@
-"""Whether the shards of a tensor cover every element exactly once: for a million shards, and in words for one tensor.
+"""Checks that the shards of tensors cover every element exactly once, and describes the errors of one tensor.
 
 `unevenly_covered` decides by fingerprints. Give every index x of dim d a random weight w_d(x) modulo a prime p, and
 every element the product of the weights of its indices. A tensor's fingerprint is the sum over its elements, which is
@@ -35,7 +35,7 @@ def mixed(values: Ints, seed: int) -> npt.NDArray[np.uint64]:
 
 
 def unevenly_covered(table: ShardTable) -> list[int]:
-    """The tensors of which an element is in no shard or in several, or which a shard leaves."""
+    """Indices of tensors with an element in no shard or in several, or with a shard that exceeds the tensor."""
     wrong = np.zeros(len(table.tensors), dtype=bool)
     wrong[table.tensor_of_row[_outside(table)]] = True
     for number in range(_ROUNDS):
@@ -47,7 +47,7 @@ def unevenly_covered(table: ShardTable) -> list[int]:
 
 
 def shards_outside(table: ShardTable) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of every shard that does not lie within its tensor; rows in any order."""
+    """Yields (key, error) for every shard that does not lie within its tensor; rows in any order."""
     for row in _outside(table).tolist():
         stored = table.tensors[table.tensor_of_row[row]]
         yield stored.key, coverage_error(stored, [table.rectangle(row)]) or "a shard has a negative offset"
@@ -59,7 +59,7 @@ def _outside(table: ShardTable) -> Ints:
 
 
 def _fingerprints(offsets: Ints, sizes: Ints, number: int) -> Ints:
-    """int64 [N] below the prime, of N rectangles."""
+    """Fingerprints of N rectangles: int64 [N], below the prime."""
     product = np.ones(len(offsets), dtype=np.int64)
     for dim in range(offsets.shape[1]):
         seed = 1 + number * 64 + dim
@@ -72,7 +72,7 @@ def _fingerprints(offsets: Ints, sizes: Ints, number: int) -> Ints:
 
 
 def coverage_errors(table: ShardTable) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of every tensor whose shards do not cover it exactly once."""
+    """Yields (key, error) for every tensor whose shards do not cover it exactly once."""
     for tensor in unevenly_covered(table):
         stored = table.tensors[tensor]
         yield stored.key, coverage_error(stored, table.rectangles(tensor)) or "its shards do not cover it exactly once"

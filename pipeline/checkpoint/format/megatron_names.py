@@ -1,4 +1,4 @@
-"""Names and fused tensors of Megatron-core's GPT models in Hugging Face's; `importing.megatron` tells of the format."""
+"""Maps names and fused tensors of Megatron-core's GPT models to Hugging Face's (format: `importing.megatron`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Fusion:
-    """How a tensor of Megatron's becomes those of Hugging Face, and they become it.
+    """Conversion between a tensor of Megatron's and the Hugging Face tensors fused in it, in both directions.
 
     Attributes:
-        names: of Hugging Face, in a layer.
-        split: Megatron's tensor -> theirs, in the order of the names.
-        join: theirs -> Megatron's.
+        names: Hugging Face names of the tensors, within a layer.
+        split: Megatron's tensor -> Hugging Face's, in the order of the names.
+        join: Hugging Face's tensors -> Megatron's.
     """
 
     names: Sequence[str]
@@ -31,7 +31,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Query heads and key heads."""
+    """Numbers of query heads and key heads, with the conversions of fused projections."""
 
     query: int
     key: int
@@ -52,11 +52,11 @@ class _Heads:
         return torch.cat(heads, dim=1).reshape(-1, *rest)
 
     def split_together(self, fused: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values one behind the other, as inputs x outputs where it is a matrix."""
+        """Queries, keys and values concatenated; a matrix is [inputs, outputs]."""
         return [torch.cat(list(self.split(fused))).t()]
 
     def join_together(self, parts: Sequence[Tensor]) -> Tensor:
-        """The fused projection of `split_together`'s."""
+        """The inverse of `split_together`."""
         return self.join(parts[0].t().contiguous().chunk(3))
 
 
@@ -74,13 +74,13 @@ def _halves(*names: str) -> Fusion:
 
 @dataclass(frozen=True)
 class MegatronNames:
-    """Names of a Hugging Face family.
+    """Megatron's names of a Hugging Face family's tensors.
 
     Attributes:
-        layers: before the number of a layer.
+        layers: prefix of our names before the layer's number.
         whole: Megatron's name -> ours, outside of layers.
-        inner: Megatron's name in a layer -> ours. Where two stand for one of ours, the last is what checkpoints have
-            (it is that of the fused norms of Transformer Engine).
+        inner: Megatron's name in a layer -> ours. If two names map to one of ours, checkpoints have the last (the one
+            of Transformer Engine's fused norms).
     """
 
     layers: str
@@ -89,7 +89,7 @@ class MegatronNames:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> MegatronNames | None:
-        """Of the model of a Hugging Face config; None of a family that is not known."""
+        """Names for the model of a Hugging Face config; None for an unknown family."""
         family = FAMILIES.get(str(hf_config.get("model_type")))
         if family is None:
             return None
@@ -155,4 +155,4 @@ def _gpt2(heads: _Heads) -> MegatronNames:
 
 
 FAMILIES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _llama), "gpt2": _gpt2}
-"""model_type -> its names."""
+"""model_type -> function that returns its names."""

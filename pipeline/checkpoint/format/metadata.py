@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, without its values: which tensors it has, in which shards, and where each of these lies.
+"""Metadata of a checkpoint: its tensors, their shards, and the location of every shard.
 
 `metadata.npz` is a NumPy archive of a JSON header and compressed arrays. Those of the last three lines have one element
 a shard, and hold differences: the first value, then what each adds to the one before. Shards of equal size one after
@@ -43,10 +43,10 @@ from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
 
 METADATA = "metadata.npz"
 TORCH_METADATA = ".metadata"
-"""Of torch.distributed.checkpoint, in checkpoints of version 0.4 and before."""
+"""Metadata file of torch.distributed.checkpoint, in checkpoints of version 0.4 and before."""
 FORMAT = 1
 _COMPRESSION = 1
-"""Of zlib: level 6 saves another third of 4 MB, and takes five times as long."""
+"""Compression level of zlib: 6 saves another third of 4 MB, and takes five times as long."""
 _READING_ERRORS = (
     OSError,
     EOFError,
@@ -60,7 +60,7 @@ _READING_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What reading a damaged file raises, or one that is not of its kind."""
+"""Exceptions that reading a damaged or foreign file raises."""
 
 
 def metadata_name(directory: Path) -> str:
@@ -105,7 +105,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> bytes:
 
 
 def _narrowed(array: Ints) -> Any:
-    """The same values in the smallest dtype that holds them."""
+    """Converts an array to the smallest dtype that holds its values."""
     least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
     narrow = np.promote_types(np.min_scalar_type(least), np.min_scalar_type(most))
     # numpy's answer to a negative value beside one of 2^32 or more is a float, which is not exact from 2^53 on
@@ -145,12 +145,12 @@ def decode_metadata(data: bytes) -> CheckpointMetadata:
 def storage_errors(
     metadata: CheckpointMetadata, sizes: Mapping[str, int], *, aliases: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Shards that do not lie where the metadata says: (key, what is wrong).
+    """Yields (key, error) for shards that cannot lie where the metadata says.
 
     Args:
-        metadata: of the checkpoint.
+        metadata: metadata of the checkpoint.
         sizes: file name -> bytes.
-        aliases: a shard may be stored once under several keys.
+        aliases: whether a shard may be stored once under several keys.
     """
     table, file, begin = metadata.table, metadata.file, metadata.position
     end = begin + metadata.length

@@ -26,24 +26,24 @@ _CLASSES = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
     "collections": ("OrderedDict",),
 }
-"""What `.metadata` may name."""
+"""Module -> classes and functions that `.metadata` may name."""
 _NOT_NEEDED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
-"""Modules of the plans that Megatron keeps in `.metadata`: nothing of them is made."""
+"""Modules of the plans that Megatron keeps in `.metadata`; their objects are not created."""
 
 
 class Fields:
-    """Stands for an object of which only the attributes are wanted."""
+    """Stand-in for an object of which only the attributes are needed."""
 
 
 class Opaque(Fields):
-    """Stands for an object of any class or function, of which nothing but its attributes is made."""
+    """Stand-in for an object of any class or function; keeps only its attributes."""
 
     def __init__(self, *_: Any) -> None:
-        """Takes what the class or function would have been called with."""
+        """Accepts any arguments, and ignores them."""
 
 
 def enum_member(owner: object, name: str) -> Enum:
-    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickles the members of enums: gives these, nothing else.
+    """Stands in for `getattr`, by which Python 3.11.0 to 3.11.3 pickles enum members; returns only those.
 
     Raises:
         UnpicklingError: the object is no enum, or has no such member.
@@ -55,13 +55,13 @@ def enum_member(owner: object, name: str) -> Enum:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what torch's metadata consists of."""
+    """Unpickler that creates only the classes of torch's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class or function of a name.
 
         Raises:
-            UnpicklingError: it is none of those.
+            UnpicklingError: the metadata does not consist of it.
         """
         if (module, name) == ("builtins", "getattr"):
             return enum_member

@@ -1,4 +1,4 @@
-"""Shards of many tensors as arrays, one row a shard: what a rank has, and what a whole checkpoint consists of.
+"""Shards of many tensors as arrays, one row per shard: those of a rank, or of a whole checkpoint.
 
 A checkpoint of a 70B model on 512 ranks has 1.1 million shards. As Python objects they take gigabytes and minutes;
 as arrays, megabytes and tenths of a second.
@@ -106,10 +106,10 @@ class ShardTable:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointMetadata:
-    """What a checkpoint consists of.
+    """Contents of a checkpoint: its shards and their locations.
 
     Attributes:
-        table: its shards.
+        table: shards of the checkpoint.
         files: names of the files that hold them.
         file: int64 [N], index into `files`; -1 where the metadata does not say.
         position: int64 [N], first byte in the file.
@@ -163,7 +163,7 @@ def table_of(state: State) -> ShardTable:
 
 
 def parts_of(value: NamedShard | Tensor) -> Mapping[tuple[int, ...], Tensor]:
-    """Offsets of every shard of an entry of a state -> its values, a view in its shape."""
+    """Shards of an entry of a state: offsets -> values, a view in the shard's shape."""
     if isinstance(value, NamedShard):
         return value.parts
     return {(0,) * value.ndim: value} if value.numel() else {}
@@ -180,14 +180,14 @@ def part_at(value: NamedShard | Tensor, offsets: tuple[int, ...]) -> Tensor:
 
 
 class EncodedTable(NamedTuple):
-    """A table as bytes: names, shapes and dtypes, which many ranks have in common, and the rows, which they do not."""
+    """A table as bytes: names, shapes and dtypes, which many ranks share, and the rows, which they do not."""
 
     tensors: bytes
     rows: bytes
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
-        """SHA-256 of both."""
+        """SHA-256 of both parts."""
         return hashlib.sha256(self.tensors).digest(), hashlib.sha256(self.rows).digest()
 
 
@@ -213,13 +213,13 @@ def decode_rows(tensors: tuple[StoredTensor, ...], data: bytes) -> ShardTable:
 
 
 def tensors_to_json(tensors: Sequence[StoredTensor]) -> list[list[Any]]:
-    """Key, shape and name of the dtype of every tensor."""
+    """Key, shape and dtype name of every tensor."""
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in {each.dtype for each in tensors}}
     return [[each.key, each.shape, names[each.dtype]] for each in tensors]
 
 
 def tensors_from_json(rows: Sequence[Sequence[Any]]) -> tuple[StoredTensor, ...]:
-    """The inverse.
+    """The inverse of `tensors_to_json`.
 
     Raises:
         ValueError: an entry is not what `tensors_to_json` makes.

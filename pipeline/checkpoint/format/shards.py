@@ -25,7 +25,7 @@ def split_flat_range(shape: tuple[int, ...], start: int, length: int) -> list[Re
     """Splits the flat range [start, start + length) of a row-major tensor into rectangles, in flat order.
 
     Args:
-        shape: of the full tensor; () is a scalar.
+        shape: shape of the full tensor; () for a scalar.
         start: first flat index.
         length: number of elements.
     """
@@ -57,10 +57,10 @@ class NamedShard:
     """This rank's shard of one named tensor, with the sharding protocol of `torch.distributed.checkpoint`.
 
     Args:
-        shape: of the full tensor.
+        shape: shape of the full tensor.
         start: first flat index of this rank's part.
         values: 1-D, this rank's values in flat order; on load they are written in place. May be empty.
-        box: the rectangle of the full tensor that `start` counts in (tensor parallelism); all of it when None.
+        box: rectangle of the full tensor in which `start` counts (tensor parallelism); the whole tensor when None.
 
     Attributes:
         parts: offsets of each rectangle of the shard -> its values, a view in its shape.
@@ -80,7 +80,7 @@ class NamedShard:
 
         Args:
             other: the shard.
-            values: 1-D, in the order of its parts.
+            values: 1-D, new values in the order of its parts.
         """
         made = cls.__new__(cls)
         made.shape, made.dtype = other.shape, values.dtype
@@ -89,7 +89,7 @@ class NamedShard:
         return made
 
     def size(self) -> torch.Size:
-        """Full shape; `torch.distributed.checkpoint` compares it with what is stored."""
+        """Full shape; `torch.distributed.checkpoint` compares it with the stored one."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:

@@ -34,7 +34,7 @@ class TorchReader(dcp.FileSystemReader):
     """Torch's reader of checkpoint files.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -53,14 +53,14 @@ class TorchReader(dcp.FileSystemReader):
 
 
 def save_for_torch(directory: Path, out: Path) -> int:
-    """Writes every tensor of a checkpoint with `torch.save`: a dict, names as in the checkpoint.
+    """Writes every tensor of a checkpoint with `torch.save`, as a dict with the checkpoint's names.
 
     Args:
-        directory: of the checkpoint.
-        out: the file, complete or absent.
+        directory: directory of the checkpoint.
+        out: file to write; it is complete or absent.
 
     Returns:
-        how many tensors.
+        Number of tensors.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.

@@ -51,21 +51,21 @@ _AROUND_WEIGHTS = ("model", "module")
 _STEPS = ("step", "global_step", "iteration", "train_state.step")
 _COUNTER = "the optimizer's step counter"
 _NO_WEIGHTS = re.compile(r"optim|lr_scheduler|scheduler|dataloader|train_state|rng|random_state|ema|model_ema")
-"""How the top of a path begins under which no weights are."""
+"""Beginnings of top-level path parts under which there are no weights."""
 
 
 @dataclass
 class _Collected:
-    """What the folders hold, as it is collected.
+    """Contents of the folders, collected entry by entry.
 
     Attributes:
-        weights: parameter name -> value, of those under `model` or `module`.
-        bare: top of the path -> the tensors that are elsewhere, by the whole path.
+        weights: parameter name -> value, for tensors under `model` or `module`.
+        bare: top of the path -> whole path -> value, for tensors elsewhere.
         states: state -> parameter name -> value.
         counters: step counters of the optimizer.
         groups: number of a group, or name of its only parameter -> hyperparameters.
-        answers: path -> the step that it tells.
-        left_out: tops of other paths.
+        answers: path -> step recorded there.
+        left_out: tops of the paths that are not imported.
     """
 
     weights: dict[str, LazyTensor] = field(default_factory=dict)
@@ -81,8 +81,8 @@ def read_dcp(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of `dcp.save`.
 
     Args:
-        folder: with `.metadata`; or that of several, `step-N`, of which the newest is taken.
-        wanted: gives the number of heads that torchtitan's order of rows depends on.
+        folder: folder with `.metadata`; or one with several folders `step-N`, of which the newest is taken.
+        wanted: the model of the config; torchtitan's order of rows depends on its number of heads.
 
     Raises:
         CheckpointError: files are missing or damaged, or it has no optimizer state.
@@ -99,14 +99,14 @@ def read_dcp(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
 
 
 def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceCheckpoint:
-    """Opens what lies in one or several folders of `dcp.save`, such as one of the model and one of its optimizer.
+    """Opens one or several folders of `dcp.save`, such as one of the model and one of its optimizer.
 
     Args:
-        folders: each with `.metadata`.
-        step: where it is recorded elsewhere.
+        folders: folders with a `.metadata` each.
+        step: step recorded elsewhere; None to read it from the folders.
 
     Raises:
-        CheckpointError: as `read_dcp`.
+        CheckpointError: files are missing or damaged, or they have no optimizer state.
     """
     found, where = _Collected(), folders[0]
     for folder in folders:
@@ -139,13 +139,13 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
 
 
 def _members(name: str, group: Mapping[str, Any]) -> list[str]:
-    """Of a numbered group those that it lists; a flat state has the parameter's name in the place of the number."""
+    """Parameter names of a group; a flat state has a parameter's name in place of the group's number."""
     names = group.get("params") or () if name.isdecimal() else [name]
     return [hugging_face_name(str(each)) for each in names]  # a plain `Optimizer.state_dict()` lists numbers
 
 
 def _sort_in(found: _Collected, path: tuple[str, ...], value: Any, where: Path) -> None:
-    """Puts an entry where it belongs: a `LazyTensor`, or a plain value, which is None where it cannot be read."""
+    """Adds an entry to what was found: a `LazyTensor`, or a plain value, which is None if it cannot be read."""
     tensor = isinstance(value, LazyTensor) and bool(value.shape)
     plain = value.read().item() if isinstance(value, LazyTensor) and not value.shape else value
     state, group = _STATE.search(".".join(path)), _GROUP.search(".".join(path))
@@ -174,7 +174,7 @@ def _put(tensors: dict[str, LazyTensor], name: str, value: LazyTensor, where: Pa
     """Adds a tensor.
 
     Raises:
-        CheckpointError: there is one of the name.
+        CheckpointError: there is already one with this name.
     """
     if name in tensors:
         raise CheckpointError(f"{where} holds two tensors that are {name}\n  try: save it with one model, by one name")
@@ -186,11 +186,11 @@ class DcpFolder:
     """A folder of `dcp.save`, opened.
 
     Attributes:
-        folder: with `.metadata`.
-        tensors: key -> what is stored.
-        places: key of a value that is no tensor -> where it lies.
-        metadata: torch's.
-        reader: of the tensors.
+        folder: folder with `.metadata`.
+        tensors: key -> description of the stored tensor.
+        places: key of a value that is no tensor -> its location.
+        metadata: torch's metadata.
+        reader: reader of the tensors' values.
     """
 
     folder: Path
@@ -247,7 +247,7 @@ class DcpFolder:
         return values.view(shape)
 
     def bytes_of(self, key: str) -> io.BytesIO:
-        """The file of torch.save that a value which is no tensor was written as."""
+        """The bytes that torch.save wrote for a value that is no tensor."""
         place = self.places[key]
         with (self.folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
@@ -255,7 +255,7 @@ class DcpFolder:
 
 
 def _entries(folder: Path) -> Iterator[tuple[tuple[str, ...], LazyTensor | Any]]:
-    """Path and value of everything in a folder: tensors, which are read later, and plain values."""
+    """Yields (path, value) for everything in a folder: tensors, which are read later, and plain values."""
     opened = DcpFolder.open(folder)
     paths: Mapping[str, Any] = opened.metadata.planner_data or {}
     for key in opened.tensors:
@@ -269,7 +269,7 @@ def _path(paths: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _plain(file: io.BytesIO) -> Any:
-    """A value that is no tensor; None where it is not made of plain ones."""
+    """A value that is no tensor; None if it does not consist of plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):

@@ -22,10 +22,10 @@ Reader = Callable[[Path, TargetModel], SourceCheckpoint]
 
 
 def check_known(folder: Path) -> Reader:
-    """What opens a folder.
+    """The function that opens a folder.
 
     Raises:
-        CheckpointError: nothing known is there.
+        CheckpointError: the folder has no checkpoint of a known format.
     """
     if folder.is_file():
         raise CheckpointError(
@@ -43,11 +43,11 @@ def open_checkpoint(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of another trainer.
 
     Args:
-        folder: of the checkpoint.
-        wanted: the model of the config; the order of its parameters is that of optimizers that number them.
+        folder: folder of the checkpoint.
+        wanted: the model of the config; optimizers that number parameters do so in its order.
 
     Raises:
-        CheckpointError: nothing known is there, or its files are missing or damaged.
+        CheckpointError: the folder has no checkpoint of a known format, or files are missing or damaged.
     """
     return check_known(folder)(folder, wanted)
 
@@ -67,4 +67,4 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     ((".metadata", "*.distcp"), read_dcp),
     (("step-*/.metadata",), read_dcp),
 )
-"""Patterns of paths that have to be there, and what then opens the folder; the first that fits."""
+"""Patterns that all have to match a path, and the function that then opens the folder; the first fit counts."""

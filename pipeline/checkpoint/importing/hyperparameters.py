@@ -11,27 +11,27 @@ from pipeline.checkpoint.importing.source import SourceCheckpoint
 from pipeline.config.sections.optimizers import OptimizerParams
 
 _SAME = 1e-6
-"""Largest relative difference of two learning rates that are the same: formulas differ in their order."""
+"""Largest relative difference of learning rates that count as equal: formulas round in different orders."""
 _COMPARED = ("betas", "eps", "momentum", "nesterov")
 _AS_HERE = {"amsgrad": False, "maximize": False, "dampening": 0, "bias_correction": True, "lr_mult": 1}
-"""What an optimizer may be told beside them, and the value with which it does what a run does."""
+"""Other hyperparameters of optimizers, each with the value at which the update is the same as a run's."""
 _NO_EFFECT = {
     *("params", "param_names", "name", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable"),
     *("lr", "weight_decay", "decoupled_weight_decay", "wd_mult", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr"),
     *("start_wd", "end_wd", "is_expert_parallel", "is_decoupled_lr", "is_vision_model_param", "default_config"),
 }
-"""Keys that are compared above, or that change no update; those of Megatron are in its rates and decays already."""
+"""Keys that are compared above or change no update; Megatron's are already part of its rates and decays."""
 
 
 def compare_rates(
     source: SourceCheckpoint, params: OptimizerParams, *, lr: float, parameters: Sequence[str]
 ) -> Iterator[str]:
-    """The learning rates of the next step, of the run and of the checkpoint.
+    """Compares the run's learning rate of the next step with the checkpoint's; yields lines for people.
 
     Args:
         source: the checkpoint.
-        params: of the run's optimizer.
-        lr: the run's rate of the next step, by its schedule.
+        params: hyperparameters of the run's optimizer.
+        lr: the run's learning rate of the next step, by its schedule.
         parameters: names of all parameters.
     """
     groups = [(_number(group["lr"]), names) for group, names in _groups(source, parameters) if "lr" in group]
@@ -53,13 +53,13 @@ def compare_rates(
 def compare_params(
     source: SourceCheckpoint, params: OptimizerParams, *, decays: Mapping[str, float], l2: bool
 ) -> Iterator[str]:
-    """What else the optimizer of the checkpoint does otherwise than the run's.
+    """Compares the other hyperparameters of both optimizers; yields a line per difference.
 
     Args:
         source: the checkpoint.
-        params: of the run's optimizer.
-        decays: parameter name -> weight decay of the run.
-        l2: the run's weight decay is added to the gradient.
+        params: hyperparameters of the run's optimizer.
+        decays: parameter name -> the run's weight decay.
+        l2: whether the run's weight decay is added to the gradient.
     """
     for name in _COMPARED:
         ours, theirs = getattr(params, name, None), _values(source, name)
@@ -74,7 +74,7 @@ def compare_params(
 
 
 def _compare_decays(source: SourceCheckpoint, decays: Mapping[str, float], *, l2: bool) -> Iterator[str]:
-    """Weight decays, by parameter where the checkpoint tells which group a parameter is in."""
+    """Compares weight decays, by parameter if the checkpoint records which group a parameter is in."""
     every = [(group, names) for group, names in _groups(source, [*decays]) if "weight_decay" in group]
     groups = [(_number(group["weight_decay"]), group, names) for group, names in every]
     if None in (decay for decay, *_ in groups):
@@ -96,7 +96,7 @@ def _compare_decays(source: SourceCheckpoint, decays: Mapping[str, float], *, l2
 
 
 def _groups(source: SourceCheckpoint, parameters: Sequence[str]) -> list[tuple[Mapping[str, Any], Sequence[str]]]:
-    """Each group that has parameters, and their names; none where the checkpoint does not tell."""
+    """Groups that have parameters, with their names; names are empty where the checkpoint records none."""
     if len(source.groups) == 1:
         return [(source.groups[0], parameters)]
     if not any(source.members):
@@ -105,12 +105,12 @@ def _groups(source: SourceCheckpoint, parameters: Sequence[str]) -> list[tuple[M
 
 
 def _values(source: SourceCheckpoint, name: str) -> list[Any]:
-    """The values that the groups have, each once."""
+    """Distinct values of a hyperparameter over the groups."""
     return list(dict.fromkeys(_plain(group[name]) for group in source.groups if name in group))
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared and hashed."""
+    """The value in a form that can be compared and hashed."""
     if isinstance(value, Tensor):
         value = value.tolist()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else str(value) if _odd(value) else value

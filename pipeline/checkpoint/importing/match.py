@@ -38,7 +38,7 @@ _COMPUTED_WITH = (
     "attn_logit_softcapping",
     "query_pre_attn_scalar",
 )
-"""Fields of a Hugging Face config that no shape shows, and without which the same weights are another model."""
+"""Fields of a Hugging Face config that no shape shows, and that make another model of the same weights."""
 
 
 def matched_state(
@@ -48,8 +48,8 @@ def matched_state(
 
     Args:
         source: the checkpoint.
-        wanted: of the config's model.
-        kind_of: the optimizer's kind for a parameter.
+        wanted: the model of the config.
+        kind_of: returns the optimizer's kind for a parameter's name.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape, or no place in the run; its optimizer keeps other
@@ -107,10 +107,10 @@ def check_config(source: SourceCheckpoint, wanted: TargetModel) -> None:
 
 
 def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel, source: SourceCheckpoint) -> dict[str, LazyTensor]:
-    """Under the names of the model: of a tied parameter the checkpoint may have either name, or both.
+    """Renames tensors as in the model; the checkpoint may have either name of a tied parameter, or both.
 
     Raises:
-        CheckpointError: it has both, and they differ.
+        CheckpointError: it has both names, and the values differ.
     """
     tensors = _fused(tensors, wanted)
     found = {name: tensor for name, tensor in tensors.items() if name not in wanted.aliases}
@@ -130,7 +130,7 @@ def _same(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _fused(tensors: Mapping[str, LazyTensor], wanted: TargetModel) -> Mapping[str, LazyTensor]:
-    """The same with stacked experts as in the model, where there is a tensor for every expert as in model folders."""
+    """Stacks experts as in the model, if the checkpoint has one tensor per expert, like model folders."""
     known = {*wanted.parameters, *wanted.buffers, *wanted.aliases}
     if tensors.keys() <= known:
         return tensors

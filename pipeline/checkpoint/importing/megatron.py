@@ -61,11 +61,11 @@ def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a distributed checkpoint of Megatron-core.
 
     Args:
-        folder: `iter_N`, or that with `latest_checkpointed_iteration.txt`.
+        folder: `iter_N`, or the folder with `latest_checkpointed_iteration.txt`.
         wanted: the model of the config: its family and numbers of heads.
 
     Raises:
-        CheckpointError: it is of another format, or of a family that is not known; files are missing or damaged.
+        CheckpointError: the format or the model family is not known, or files are missing or damaged.
     """
     folder = _newest(folder)
     opened = DcpFolder.open(folder)
@@ -161,7 +161,7 @@ def _refuse_buckets(folder: Path, opened: DcpFolder) -> None:
 
 
 def _renamed(opened: DcpFolder, key: str, name: str, family: MegatronNames) -> Iterator[tuple[str, LazyTensor]]:
-    """Hugging Face name and tensor of all that a stored tensor has; a name that is not known stays."""
+    """Yields (Hugging Face name, tensor) for all parts of a stored tensor; an unknown name stays."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         yield family.whole.get(name, name), _unflattened(opened.tensor(key), opened, key)
@@ -189,7 +189,7 @@ def _first(tensor: LazyTensor, rows: int) -> Tensor:
 
 
 def _unflattened(tensor: LazyTensor, opened: DcpFolder, key: str, *, stacked: bool = False) -> LazyTensor:
-    """A tensor of flat pieces, [pieces of each dim, elements of one], in its shape; others as they are."""
+    """Restores the shape of a tensor of flat pieces, [pieces of each dim, elements of one]; others are unchanged."""
     shapes = getattr(opened.metadata, "mcore_data", None) or {}
     whole = (shapes.get(key) or {}).get("nd_reformulated_orig_global_shape")
     if whole is None:
@@ -210,7 +210,7 @@ def _padding(name: str, rows: int) -> str:
 
 
 def _found(values: Any, key: str) -> Iterator[Any]:
-    """What nested dicts and lists have under a key; of a list its items."""
+    """Yields the values that nested dicts and lists have under a key; for a list its items."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             if name == key:
@@ -223,7 +223,7 @@ def _found(values: Any, key: str) -> Iterator[Any]:
 
 
 def _loss_scale(common: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """Of its dynamic loss scaler; see `SourceCheckpoint.loss_scale`."""
+    """State of Megatron's dynamic loss scaler, as in `SourceCheckpoint.loss_scale`."""
     for scaler in _found(common.get("optimizer"), "grad_scaler"):
         if "growth_tracker" in scaler:
             return float(scaler["scale"]), float(scaler["growth_tracker"]), float(scaler["hysteresis_tracker"])

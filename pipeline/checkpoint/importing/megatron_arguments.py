@@ -21,22 +21,22 @@ from headrace.base.errors import CheckpointError
 
 _GPT2 = "gpt2"
 _ROPE_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of `--use-rope-scaling`, in Megatron's code."""
+"""Constants of `--use-rope-scaling` in Megatron's code."""
 
 
 def check_arguments(folder: Path, arguments: Any, config: Mapping[str, Any]) -> list[str]:
-    """Refuses a checkpoint whose weights another model computes with; names what decides the next losses alone.
+    """Refuses arguments that mean another model; lists those that only change the next losses.
 
     Args:
-        folder: of the checkpoint, for messages.
-        arguments: Megatron's, as attributes; those of an older version may be missing.
+        folder: folder of the checkpoint, for messages.
+        arguments: Megatron's arguments, as attributes; older versions may lack some.
         config: the Hugging Face config of the run's model.
 
     Returns:
         Texts for `SourceCheckpoint.left_out`.
 
     Raises:
-        CheckpointError: names all arguments that the model does not have.
+        CheckpointError: names all arguments that the config's model does not support.
     """
     table, given = _table(), getattr(arguments, "__dict__", {})
     of = "model of gpt2" if config.get("model_type") == _GPT2 else "model of rotary families"
@@ -58,7 +58,7 @@ def check_arguments(folder: Path, arguments: Any, config: Mapping[str, Any]) -> 
 
 
 def fields_of(arguments: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments as fields of the config's Hugging Face config, those that both have."""
+    """Megatron's arguments as fields of a Hugging Face config, limited to fields that both have."""
     heads = getattr(arguments, "num_attention_heads", None)
     grouped = getattr(arguments, "group_query_attention", False)
     untied = getattr(arguments, "untie_embeddings_and_output_weights", None)
@@ -94,12 +94,12 @@ def _table() -> dict[str, Any]:
 
 
 def _is_one_of(value: Any, allowed: list[Any]) -> bool:
-    """Whether every value is allowed: some arguments may be one of each layer, or of each kind."""
+    """Whether every value is allowed: some arguments have one value per layer, or per kind."""
     return all(each in allowed for each in (value if isinstance(value, list | tuple) and value else [value]))
 
 
 def _window(arguments: Any) -> int | None:
-    """The tokens that one attends to, itself included, as Hugging Face counts them; None for all before it."""
+    """Tokens that a token attends to, itself included, as Hugging Face counts them; None for no window."""
     window = getattr(arguments, "window_size", None)
     return int(window[0]) + 1 if window and int(window[0]) >= 0 else None
 
@@ -126,7 +126,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _activation(arguments: Any, ours: str | None) -> str | None:
-    """Of the GELUs, which no shape of a tensor shows: ours where it computes the same."""
+    """Hugging Face name of Megatron's GELU: ours if it computes the same."""
     if not hasattr(arguments, "openai_gelu"):
         return None
     approximate = arguments.openai_gelu or getattr(arguments, "bias_gelu_fusion", False)

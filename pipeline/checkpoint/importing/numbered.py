@@ -1,4 +1,4 @@
-"""Optimizer states by number, as `torch.optim` has them: which number is which parameter.
+"""Finds the parameter of each number in optimizer states of `torch.optim`.
 
 `Optimizer.state_dict()` numbers the parameters in the order of its groups, and keeps no names. The order within a group
 is that of the model; which parameters form a group is found by trying the rules that trainers use, and groups that no
@@ -18,13 +18,13 @@ from pipeline.checkpoint.importing.source import hugging_face_name, is_state, st
 from pipeline.checkpoint.write.streamed import LazyTensor
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Of the Hugging Face Trainer (transformers 5, `get_decay_parameter_names`)."""
+"""Names without weight decay in the Hugging Face Trainer (transformers 5, `get_decay_parameter_names`)."""
 Shapes = Mapping[str, tuple[int, ...]]
 _RULES: tuple[Callable[[str, Shapes], bool], ...] = (
     lambda name, _shapes: not _NO_DECAY.search(name),
     lambda name, shapes: len(shapes[name]) > 1,
 )
-"""Whether a parameter is in the first of two groups: those whose names are no norm's or bias's, the matrices."""
+"""Rules for the first of two groups: parameters whose names are no norm's or bias's; matrices."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
     """The optimizer states by name.
 
     Args:
-        state: of `Optimizer.state_dict()`, or FSDP's of the whole optimizer.
-        parameters: name -> shape of those that were trained, in the order of the model.
+        state: result of `Optimizer.state_dict()`, or FSDP's full optimizer state dict.
+        parameters: name -> shape of the trained parameters, in the order of the model.
         where: the file, for an error.
 
     Raises:
@@ -65,7 +65,7 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
 
 
 def _told(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """Number -> name, where the optimizer has the names; FSDP's full state has them in the place of numbers."""
+    """Number -> name, where the optimizer records names; FSDP's full state has them in place of numbers."""
     numbers = [number for group in groups for number in group["params"]]
     named = [name for group in groups for name in group.get("param_names") or group["params"]]
     told = len(named) == len(numbers) and all(isinstance(name, str) for name in named)
@@ -75,7 +75,7 @@ def _told(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
 def _found(
     own: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], parameters: Shapes, where: Path
 ) -> dict[Any, str]:
-    """Number -> name, by the rule whose groups have the sizes of the optimizer's, and its parameters their shapes."""
+    """Number -> name, by the rule that gives the optimizer's group sizes and the shapes of its states."""
     numbers, sizes = [n for group in groups for n in group["params"]], [len(group["params"]) for group in groups]
     usual = ([list(parameters)], *(parts for rule in _RULES for parts in _divided(rule, parameters)))
     orders = [order for order in usual if [len(part) for part in order] == [size for size in sizes if size]]

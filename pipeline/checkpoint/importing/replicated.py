@@ -20,11 +20,11 @@ def read_replicated(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of stage 0.
 
     Args:
-        folder: that of the engine's `save_checkpoint`, or one of its steps.
-        wanted: gives the order of the parameters.
+        folder: folder that the engine's `save_checkpoint` wrote to, or one of its steps.
+        wanted: the model of the config, for the order of the parameters.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or it is of ZeRO, parallel or 16-bit.
+        CheckpointError: a file is missing or damaged, or the run used ZeRO, model parallelism or 16-bit weights.
     """
     tag = newest_tag(folder)
     if (ranks := sorted(path.name for path in tag.glob("*_model_states.pt"))) != ["mp_rank_00_model_states.pt"]:

@@ -1,4 +1,4 @@
-"""A checkpoint of another trainer, opened: names, shapes and how each tensor is read; nothing is in memory yet."""
+"""An opened checkpoint of another trainer: names, shapes and how to read each tensor; none is in memory yet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipeline.models.build.buffers import buffer_shapes
 from pipeline.models.build.meta import parameter_shapes
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed alike; readers take
-states of other names, too, so that none is dropped in silence."""
+"""Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed; readers also take
+states with other names, which would otherwise be dropped silently."""
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 
 
@@ -30,8 +30,8 @@ class TargetModel:
         parameters: name -> full shape, in the order of the model.
         buffers: name -> shape of every persistent buffer.
         aliases: other name of a tied parameter -> its name.
-        hf_config: its Hugging Face config as plain JSON.
-        model: the Hugging Face model on meta.
+        hf_config: Hugging Face config as plain JSON.
+        model: Hugging Face model on the meta device.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -42,7 +42,7 @@ class TargetModel:
 
     @classmethod
     def of(cls, model: nn.Module, hf_config: Mapping[str, Any]) -> TargetModel:
-        """Of a model on meta."""
+        """Describes a model on the meta device."""
         own = {name: tuple(shape) for name, shape in parameter_shapes(model).items()}
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
@@ -53,22 +53,23 @@ class TargetModel:
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """What a checkpoint of another trainer holds.
+    """Contents of a checkpoint of another trainer.
 
     Attributes:
-        path: of the checkpoint.
-        kind: whose it is, for people: "DeepSpeed ZeRO-3 of 2 ranks".
+        path: path of the checkpoint.
+        kind: trainer that wrote it, for people: "DeepSpeed ZeRO-3 of 2 ranks".
         step: optimizer steps done.
-        weights: Hugging Face parameter name -> value; fp32 master weights where there are some.
+        weights: Hugging Face parameter name -> value; fp32 master weights if there are any.
         states: optimizer state -> Hugging Face parameter name -> value.
-        optimizer_step: the step counter of the optimizer (bias correction); None where it keeps none.
+        optimizer_step: step counter of the optimizer (bias correction); None if it keeps none.
         groups: hyperparameters of the parameter groups: lr, betas, weight_decay, ...; lr is that of the next step.
-        members: names of the parameters in each of these groups; empty where the checkpoint does not tell.
-        samples: samples that were trained on; None where it is not recorded.
-        hf_config: its config.json; None without one.
-        loss_scale: of fp16: the scale, steps since the last overflow, overflows left before it is lowered.
-        left_out: what of it is not taken, for people.
-        answers: where the checkpoint tells the step -> what it says there, if that is more than one number or none.
+        members: names of the parameters in each of these groups; empty if the checkpoint does not record them.
+        samples: samples that were trained on; None if not recorded.
+        hf_config: contents of its config.json; None without one.
+        loss_scale: (scale, steps since the last overflow, overflows left before the scale is lowered) of dynamic loss
+            scaling (fp16); None without it.
+        left_out: descriptions of the contents that are not imported, for people.
+        answers: place where a step is recorded -> that step, if they disagree or none is recorded; None otherwise.
     """
 
     path: Path
@@ -87,12 +88,12 @@ class SourceCheckpoint:
 
 
 def stored(tensor: Tensor) -> LazyTensor:
-    """A tensor as it is; of a file that is mapped into memory, it is read when it is used."""
+    """Wraps a tensor unchanged; if its file is mapped into memory, it is read when it is used."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def is_state(value: Any) -> bool:
-    """Whether an entry of an optimizer's state has a value per element; a step counter has not."""
+    """Whether an entry of an optimizer's state has a value per element; a step counter does not."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
@@ -100,7 +101,7 @@ def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where
     """A tensor of consecutive flat pieces.
 
     Raises:
-        CheckpointError: they are not as many elements as the tensor has.
+        CheckpointError: the pieces do not have as many elements as the tensor.
     """
     shape = tuple(shape)
     numel, found = torch.Size(shape).numel(), sum(piece.numel() for piece in pieces)
@@ -114,12 +115,12 @@ def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where
 
 
 def hugging_face_name(name: str) -> str:
-    """A parameter's name without what DDP, FSDP, activation checkpointing and torch.compile put into it."""
+    """A parameter's name without the parts that DDP, FSDP, activation checkpointing and torch.compile add."""
     return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
 
 
 def one_step_counter(counters: Iterable[Any], where: Path) -> float | None:
-    """The step counter that all parameters share; None where there is none.
+    """The step counter that all parameters share; None if there is none.
 
     Raises:
         CheckpointError: they differ.

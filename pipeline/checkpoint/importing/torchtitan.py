@@ -1,4 +1,4 @@
-"""torchtitan's Llama in Hugging Face names and Hugging Face's order of rows.
+"""Converts torchtitan's Llama to Hugging Face's names and order of rows.
 
 torchtitan rotates neighbouring elements of a head, and Hugging Face elements that are half a head apart: the rows of
 the projections of queries and keys are in another order, in the weight and in its optimizer states alike. Newer
@@ -39,7 +39,7 @@ _ROTATED = {"attention.wq.weight": "self_attn.q_proj.weight", "attention.wk.weig
 _FUSED = "attention.wqkv.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _COMPUTED = re.compile(r"(^|\.)(freqs_cis|rope\.cache)$")
-"""Tables of rotary positions."""
+"""Names of tables of rotary positions, which are computed rather than trained."""
 
 
 def is_of(source: SourceCheckpoint) -> bool:
@@ -48,11 +48,11 @@ def is_of(source: SourceCheckpoint) -> bool:
 
 
 def in_hugging_face_names(source: SourceCheckpoint, wanted: TargetModel) -> SourceCheckpoint:
-    """The same checkpoint under Hugging Face names.
+    """Converts a checkpoint to Hugging Face's names and order of rows.
 
     Args:
-        source: of torchtitan.
-        wanted: the model of the config: its numbers of heads.
+        source: a checkpoint of torchtitan.
+        wanted: the model of the config, for its numbers of heads.
 
     Raises:
         CheckpointError: the config's model is no Llama.

@@ -43,7 +43,7 @@ STATE = "trainer_state.json"
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
 _SAVED = ("optimizer.pt", "optimizer.bin")
 _SECOND = re.compile(r"_\d+\.bin$")
-"""Weights of a second model of accelerate, which may have the names of the first one's."""
+"""Name ending of accelerate's files of a second model, whose weights may have the names of the first one's."""
 _LEFT_OUT = {
     "scheduler.[pb]*": "scheduler.pt, .bin: the config's schedule goes on at the step",
     "rng_state*.pth": "rng_state*.pth: nothing in a run is drawn but first weights and the order of samples",
@@ -57,8 +57,8 @@ def read_trainer(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of the Trainer, or of accelerate.
 
     Args:
-        folder: `checkpoint-N`, or that of `save_state`.
-        wanted: gives the order of the parameters.
+        folder: `checkpoint-N`, or the folder that `save_state` wrote to.
+        wanted: the model of the config, for the order of the parameters.
 
     Raises:
         CheckpointError: files are missing or damaged, or it was saved without its optimizer state.
@@ -119,7 +119,7 @@ def _replicated(folder: Path, wanted: TargetModel, step: int | None) -> SourceCh
 
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
-    """Of safetensors files, or of what older versions and FSDP saved by torch.save."""
+    """Weights from safetensors files, or from files that older versions and FSDP wrote with torch.save."""
     saved = [path for path in sorted(folder.glob("pytorch_model*.bin")) if not _SECOND.search(path.name)]
     if saved and not any(folder.glob("*.safetensors")):
         opened: Iterable[Mapping[str, Any]] = map(open_saved, saved)
@@ -142,7 +142,7 @@ def _reads(path: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _loss_scale(folder: Path) -> tuple[float, float, float] | None:
-    """Of torch's GradScaler, which lowers the scale at the first overflow."""
+    """State of torch's GradScaler, which lowers the scale at the first overflow."""
     if not (folder / "scaler.pt").is_file():
         return None
     scaler = open_saved(folder / "scaler.pt")

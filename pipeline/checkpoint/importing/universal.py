@@ -44,7 +44,7 @@ def read_universal(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
     """Opens a universal checkpoint.
 
     Args:
-        folder: that with `latest_universal`, or one of its steps.
+        folder: the folder with `latest_universal`, or one of its steps.
 
     Raises:
         CheckpointError: files are missing or damaged.

@@ -14,7 +14,7 @@ from pipeline.checkpoint.format.pickled_metadata import Fields, Opaque, enum_mem
 
 
 class Fragment(Fields):
-    """Stands for DeepSpeed's `fragment_address`: a range of a flat partition.
+    """Stand-in for DeepSpeed's `fragment_address`: a range of a flat partition.
 
     Attributes:
         start: first element.
@@ -26,11 +26,11 @@ class Fragment(Fields):
 
 
 class StaticScale(Fields):
-    """Stands for DeepSpeed's `LossScaler`."""
+    """Stand-in for DeepSpeed's `LossScaler`."""
 
 
 class DynamicScale(Fields):
-    """Stands for DeepSpeed's `DynamicLossScaler`.
+    """Stand-in for DeepSpeed's `DynamicLossScaler`.
 
     Attributes:
         cur_scale: the scale.
@@ -46,7 +46,7 @@ class DynamicScale(Fields):
 
 
 class ZeroStage(IntEnum):
-    """Stands for DeepSpeed's `ZeroStageEnum`."""
+    """Stand-in for DeepSpeed's `ZeroStageEnum`."""
 
     disabled = 0
     optimizer_states = 1
@@ -62,7 +62,7 @@ _KNOWN: dict[str, Any] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
     "builtins.getattr": enum_member,
 }
-"""Names in files of DeepSpeed -> what is made in their place."""
+"""Names in files of DeepSpeed -> objects created in their place."""
 _ERRORS = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError)
 
 
@@ -70,9 +70,9 @@ def open_saved(path: Path, *, file: BinaryIO | None = None, opaque: bool = False
     """The contents of a file of torch.save. Tensors are mapped into memory: their bytes are read when they are used.
 
     Args:
-        path: of the file, or of that which it is a part of.
-        file: it, where it is a part of another file; then it is read at once.
-        opaque: whether classes and functions that are not known become `Opaque`; otherwise they are refused.
+        path: path of the file, or of the file that contains it.
+        file: the opened part of `path` to read, which is read at once; None for the whole file.
+        opaque: whether unknown classes and functions become `Opaque`; otherwise they are refused.
 
     Raises:
         CheckpointError: there is no such file, it is damaged, or it names a class or function that is not known.

@@ -14,12 +14,12 @@ from pipeline.checkpoint.write.write_shards import write_metadata
 def write_checkpoint(
     store: CheckpointStore, info: CheckpointInfo, tensors: Mapping[str, LazyTensor], progress: Progress
 ) -> Checkpoint:
-    """Writes and commits a checkpoint. In one process.
+    """Writes and commits a checkpoint, in one process.
 
     Args:
-        store: of the run.
-        info: goes into the manifest.
-        tensors: under the keys of `named_state`.
+        store: checkpoint store of the run.
+        info: contents of the manifest.
+        tensors: key of `named_state` -> tensor.
         progress: called with (bytes written, all bytes).
 
     Raises:

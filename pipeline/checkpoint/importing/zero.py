@@ -48,10 +48,10 @@ Pieces = dict[str, dict[str, list[Tensor]]]
 
 @dataclass(frozen=True)
 class Found:
-    """What the files of all ranks hold.
+    """Contents of the files of all ranks.
 
     Attributes:
-        pieces: of every tensor.
+        pieces: flat pieces of every tensor.
         counters: step counters of the optimizer.
         groups: parameter groups of the optimizer.
     """
@@ -62,7 +62,7 @@ class Found:
 
 
 def newest_tag(folder: Path, *, latest: str = LATEST) -> Path:
-    """The folder of the step that `latest` names, or the only one; the folder itself where it is one.
+    """The folder of the step that `latest` names, or of the only step; the folder itself if it is a step's.
 
     Raises:
         CheckpointError: there is no such step, or several and no `latest`.
@@ -85,7 +85,7 @@ def read_zero(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of ZeRO.
 
     Args:
-        folder: that of the engine's `save_checkpoint`, or one of its steps.
+        folder: folder that the engine's `save_checkpoint` wrote to, or one of its steps.
 
     Raises:
         CheckpointError: files of ranks are missing or damaged, or it is divided by tensor or pipeline parallelism.
@@ -126,7 +126,7 @@ def read_zero(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
 
 
 def left_out_of(head: Mapping[str, Any]) -> list[str]:
-    """What of the file of the engine's state is not taken, for people."""
+    """Describes, for people, what is not imported from the file of the engine's state."""
     names = {"lr_scheduler": "lr_scheduler: the config's schedule goes on at the step", "data_sampler": "data_sampler"}
     return [text for key, text in names.items() if head.get(key) is not None]
 
@@ -172,7 +172,7 @@ def _check_ranks(tag: Path, ranks: Mapping[int, str], world: int) -> None:
 
 
 def read_head(tag: Path) -> Mapping[str, Any]:
-    """The file of the engine's state; that of rank 0 at stage 3.
+    """Reads the file of the engine's state; at stage 3 the one of rank 0.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -235,7 +235,7 @@ def _stage3(shapes: list[Mapping[str, Any]], opened: list[Any]) -> Found:
 
 
 def _parts(group: Mapping[str, Any], *, rank: int, world: int) -> Iterator[tuple[str, int, int]]:
-    """Of each parameter of a sub-group: name, where the rank's part begins in its partition, and its length."""
+    """Yields per parameter of a sub-group: name, first index of the rank's part in its partition, and length."""
     start = 0
     for name, shape in group.items():
         numel = torch.Size(shape).numel()
@@ -250,9 +250,9 @@ def _tensors(weight: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, Te
 
 
 def others_of(head: Mapping[str, Any], taken: Collection[str]) -> dict[str, LazyTensor]:
-    """What the model in the engine's state has beside the parameters that were trained: buffers, a tied head.
+    """Tensors of the engine's model besides the trained parameters: buffers, a tied head.
 
-    At stage 3 it has parameters without elements in it.
+    At stage 3 its parameters have no elements.
     """
     module = {hugging_face_name(name): tensor for name, tensor in (head.get("module") or {}).items()}
     return {n: stored(t) for n, t in module.items() if n not in taken and isinstance(t, Tensor) and t.numel()}
@@ -268,7 +268,7 @@ def members_of(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> 
 
 
 def with_adam_mode(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups; of DeepSpeed's own Adam with what its config alone says: whether its weight decay is decoupled."""
+    """Adds to groups of DeepSpeed's Adam whether weight decay is decoupled, which only its config records."""
     section = (head.get("ds_config") or {}).get("optimizer") or {}
     mode = (section.get("params") or {}).get("adam_w_mode")
     if str(section.get("type", "")).lower() != "adam" or mode is None:
@@ -277,7 +277,7 @@ def with_adam_mode(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any])
 
 
 def loss_scale_of(scaler: Any) -> tuple[float, float, float] | None:
-    """That of a dynamic loss scaler; None for a static one. See `SourceCheckpoint.loss_scale`."""
+    """State of a dynamic loss scaler, as in `SourceCheckpoint.loss_scale`; None for a static one."""
     if not isinstance(scaler, DynamicScale):
         return None
     return scaler.cur_scale, scaler.cur_iter - 1 - scaler.last_overflow_iter, scaler.cur_hysteresis

@@ -4,7 +4,7 @@
     start       when the rank's file is written: a thread writes the same shards again, into memory
     committed   once the checkpoint is complete: the copies of earlier ones are removed
 
-A copy that fails is noted, and the checkpoint does not know of it. At most two are there at any time; where there is no
+A copy that fails is noted, and does not affect the checkpoint. At most two are there at any time; where there is no
 room for two, the earlier one is removed before the next is made.
 """
 
@@ -31,12 +31,12 @@ Lookup = Callable[[WriteItem], Tensor]
 
 
 class MemoryCopies:
-    """Copies the files of one rank.
+    """Copies the checkpoint files of one rank into memory.
 
     Args:
-        memory: the folder of the run, in use by this process.
-        rank: of this process.
-        ranks_here: ranks that copy into this folder.
+        memory: folder of the run, in use by this process.
+        rank: rank of this process.
+        ranks_here: number of ranks that copy into this folder.
     """
 
     def __init__(self, memory: MemoryFolder, *, rank: int, ranks_here: int) -> None:
@@ -51,8 +51,8 @@ class MemoryCopies:
         """Decides whether the next file is copied; to be called while no rank copies.
 
         Args:
-            step: of the checkpoint.
-            nbytes: of this rank's shards: all ranks have about the same.
+            step: step of the checkpoint.
+            nbytes: bytes of this rank's shards, about the same on all ranks.
         """
         need = nbytes * self._ranks_here
         try:
@@ -70,12 +70,12 @@ class MemoryCopies:
             )
 
     def start(self, step: int, plan: WritePlan, lookup: Lookup, sha256: Mapping[str, str]) -> None:
-        """Begins to copy; does nothing where `prepare` has found no room.
+        """Begins to copy; does nothing if `prepare` found no room.
 
         Args:
-            step: of the checkpoint.
-            plan: which shards.
-            lookup: returns their values, which must not change until `stop` or `wait` has returned.
+            step: step of the checkpoint.
+            plan: plan of the shards to write.
+            lookup: returns a shard's values, which must not change until `stop` or `wait` has returned.
             sha256: file name -> checksum of the files that were written.
         """
         if self._wanted:
@@ -84,12 +84,12 @@ class MemoryCopies:
                 self._job = self._thread.submit(self._copy, step, plan, lookup, sha256)
 
     def stop(self) -> None:
-        """Gives up a copy that is being made, and returns when its values are not used any more."""
+        """Cancels a copy in progress, and returns when its values are no longer used."""
         self._stopped.set()
         self.wait()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until no copy is being made; returns whether that is so."""
+        """Waits until no copy is in progress; returns False after a timeout."""
         return self._job is None or not futures.wait([self._job], timeout=timeout_s).not_done
 
     def committed(self, step: int) -> None:
@@ -103,7 +103,7 @@ class MemoryCopies:
         self._remove_own(step)
 
     def failure(self) -> str | None:
-        """Why a copy was not made since the last call, if one was not."""
+        """Why a copy has failed or was left out since the last call; None if none was."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -145,4 +145,4 @@ class MemoryCopies:
 
 
 class _StoppedError(Exception):
-    """The values are needed for the next save."""
+    """Raised in a copy that is cancelled, as the values are needed for the next save."""

@@ -25,7 +25,7 @@ from pipeline.checkpoint.format.naming import PREFIX, step_of
 
 _PARTIAL = ".partial"
 _LEFT_S = 3600.0
-"""Seconds for which nobody has used another run's folder when it counts as left behind: its launcher may restart it."""
+"""Seconds without use after which another run's folder counts as left behind: its launcher may restart it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MemoryFolder:
 
     Attributes:
         root: directory of all runs of this user.
-        name: of this run.
+        name: name of this run's folder: a checksum of `run_dir`.
         run_dir: the run's directory.
     """
 
@@ -47,7 +47,7 @@ class MemoryFolder:
         """The folder of a run.
 
         Args:
-            directory: a tmpfs, as `run.in_memory_checkpoints` names it.
+            directory: a tmpfs, the value of `run.in_memory_checkpoints`.
             run_dir: the run's directory.
         """
         resolved = run_dir.resolve()
@@ -56,19 +56,19 @@ class MemoryFolder:
 
     @property
     def path(self) -> Path:
-        """Of the copies."""
+        """Directory of the copies."""
         return self.root / self.name
 
     def folder(self, step: int) -> Path:
-        """Of the copies of one checkpoint."""
+        """Directory of the copies of one checkpoint."""
         return self.path / f"{PREFIX}{step:08d}"
 
     def partial(self, step: int, rank: int) -> Path:
-        """Where a rank's copy is built."""
+        """Directory in which a rank's copy is built."""
         return self.path / f".{rank}-{step}{_PARTIAL}"
 
     def sizes(self, step: int) -> dict[str, int]:
-        """File name -> bytes of the copies of a checkpoint."""
+        """Sizes of the copies of a checkpoint: file name -> bytes."""
         found: dict[str, int] = {}
         with suppress(OSError):
             for path in self.folder(step).iterdir():
@@ -76,7 +76,7 @@ class MemoryFolder:
         return found
 
     def keep_only(self, step: int | None) -> None:
-        """Removes the copies of all other checkpoints, and half copies; all of them for None.
+        """Removes partial copies and the copies of all other checkpoints; all copies for None.
 
         To be called while no rank copies.
         """
@@ -95,7 +95,7 @@ class MemoryFolder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def identity(self) -> tuple[str, int, int]:
-        """The same for all ranks that see this folder, and for no others: boot of the host, file system, inode."""
+        """Identifies the folder by boot of the host, file system and inode: equal on exactly the ranks that see it."""
         boot, found = Path("/proc/sys/kernel/random/boot_id"), self.path.stat()
         with suppress(OSError):
             return boot.read_text().strip(), found.st_dev, found.st_ino
@@ -137,7 +137,7 @@ def remove(memory: MemoryFolder) -> bool:
 
 
 def remove_left_behind(memory: MemoryFolder) -> list[str]:
-    """Removes what runs of this user have left on this node whose processes are all dead; returns their directories.
+    """Removes the folders of this user's runs whose processes are all dead; returns the runs' directories.
 
     A run without processes for less than an hour is left alone: its launcher may be about to start them again.
     """

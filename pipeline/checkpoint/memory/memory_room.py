@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.base.meminfo import available_memory
 
 MARGIN = 0.1
-"""Part of the tmpfs, of the host's memory and of the cgroup's limit that stays free: NCCL and gloo use them, too."""
+"""Fraction of the tmpfs, host memory and cgroup limit that stays free: NCCL and gloo use them, too."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 
@@ -29,11 +29,11 @@ def room(directory: Path) -> int:
 
 
 def _of_cgroups(own: str, mounted: Path) -> Iterator[int]:
-    """Free bytes, but for the margin, of each limited cgroup that this process is in.
+    """Free bytes, less the margin, of each limited cgroup that this process is in.
 
     Args:
         own: the contents of /proc/self/cgroup.
-        mounted: where cgroups are mounted.
+        mounted: directory where cgroups are mounted.
     """
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -22,18 +22,18 @@ from typing import IO, cast
 from headrace.base.listening import listening_socket
 
 _TIMEOUT_S, _IDLE_S = 30.0, 600.0
-"""Without a byte for so long a reader takes the file from the run's directory; a server ends an idle connection."""
+"""Seconds without a byte before a reader turns to the run's directory, and before a server ends a connection."""
 _LINE_BYTES, _BACKLOG = 4096, 1024
 
 
 @dataclass(frozen=True)
 class MemoryServerAddress:
-    """Where a rank serves its node's files.
+    """Address at which a rank serves its node's files.
 
     Attributes:
-        hosts: names and addresses of its host, in the order in which they are tried.
-        port: of its socket.
-        token: that requests have to name.
+        hosts: names and addresses of the rank's host, in the order in which they are tried.
+        port: port of the server's socket.
+        token: secret that every request has to contain.
     """
 
     hosts: tuple[str, ...]
@@ -47,8 +47,8 @@ def served(files: Mapping[str, Path], *, master: str, port: int = 0) -> Iterator
 
     Args:
         files: name -> path.
-        master: rank 0's host, which tells by which network the hosts reach each other.
-        port: of the rendezvous there, whose connections tell it, too; 0 where there is none.
+        master: host of rank 0; the route to it shows which network the hosts use.
+        port: port of the rendezvous on `master`; its open connections show the network, too. 0 without a rendezvous.
 
     Raises:
         OSError: no port is free.
@@ -89,7 +89,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class Client:
-    """Reads parts of files from one server. Not for several threads."""
+    """Reads parts of files from one server. Not thread-safe."""
 
     def __init__(self, address: MemoryServerAddress) -> None:
         self._address = address
@@ -97,7 +97,7 @@ class Client:
         self._stream: IO[bytes] | None = None
 
     def read(self, name: str, begin: int, length: int) -> io.BytesIO:
-        """Bytes of a file.
+        """Reads bytes of a file.
 
         Raises:
             OSError: the server does not answer, or cannot read the file.

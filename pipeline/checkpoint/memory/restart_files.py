@@ -1,4 +1,4 @@
-"""What a restart reads: copies in the memory of the nodes where they are verified, else the run's directory.
+"""Files that a restart reads: verified copies in the nodes' memory, else those in the run's directory.
 
 find    all ranks   the ranks of a node divide the copies in its memory, and compare size and SHA-256 with the
                     checkpoint's manifest; every rank learns which files are held where. The files of the others
@@ -31,9 +31,9 @@ class _Found:
     """The verified copies of one checkpoint.
 
     Attributes:
-        here: in this node's memory.
+        here: names of the files with a copy in this node's memory.
         elsewhere: file name -> a rank of another node that has verified its copy.
-        own: those that this rank has verified.
+        own: names of the files whose copies this rank has verified.
     """
 
     here: frozenset[str] = frozenset()
@@ -42,17 +42,17 @@ class _Found:
 
 
 class RestartFiles:
-    """Finds and opens them. To be made on all ranks at once where there is a folder in memory.
+    """Finds and opens the files of a restart. With a folder in memory, its construction is collective.
 
     Args:
-        memory: the folder of the run on this node; None to read from the run's directory alone.
-        master: rank 0's host.
-        port: of the rendezvous there; 0 where there is none.
-        warn: takes lines for people, on every rank.
+        memory: folder of the run in this node's memory; None to read from the run's directory alone.
+        master: host of rank 0.
+        port: port of the rendezvous on `master`; 0 without a rendezvous.
+        warn: called with warnings for people, on every rank.
         on_progress: called while copies are read.
 
     Attributes:
-        reads: bytes that this rank has read.
+        reads: bytes that this rank has read, by source.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class RestartFiles:
 
         Args:
             path: directory of the checkpoint.
-            step: of the checkpoint.
-            files: file name -> its entry in the manifest; empty where that is damaged.
+            step: step of the checkpoint.
+            files: file name -> its entry in the manifest; empty if the manifest is damaged.
         """
         if self._memory is None:
             return frozenset()
@@ -115,13 +115,13 @@ class RestartFiles:
         return here | elsewhere.keys()
 
     def chosen(self, step: int | None) -> None:
-        """Removes what is in memory of other checkpoints than the one that is resumed. After `find`, on all ranks."""
+        """Removes the copies of all checkpoints but the resumed one. To be called after `find`, on all ranks."""
         if self._memory is not None and self._rank == self._here[0]:
             self._memory.keep_only(step)
 
     @contextmanager
     def opened(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[ShardFiles]:
-        """The files of a checkpoint that `find` has looked at. Collective.
+        """Opens the files of a checkpoint, from the copies that `find` has verified where there are some. Collective.
 
         Every rank has to have read what it needs before any leaves the block (`named_state.read` is collective).
 
@@ -177,7 +177,7 @@ class RestartFiles:
 
 
 def _gathered(own: Any) -> list[Any]:
-    """What all ranks give, by rank. Collective."""
+    """Gathers a value from all ranks, by rank. Collective."""
     if not dist.is_initialized():
         return [own]
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Where the shards of a checkpoint are read: this node's memory, another node's, or the checkpoint's directory."""
+"""Sources of a checkpoint's shards: this node's memory, another node's, or the checkpoint's directory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 @dataclass
 class ReadBytes:
-    """Bytes of checkpoint files that a rank has read, those that were only verified included.
+    """Bytes of checkpoint files that a rank has read, including files that were only verified.
 
     Attributes:
-        memory: of copies in this node's memory.
-        other_nodes: of copies in other nodes' memory.
-        run_dir: of the files in the run's directory; without manifests and metadata.
+        memory: bytes read from copies in this node's memory.
+        other_nodes: bytes read from copies in other nodes' memory.
+        run_dir: bytes read from files in the run's directory, manifests and metadata excluded.
     """
 
     memory: int = 0
@@ -34,16 +34,16 @@ class ReadBytes:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, source: str, nbytes: int) -> None:
-        """Counts bytes of a source, one of the attributes; from any thread."""
+        """Counts bytes of a source (the name of an attribute). Thread-safe."""
         with self._lock:
             setattr(self, source, getattr(self, source) + nbytes)
 
     def clear(self) -> None:
-        """Counts from zero."""
+        """Resets the counts to zero."""
         self.memory = self.other_nodes = self.run_dir = 0
 
     def values(self) -> dict[str, int]:
-        """Source -> bytes."""
+        """The counts: source -> bytes."""
         return {"memory": self.memory, "other_nodes": self.other_nodes, "run_dir": self.run_dir}
 
 
@@ -52,11 +52,11 @@ class ShardSource(Protocol):
 
     @property
     def name(self) -> str:
-        """As `ReadBytes` counts it."""
+        """Name under which `ReadBytes` counts the bytes."""
         ...
 
     def opened(self, file: str, begin: int, length: int) -> AbstractContextManager[IO[bytes]]:
-        """A part of a file.
+        """Opens a part of a file.
 
         Raises:
             OSError: it cannot be read.
@@ -69,7 +69,7 @@ class FolderSource:
     """Files of a directory.
 
     Attributes:
-        name: as `ReadBytes` counts it.
+        name: name under which `ReadBytes` counts the bytes.
         folder: the directory.
     """
 
@@ -78,7 +78,7 @@ class FolderSource:
 
     @contextmanager
     def opened(self, file: str, begin: int, length: int) -> Iterator[IO[bytes]]:
-        """See `ShardSource.opened`."""
+        """Implements `ShardSource.opened`."""
         with (self.folder / file).open("rb") as opened:
             yield cast("IO[bytes]", _create_file_view(opened, begin, length))
 
@@ -88,8 +88,8 @@ class NodeSource:
     """Files in another node's memory.
 
     Attributes:
-        client: connected to a rank there.
-        name: as `ReadBytes` counts it.
+        client: client of a rank on that node.
+        name: name under which `ReadBytes` counts the bytes.
     """
 
     client: Client
@@ -97,7 +97,7 @@ class NodeSource:
 
     @contextmanager
     def opened(self, file: str, begin: int, length: int) -> Iterator[IO[bytes]]:
-        """See `ShardSource.opened`."""
+        """Implements `ShardSource.opened`."""
         yield self.client.read(file, begin, length)
 
 
@@ -105,11 +105,11 @@ class ShardFiles:
     """The files of one checkpoint.
 
     Args:
-        directory: of the checkpoint.
-        copies: file name -> where a copy is that has been verified.
-        files: file name -> its entry in the manifest: a file whose copy fails has not been verified itself yet.
-        reads: counts.
-        warn: takes a line for people about a copy that fails.
+        directory: directory of the checkpoint.
+        copies: file name -> source of its verified copy.
+        files: file name -> its entry in the manifest, to verify a file whose copy fails.
+        reads: counter of the bytes read.
+        warn: called with a line for people about a copy that fails.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class ShardFiles:
     def read(
         self, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T], *, nbytes: int | None = None
     ) -> T:
-        """A part of a file, parsed; from the directory where its copy cannot be read or parsed.
+        """Reads and parses a part of a file; from the directory if its copy cannot be read or parsed.
 
         Args:
-            file: its name.
+            file: name of the file.
             begin: first byte.
             length: number of bytes.
-            parse: makes the value of the bytes and the file's name.
-            nbytes: how many of the bytes `parse` reads, for the count; all of them when None.
+            parse: returns the value, given the opened bytes and the file's name.
+            nbytes: number of the bytes that `parse` reads, for the count; all of them when None.
 
         Raises:
             OSError: the file cannot be read.

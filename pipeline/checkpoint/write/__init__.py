@@ -1,1 +1,1 @@
-"""Writing shards: who writes what (deduplication over replicas), locations in files, fsync, checksums."""
+"""Writes shards: division among ranks (replicas once), locations in files, fsync, checksums."""

@@ -19,13 +19,13 @@ from pipeline.checkpoint.format.shard_table import Ints, ShardTable, StoredTenso
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Who writes what.
+    """Assignment of shards to the ranks that write them.
 
     Attributes:
         table: every shard of the checkpoint once.
         writer: int64 [N], the rank that writes each row of `table`.
         local_row: int64 [N], the row of that rank's own table.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
 
     table: ShardTable
@@ -35,12 +35,12 @@ class Division:
 
     @cached_property
     def file_order(self) -> Ints:
-        """int64 [N]: rows of `table` by the rank that writes them, and for each in the order of its own table."""
+        """int64 [N]: rows of `table`, sorted by the rank that writes them, then by row in its own table."""
         return np.lexsort((self.local_row, self.writer))
 
     @cached_property
     def borders(self) -> Ints:
-        """int64 [ranks + 1]: where the rows of every rank begin in `file_order`."""
+        """int64 [ranks + 1]: first index of every rank's rows in `file_order`."""
         return np.searchsorted(self.writer[self.file_order], np.arange(self.ranks + 1))
 
     def written_by(self, rank: int) -> Ints:
@@ -49,13 +49,13 @@ class Division:
 
 
 def divide(tables: Sequence[ShardTable]) -> Division:
-    """Divides what the ranks have.
+    """Divides the shards of all ranks among them.
 
     Args:
-        tables: that of each rank.
+        tables: shard table of each rank.
 
     Raises:
-        CheckpointError: they disagree about a tensor, or their shards do not cover one exactly once.
+        CheckpointError: ranks disagree about a tensor, or their shards do not cover one exactly once.
     """
     tensors, numbers = _all_tensors(tables)
     counts = np.array([len(table) for table in tables])
@@ -124,12 +124,12 @@ def _corners(rows: ShardTable) -> tuple[Ints, Ints]:
 
 
 def _balanced(starts: Ints, rank: Ints, row_bytes: Ints, *, ranks: int) -> Ints:
-    """int64 [groups]: of every group of replicas the row that is written, the rank with the least to write being first.
+    """Row to write of every group of replicas, int64 [groups]: the rank with the fewest bytes so far is chosen.
 
     Args:
         starts: first row of every group.
-        rank: of every row; increases within a group.
-        row_bytes: of every row.
+        rank: int64 [N], rank of every row; increases within a group.
+        row_bytes: int64 [N], bytes of every row.
         ranks: number of ranks.
     """
     copies = np.diff(np.concatenate([starts, [len(rank)]]))
@@ -150,7 +150,7 @@ def _balanced(starts: Ints, rank: Ints, row_bytes: Ints, *, ranks: int) -> Ints:
 
 
 def _of_the_same_ranks(groups: Ints, starts: Ints, copies: Ints, rank: Ints, row_bytes: Ints) -> list[Ints]:
-    """Groups of replicas, those that the same ranks have together, the largest first; `_balanced` has the arguments."""
+    """Sets of groups that the same ranks have, the largest group first; arguments as in `_balanced`."""
     if not len(groups):
         return []
     holders = np.add.reduceat(mixed(rank, 0), starts)  # a hash of the ranks of every group

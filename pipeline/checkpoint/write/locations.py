@@ -1,4 +1,4 @@
-"""Where every shard lies in the files: told by each rank to rank 0, and only when it differs from the save before.
+"""Locations of the shards in the files, sent by each rank to rank 0 only if they differ from the save before.
 
 The file of a rank has the same shards in the same order at every save of a plan, so their places stay the same: then
 rank 0 writes the metadata of the save before.
@@ -20,10 +20,10 @@ from pipeline.checkpoint.write.division import Division
 
 @dataclass(frozen=True, eq=False)
 class Locations:
-    """Where the shards of a rank lie.
+    """Locations of a rank's shards.
 
     Attributes:
-        file: name; None when the rank has none.
+        file: name of the rank's file; None if it has none.
         places: int64 [shards, 2], first byte and number of bytes of each, in the order of the rank's plan.
     """
 
@@ -32,7 +32,7 @@ class Locations:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256."""
+        """SHA-256 of the file's name and the places."""
         return hashlib.sha256(f"{self.file}\0".encode() + self.places.tobytes()).digest()
 
 
@@ -40,7 +40,7 @@ class MetadataWriter:
     """The metadata of a plan's checkpoints, on rank 0: encoded again only when a location has changed.
 
     Args:
-        division: of the plan.
+        division: division of the plan.
     """
 
     def __init__(self, division: Division) -> None:
@@ -49,13 +49,13 @@ class MetadataWriter:
         self._encoded: bytes | None = None
 
     def update(self, changed: Mapping[int, Locations]) -> None:
-        """Takes the locations of those ranks whose locations are new."""
+        """Updates the locations of the ranks in which they have changed."""
         if changed:
             self._known |= changed
             self._encoded = None
 
     def encoded(self) -> bytes:
-        """The contents of the metadata's file.
+        """The contents of the metadata file.
 
         Raises:
             CheckpointError: a rank's locations are not known.

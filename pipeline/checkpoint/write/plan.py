@@ -2,7 +2,7 @@
 
 Replicas, which several ranks have, are divided among these ranks, and each rank copies and writes only its own share.
 
-    every save          every rank tells rank 0 two checksums of its shard table: of the names, and of the rows
+    every save          every rank sends rank 0 two checksums of its shard table: one for names, one for rows
     a checksum is new   rank 0 asks one rank for each table that it has not seen, and divides the shards of all ranks
                         (`division`); every rank gets the rows that it writes
 """
@@ -38,12 +38,12 @@ Digests = tuple[bytes, bytes]
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """What one rank writes.
+    """The shards that one rank writes.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         items: the shards, as torch.distributed.checkpoint describes them.
-        division: of the whole checkpoint; on rank 0 only.
+        division: division of the whole checkpoint, on rank 0; None on other ranks.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Planner:
         self._coordinator = Coordinator()
 
     def plan(self, state: State) -> WritePlan:
-        """Divides the shards of a state among the ranks; the plan of before where no rank's layout differs. Collective.
+        """Divides a state's shards among the ranks; reuses the last plan if no layout has changed. Collective.
 
         Raises:
             CheckpointError: the shards of all ranks overlap, or do not cover a tensor.
@@ -87,14 +87,14 @@ class Planner:
         return self._plan
 
     def _gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on rank 0."""
+        """Gathers the values of all ranks on rank 0."""
         values: list[Any] = [value] * self._ranks
         if self._ranks > 1:
             dist.gather_object(value, values if self._rank == 0 else None)
         return values
 
     def _scatter(self, values: Callable[[], Sequence[Any]]) -> Any:
-        """This rank's of the values that rank 0 has."""
+        """Receives this rank's value from rank 0."""
         received: list[Any] = list(values()) if self._rank == 0 else [None]
         if self._ranks > 1:
             own: list[Any] = [None]
@@ -104,7 +104,7 @@ class Planner:
 
 
 class Coordinator:
-    """What rank 0 knows of all ranks: their shard tables, by checksum, so that each is sent once."""
+    """Shard tables of all ranks, kept on rank 0 by checksum: each is sent once."""
 
     def __init__(self) -> None:
         self.division: Division | None = None
@@ -113,7 +113,7 @@ class Coordinator:
         self._tables: dict[Digests, ShardTable] = {}
 
     def missing(self, offered: Sequence[Digests]) -> list[tuple[bool, bool] | None]:
-        """For every rank whether it shall send its names and its rows; None for all when nothing has changed.
+        """Decides for every rank whether it sends its names and its rows; None for all if nothing has changed.
 
         Args:
             offered: the checksums of every rank's table.
@@ -130,10 +130,10 @@ class Coordinator:
         return asked
 
     def divide(self, sent: Sequence[tuple[bytes | None, bytes | None]]) -> list[Any]:
-        """For every rank the rows of its table that it writes, in order; or for every rank what is wrong.
+        """Divides the shards; returns per rank the rows of its table to write, in order, or an error message.
 
         Args:
-            sent: the parts of encoded tables that `missing` has asked for.
+            sent: per rank the encoded names and rows that `missing` has asked for; None for parts not asked for.
         """
         for digests, (names, rows) in zip(self._offered, sent, strict=True):
             if names is not None:
@@ -151,16 +151,16 @@ class Coordinator:
 
 
 def make_write_plan(state: State) -> WritePlan:
-    """A plan for one save. Collective.
+    """Makes a plan for one save. Collective.
 
     Raises:
-        CheckpointError: as `Planner.plan`.
+        CheckpointError: the shards of all ranks overlap, or do not cover a tensor.
     """
     return Planner().plan(state)
 
 
 def write_items(table: ShardTable, rows: Ints) -> tuple[WriteItem, ...]:
-    """Rows of a rank's table, as torch's writer of files wants them."""
+    """Rows of a rank's table as items of torch's `FileSystemWriter`."""
     owners, offsets, sizes = (each[rows].tolist() for each in (table.tensor_of_row, table.offsets, table.sizes))
     properties = {each.dtype: TensorProperties(dtype=each.dtype) for each in table.tensors}
     items: list[WriteItem] = []

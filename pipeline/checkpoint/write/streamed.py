@@ -1,4 +1,4 @@
-"""Writes tensors that are read one by one, in one process: in the memory of the largest of them."""
+"""Writes tensors that are read one by one, in one process, within the memory of the largest."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pipeline.checkpoint.write.write_shards import write_shards
 from pipeline.models.build.rectangle import Rectangle
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes written, all bytes)."""
+"""Callback that takes (bytes written, all bytes)."""
 _SHARD_BYTES = 64 << 20
-"""A rank that needs a part of a shard reads all of it."""
+"""Largest shard in bytes: a rank that needs a part of a shard may read all of it."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that lies elsewhere.
+    """A tensor that is read on demand.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of what `read` returns.
-        read: returns it, in that shape.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor that `read` returns.
+        read: returns the tensor.
     """
 
     shape: tuple[int, ...]
@@ -39,11 +39,11 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the tensor's elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
-        """The same in another dtype."""
+        """The tensor converted to another dtype when it is read."""
         return self if dtype == self.dtype else LazyTensor(self.shape, dtype, lambda: self.read().to(dtype))
 
 
@@ -54,11 +54,11 @@ def write_streamed(
 
     Args:
         tensors: key -> tensor.
-        directory: exists.
-        progress: called as they are written.
+        directory: existing directory.
+        progress: called as tensors are written.
 
     Returns:
-        what lies where, and the checksum of every file.
+        Metadata with the locations, and file name -> SHA-256.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -74,7 +74,7 @@ def write_streamed(
 
 
 class _Reader:
-    """Returns the values of a shard; of a tensor in several shards, which follow each other, it is read once."""
+    """Returns the values of a shard; a tensor with several consecutive shards is read once."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor], progress: Progress) -> None:
         self._tensors, self._progress = tensors, progress
@@ -95,7 +95,7 @@ class _Reader:
 
 
 def _in_rows(tensor: LazyTensor) -> NamedShard:
-    """The shards of a tensor, without values: some of its rows each."""
+    """A tensor as shards of some rows each, without values."""
     shape = tensor.shape
     whole = torch.empty(shape, dtype=tensor.dtype, device="meta")
     made = NamedShard(shape, start=0, values=whole.view(-1))

@@ -32,12 +32,12 @@ _DIRECTORY_S = 10.0
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """What a rank has written.
+    """Locations and checksums of the shards that a rank has written.
 
     Attributes:
-        locations: of each shard; None in a message to rank 0 that knows them from the save before.
+        locations: locations of its shards; None in a message to rank 0 if they equal those of the save before.
         sha256: file name -> checksum.
-        not_copied: why this file, or that of the save before, has no copy in memory; None where it has, or needs none.
+        not_copied: why this file, or the one of the save before, has no copy in memory; None if it has or needs none.
     """
 
     locations: Locations | None
@@ -49,9 +49,9 @@ def write_shards(plan: WritePlan, lookup: Callable[[WriteItem], Tensor], directo
     """Writes and flushes a rank's shards. Not collective; may run in any thread.
 
     Args:
-        plan: which shards.
+        plan: plan of the shards to write.
         lookup: returns the values of a shard, on any device.
-        directory: exists, and is the same for all ranks.
+        directory: existing directory, the same for all ranks.
 
     Raises:
         OSError, RuntimeError: a write failed.
@@ -109,7 +109,7 @@ def _writer(directory: Path, files: FileSystem) -> FileSystemWriter:
 
 
 class _ValuePlanner:
-    """The one method of a planner that a writer calls."""
+    """Planner with the one method that a writer calls."""
 
     def __init__(self, lookup: Callable[[WriteItem], Tensor]) -> None:
         self._lookup = lookup
@@ -120,7 +120,7 @@ class _ValuePlanner:
 
 
 class _ChecksummedFiles(FileSystem):
-    """Computes the checksum of every file while it is written, so that it need not be read again."""
+    """Computes the checksum of every file while it is written: it need not be read again."""
 
     def __init__(self) -> None:
         self.sha256: dict[str, str] = {}
@@ -160,13 +160,13 @@ class _ChecksummedStream:
         return self._position
 
     def flush(self) -> None:
-        """The file is unbuffered."""
+        """Does nothing: the file is unbuffered."""
 
     def fileno(self) -> int:
         return self._file.fileno()
 
     def close(self) -> None:
-        """`create_stream` closes the file."""
+        """Does nothing: `create_stream` closes the file."""
 
     def writable(self) -> bool:
         return True

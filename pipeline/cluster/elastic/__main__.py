@@ -138,7 +138,7 @@ def _slurm_job(args: argparse.Namespace, wanted: int, commands: Commands) -> Slu
 
 
 def _join_command(args: argparse.Namespace) -> list[str]:
-    """Starts another node's agent: it has the same options but for being a guest, whose address its script knows."""
+    """The command line that starts a guest's agent with this agent's options; its script adds the address."""
     options: list[str] = []
     for name, value in vars(args).items():
         if name not in _OWN and value is not None and value is not False:

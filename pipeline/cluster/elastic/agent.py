@@ -18,9 +18,9 @@ from pipeline.cluster.elastic.warm_ranks import WarmRanks
 
 _POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 10.0
 _PER_NODE_S = 0.002
-"""Seconds per node between two looks at all of them, and two writes of each: the file system serves all of them."""
+"""Seconds per node between two reads of all files, and between two writes of each: all share the file system."""
 _LINGER_S = 15.0
-"""Seconds in which the others read how the job ends."""
+"""Seconds that an agent waits at the end for the others to read the outcome."""
 _WARM_S = 30.0
 """Seconds after a start in which the ranks have the host to themselves, for their own imports."""
 _ALONE_S = 60.0
@@ -29,15 +29,15 @@ _ALONE_S = 60.0
 
 @dataclass
 class Agent:
-    """Runs until the job ends; see `run`. There is one thread, so that a node whose file system hangs counts as dead.
+    """One node's agent, which runs until the job ends. Has one thread: a node whose file system hangs counts as dead.
 
     Args:
-        node: this one.
-        command: of the ranks.
-        terms: of the job.
-        files: of all nodes.
-        join_s: seconds in which all nodes have to come; the run starts with those that have.
-        say: takes the leader's lines for people.
+        node: name of this node.
+        command: the command that each rank runs.
+        terms: limits and callbacks of the job.
+        files: state files of all nodes.
+        join_s: seconds to wait for all nodes; the run then starts with the nodes that have come.
+        say: prints a line of the leader for people.
         slurm: the batch system; None where something else has started the agents.
         guest: whether this node belongs to another job than the run's own.
         script: whether the job's batch script is on this node.
@@ -113,7 +113,7 @@ class Agent:
             self._adopt(plan)
 
     def _report(self) -> None:
-        """Takes the ranks' exits into this node's state."""
+        """Records the ranks' exits in this node's state."""
         ranks = self._ranks
         if self.warm is not None and ranks is not None and time.monotonic() - self._started > _WARM_S:
             self.warm.prepare()
@@ -200,7 +200,7 @@ class Agent:
         return time.monotonic() - self._host_seen > _ALONE_S
 
     def _stopped_by_hand(self, made: RanksPlan) -> RanksPlan:
-        """A stop by a SIGTERM that Slurm did not send ends the job: who sent it wants no other start."""
+        """Ends the job after a SIGTERM that Slurm did not send: its sender wants no other start."""
         slurm = self.slurm if self._terminated and made.outcome == EXIT_REQUEUE else None
         if slurm is None or slurm.after_sigterm() != "runs":
             return made
@@ -257,7 +257,7 @@ class Agent:
         return state is not None and state.plan.outcome is None
 
     def _stopped(self, number: int, _frame: object) -> None:
-        """Hands a request to stop on; a batch system's SIGTERM gives the ranks time to save as well."""
+        """Forwards a request to stop to the ranks; a batch system's SIGTERM gives them time to save, too."""
         self._stop = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
         self._terminated |= number == signal.SIGTERM
         if self._ranks is not None:

@@ -1,4 +1,4 @@
-"""Runs other programs for an agent, which stays alive in the eyes of the others meanwhile."""
+"""Runs other programs for an agent, whose heartbeats go on meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Commands:
     """Runs commands.
 
     Attributes:
-        tick: is called while one runs; see `Agent.tick`.
+        tick: called while a command runs (`Agent.tick`).
     """
 
     tick: Callable[[], None] = lambda: None
@@ -24,11 +24,11 @@ class Commands:
     def run(
         self, command: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = float("inf")
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end; one that does not exist, or takes longer, has failed with code 1.
+        """Runs a command to its end; one that does not exist, or exceeds the timeout, counts as failed with code 1.
 
         Args:
-            command: without standard input.
-            environ: its environment; None for that of this process.
+            command: command line, which gets no standard input.
+            environ: environment variables; None for those of this process.
             timeout_s: seconds after which it is killed.
         """
         deadline, pipe, none = time.monotonic() + timeout_s, subprocess.PIPE, subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""What the agents tell each other: one small file per node, in a directory that all of them see.
+"""The state files of the agents: one small file per node, in a directory that all nodes share.
 
 Each file has one writer, which replaces it about once a second. A reader takes a node for alive once it has seen its
 count change, and for dead when it has not changed for some time by the reader's own clock: clocks need not agree, and
@@ -27,25 +27,25 @@ _KEPT_PLANS = 16
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """Which nodes run the ranks, since when and why; made by the leader, and adopted by the others.
+    """A plan of which nodes run the ranks, since when and why; made by the leader, and adopted by the others.
 
     Attributes:
-        version: counts the plans of a job.
+        version: number of the plan among those of a job.
         start: number of the start of the ranks, from 1; 0 before the first.
         members: nodes with ranks, in the order of the ranks.
-        address: of the first member.
-        port: of the rendezvous.
-        reason: for the log.
+        address: address of the first member.
+        port: port of the rendezvous.
+        reason: why the plan was made, for the log.
         outcome: exit code of the job, once it is to end.
         growing: whether the ranks are to save and to end, so that more nodes can take part.
         restarts: starts after a loss since the newest checkpoint.
-        step: of the newest checkpoint when the plan was made.
-        faults: node -> faults that began there.
+        step: step of the newest checkpoint when the plan was made.
+        faults: node -> number of faults that began there.
         excluded: node -> why it gets no ranks any more.
-        guests: node -> address of those that came from other jobs.
+        guests: node -> address, for nodes that came from other jobs.
         short: whether the outcome is for want of nodes.
         checking: whether the members are to check each other before the next start.
-        leader: the node that made it.
+        leader: node that made the plan.
     """
 
     version: int = 0
@@ -68,16 +68,16 @@ class RanksPlan:
 
 @dataclass(frozen=True)
 class NodeState:
-    """What a node's agent tells.
+    """State of a node, as its agent reports it.
 
     Attributes:
-        node: its name.
-        count: grows while the agent lives.
-        plan: the newest that it knows.
-        start: number of the start of its ranks; 0 where it has none.
+        node: name of the node.
+        count: heartbeat count, which grows while the agent lives.
+        plan: newest plan that the agent knows.
+        start: number of the start of its ranks; 0 without ranks.
         running: whether ranks of that start run.
-        codes: rank -> exit code of those that have ended, in the order in which they did; negative: by a signal.
-        error: of the first rank that failed.
+        codes: rank -> exit code of the ranks that have ended, in the order of their ends; negative for a signal.
+        error: error of the first rank that failed; empty where none has.
         stop: whether the node was asked to stop the run.
         guest: whether it belongs to another job than the run's own (`slurm/join.sbatch`).
         script: whether the batch script of the run's job is on this node.
@@ -103,9 +103,9 @@ class StateFiles:
     """The files of all nodes, seen from one.
 
     Args:
-        directory: on a file system that all nodes share; made if need be.
-        node: this one.
-        nodes: all that are known at first, this one too, in the order in which they lead.
+        directory: directory on a file system that all nodes share; made if need be.
+        node: name of this node.
+        nodes: names of the nodes known at first, this one included, in the order in which they lead.
         dead_s: seconds of silence after which a node is dead.
 
     Attributes:
@@ -125,7 +125,7 @@ class StateFiles:
         """Replaces this node's file.
 
         Raises:
-            OSError: it could not; the others' silence does not count until it can (`_now`).
+            OSError: the file cannot be written; the others' silence does not count until it can (`_now`).
         """
         try:
             self._replace(state)
@@ -146,26 +146,26 @@ class StateFiles:
         temporary.replace(self._file(self._node))
 
     def announce(self, address: str) -> None:
-        """Tells the leader of this node, which is a guest.
+        """Announces this node, a guest, to the leader.
 
         Args:
-            address: that the others reach it at.
+            address: address at which the others reach this node.
         """
         write_text(self._guests / self._node, address)
 
     def announced(self) -> dict[str, str]:
-        """Node -> address of all guests so far. A look at a directory, which NFS may show as it was a minute ago."""
+        """Node -> address of all guests so far, from a directory that NFS may show as it was a minute ago."""
         names = sorted(path for path in self._guests.iterdir() if not path.name.startswith("."))
         return {path.name: path.read_text() for path in names}
 
     def add(self, nodes: Iterable[str]) -> None:
-        """Takes nodes in, after those that are known."""
+        """Adds nodes after those that are known."""
         self.nodes = tuple(dict.fromkeys([*self.nodes, *nodes]))
 
     def read(self, node: str) -> NodeState | None:
-        """The state of a node; None of one that is dead or has not been seen to live yet (see `unknown`).
+        """The state of a node; None for one that is dead or has not been seen alive yet (see `unknown`).
 
-        A file that cannot be read just now is as it was: the node has the rest of its time.
+        A file that cannot be read just now counts as unchanged: the node has the rest of its time.
         """
         self._looked.setdefault(node, self._now())
         before, since = self._heard.get(node, (None, None))
@@ -181,7 +181,7 @@ class StateFiles:
         return state if since is not None and self._now() - since <= self._dead_s else None
 
     def unknown(self, node: str) -> bool:
-        """Whether a node has been looked at for too short a time to tell a dead one from one that lives."""
+        """Whether a node has been watched for too short a time to tell whether it is alive."""
         _, since = self._heard.get(node, (None, None))
         return since is None and self._now() - self._looked.get(node, self._now()) < self._dead_s / 2
 
@@ -198,10 +198,10 @@ class StateFiles:
 
 
 def read_state(path: Path) -> NodeState:
-    """What a node's file says, for those that are no agents.
+    """Reads a node's file, for programs that are no agents.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: it is being replaced, or is not an agent's.
+        OSError, ValueError, KeyError, TypeError: the file is being replaced, or is not an agent's.
     """
     return _read(path, _PlanFiles(path.parent, ""))
 
@@ -214,7 +214,7 @@ class _PlanFiles:
         self._known, self._made = {"": RanksPlan()}, 0
 
     def name_of(self, plan: RanksPlan) -> str:
-        """The name of a plan, which is written if it is not one of those that were read."""
+        """The name of a plan; a plan that is not known from a file is written to a new one."""
         for name, known in self._known.items():
             if known == plan:
                 return name

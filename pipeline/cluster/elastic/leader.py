@@ -18,23 +18,23 @@ _FIRST_PORT, _PORTS = 10000, 20000  # below 32768, where Linux takes ports at ra
 
 @dataclass(frozen=True)
 class Terms:
-    """What the job allows.
+    """Limits of the job, and callbacks that ask about the run or record its faults.
 
     Attributes:
         addresses: node -> address of the nodes of the job, in order.
         least: fewest nodes that the run may go on with.
-        restarts: after losses, without a new checkpoint in between.
+        restarts: largest number of restarts after losses without a new checkpoint in between.
         job: a number that differs between jobs on one machine.
-        refusal: why the run has no layout for a number of nodes; None when it has.
+        refusal: returns why the run has no layout for a number of nodes; None when it has one.
         step: reads the step of the newest checkpoint.
         wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
-        left_out: node -> why it gets no ranks in this run, of earlier starts.
-        note_fault: takes a node on which a fault began, and the fault, for later starts.
-        note_silent: takes the plan of a start, with the step of the newest checkpoint, and those of its nodes that do
-            not answer, before the ranks on the others are ended.
-        faults: that began on a node after which it gets no ranks any more.
+        left_out: returns node -> why it gets no ranks in this run, from earlier starts.
+        note_fault: records a node and the fault that began on it, for later starts.
+        note_silent: records the plan of a start, with the step of the newest checkpoint, and its nodes that do not
+            answer, before the ranks on the others are ended.
+        faults: number of faults on a node after which it gets no ranks any more.
         checks: whether the nodes check each other before the first start, and after a loss that names none of them.
-        bad: node -> what the checks that the plan of a version asked for have found wrong with it.
+        bad: returns node -> its problems, by the checks that the plan of a version asked for.
     """
 
     addresses: Mapping[str, str]
@@ -56,8 +56,8 @@ def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> RanksPlan:
     """The first plan: a start, or the checks before it.
 
     Args:
-        terms: of the job.
-        alive: the nodes that are.
+        terms: limits and callbacks of the job.
+        alive: node -> state of the nodes that are alive.
     """
     plan = RanksPlan(step=terms.step(), excluded=dict(terms.left_out()))
     members = tuple(_ready(terms, plan, alive))
@@ -70,10 +70,10 @@ def next_plan(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], *, 
     """The next plan; None while there is nothing to decide.
 
     Args:
-        terms: of the job.
-        plan: the newest of all nodes, of a start that has begun, or of checks.
-        alive: the nodes that are, this one among them.
-        waited_s: since the first exit of this start was seen.
+        terms: limits and callbacks of the job.
+        plan: newest plan of all nodes: a start that has begun, or checks.
+        alive: node -> state of the nodes that are alive, this one included.
+        waited_s: seconds since the first exit of this start was seen.
     """
     if plan.checking:
         return _after_checks(terms, plan, alive)
@@ -102,7 +102,7 @@ def _after_verdict(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]
 
 
 def _after_checks(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> RanksPlan | None:
-    """A start without the nodes that the checks have named, once all have made them."""
+    """A start without the nodes that the checks found bad, once all nodes have made the checks."""
     if any(state.stop for state in alive.values()) and plan.start == 0:
         return _next(plan, checking=False, outcome=EXIT_REQUEUE, reason="stopped before the start")
     if any(alive[node].checked < plan.version for node in plan.members if node in alive):
@@ -134,10 +134,10 @@ def reconciled(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], ri
     """A start on all nodes that are there, in the place of plans that several leaders made at once.
 
     Args:
-        terms: of the job.
-        plan: the one of them that counts (`newest`).
-        alive: the nodes that are.
-        rivals: the nodes that made them.
+        terms: limits and callbacks of the job.
+        plan: the plan among them that counts (`newest`).
+        alive: node -> state of the nodes that are alive.
+        rivals: nodes that made the different plans.
     """
     starts = max(state.plan.start for state in alive.values())
     why = f"{' and '.join(rivals)} led at the same time, and made different plans"
@@ -145,10 +145,10 @@ def reconciled(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], ri
 
 
 def welcomed(plan: RanksPlan, announced: Mapping[str, str]) -> RanksPlan | None:
-    """The plan that knows the guests; None where it knows them already.
+    """The plan with the announced guests; None where it has them already.
 
     Args:
-        plan: the newest.
+        plan: newest plan.
         announced: node -> address of all guests so far.
     """
     if plan.guests == announced:
@@ -168,7 +168,7 @@ def grown(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> Rank
 
 
 def _after_error(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], found: Verdict) -> RanksPlan:
-    """One node's error may be the node's: the others go on without it, once until there is a new checkpoint."""
+    """Restarts without the one node that had an error, once until there is a new checkpoint; else ends the job."""
     step = terms.step()
     suspected = step <= plan.step and any(why.startswith("error") for why in plan.excluded.values())
     ends = _next(plan, outcome=found.code, reason=found.text or f"exit code {found.code}")

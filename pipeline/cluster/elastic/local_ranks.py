@@ -15,17 +15,17 @@ from pipeline.runtime.launch.rank_process import RankProcess, start_rank, termin
 
 _MOST = 4000
 _ERROR = re.compile(r"(\[rank\d+\]: )?(error\b|\S+: error: |[\w.]*(Error|Exception)\b)")
-"""How a line begins that names an error: ours, that of argparse, or the last one of a traceback."""
+"""Beginning of a line that names an error: ours, argparse's, or the last line of a traceback."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What every rank runs.
+    """The command that every rank runs.
 
     Attributes:
-        arguments: of the process.
-        tasks: ranks of each node.
-        logs: directory for what the ranks write, but for rank 0, and for their errors.
+        arguments: command line of a rank's process.
+        tasks: number of ranks on each node.
+        logs: directory for the output of all ranks but rank 0, and for the errors of all.
         output: file that rank 0 appends to; None for this process's own output.
     """
 
@@ -40,9 +40,9 @@ class LocalRanks:
     """The ranks that a plan gives this node.
 
     Args:
-        command: what they run.
-        plan: has this node among its members.
-        node: its name.
+        command: the command that each rank runs.
+        plan: plan that has this node among its members.
+        node: name of this node.
         take: makes a rank of a process that waits with its imports done, if there is one (`WarmRanks.take`).
     """
 
@@ -54,7 +54,7 @@ class LocalRanks:
     _codes: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Starts them."""
+        """Starts the ranks."""
         self.command.logs.mkdir(parents=True, exist_ok=True)
         self._ranks += [self._start(local) for local in range(self.command.tasks)]
 
@@ -67,11 +67,11 @@ class LocalRanks:
 
     @property
     def running(self) -> bool:
-        """Whether one of them runs."""
+        """Whether any of the ranks runs."""
         return len(self.codes()) < len(self._ranks)
 
     def error(self) -> str:
-        """Of the first that failed: the cause in one line, and what it reported, or the end of its output, below it.
+        """The first failed rank's cause in one line, and below it the rank's report or the end of its output.
 
         Empty where none has failed.
         """
@@ -85,15 +85,15 @@ class LocalRanks:
         return f"{name}:{cause}\n{text}"[:_MOST] if text else name
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to those that run."""
+        """Sends a signal to the ranks that run."""
         for rank in self._ranks:
             rank.send(number)
 
     def end(self, *, tick: Callable[[], None]) -> None:
-        """Ends those that still run, within some seconds.
+        """Ends the ranks that still run, within some seconds.
 
         Args:
-            tick: is called meanwhile.
+            tick: called while they end.
         """
         terminate(self._ranks, signal.SIGTERM, tick=tick)
 
@@ -119,7 +119,7 @@ class LocalRanks:
 def cause_of(text: str) -> str:
     """The cause in a rank's error or output, in one line: its last error, with the line below that says why.
 
-    Of an error of another program the line with its name; without any, the last line.
+    For an error of another program the line with its name; without any error the last line.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     found = [number for number, line in enumerate(lines) if _ERROR.match(line)]

@@ -1,4 +1,4 @@
-"""The checkpoint copies in a node's memory (`run.in_memory_checkpoints`) outlive its ranks, and go with its agent."""
+"""Checkpoint copies in a node's memory (`run.in_memory_checkpoints`), which outlive its ranks, not its agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent asks other programs about the run, in processes of their own, since these import torch."""
+"""Questions of an agent about the run, put to other programs in processes of their own: these import torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Questions:
     """Asks `headrace check` and the checks of nodes.
 
     Args:
-        arguments: --config and --set.
-        tasks: ranks of a host.
-        write: prints for people.
-        commands: runs them.
+        arguments: the run's --config and --set.
+        tasks: number of ranks on a host.
+        write: prints a text for people.
+        commands: runs the other programs.
         node_checks: thresholds of the checks of nodes.
     """
 
@@ -42,7 +42,7 @@ class Questions:
     _run_dir: Path | None = None
 
     def refusal(self, nodes: int) -> str | None:
-        """Why there is no layout for a number of hosts."""
+        """Returns why there is no layout for a number of hosts; None where there is one."""
         done = self._check("--processes", str(nodes * self.tasks))
         if done.returncode:
             return done.stderr.strip() or f"headrace check ended with code {done.returncode}"
@@ -52,13 +52,13 @@ class Questions:
         return None
 
     def step(self) -> int:
-        """Of the newest checkpoint."""
+        """The step of the newest checkpoint; 0 without one."""
         word, _, run_dir = self._check("--progress").stdout.rstrip("\n").partition(" ")
         self._run_dir = Path(run_dir) if run_dir else self._run_dir
         return int(word) if word.isdecimal() else 0
 
     def left_out(self) -> Mapping[str, str]:
-        """Node -> why the run's directory, which `step` has found, lists it as left out."""
+        """Node -> why it is left out, by the list in the run's directory, which `step` has found."""
         with suppress(DataError, OSError):
             return {} if self._run_dir is None else nodes_left_out(self._run_dir)
         return {}
@@ -73,8 +73,8 @@ class Questions:
         """Records nodes that do not answer as the fault that ended a start, in the run's directory.
 
         Args:
-            plan: of that start, with the step of the newest checkpoint.
-            nodes: those of its nodes.
+            plan: plan of that start, with the step of the newest checkpoint.
+            nodes: nodes of that start that do not answer.
         """
         if self._run_dir is None:
             return
@@ -87,22 +87,22 @@ class Questions:
         """Makes the checks of this node together with the others (`python -m pipeline.cluster.node_checks`).
 
         Args:
-            node: this one.
-            directory: for the records, of this job.
-            nodes: node -> address of those that are checked.
-            number: of these checks.
+            node: name of this node.
+            directory: directory for the records of this job.
+            nodes: node -> address of the nodes that are checked.
+            number: version of the plan that asked for these checks.
         """
         command = check_command(nodes, node, directory, attempt=_attempt(directory, number), arguments=self.arguments)
         self.commands.run(command, timeout_s=self.node_checks.timeout + _LEAVE_S)
 
     def bad_nodes(self, directory: Path, number: int) -> Mapping[str, str]:
-        """Node -> what checks have found wrong with it; empty also where the config is refused, as `refusal` says.
+        """Node -> its problems, by the checks; empty also where the config is refused, as `refusal` says.
 
-        Writes what the checks blame on no node.
+        Prints the problems that the checks blame on no node as warnings.
 
         Args:
-            directory: of the records.
-            number: of the checks.
+            directory: directory of the records.
+            number: version of the plan that asked for the checks.
         """
         found = read_verdict(directory, attempt=_attempt(directory, number))
         for text in () if found is None else found.warnings:

@@ -16,7 +16,7 @@ from shutil import which
 
 
 def end_job(number: int, code: int) -> None:
-    """Ends the job with the code; exits with Slurm's words where it does not."""
+    """Ends the job with the code; exits with Slurm's error message where that fails."""
     linked = subprocess.run(["ldd", which("scontrol") or "scontrol"], capture_output=True, text=True, check=False)
     library = re.search(r"=> (\S*/libslurm\S*)", linked.stdout)
     if library is None:

@@ -33,13 +33,13 @@ class SlurmJob:
     """The job of the run, seen from one of the nodes that train.
 
     Args:
-        number: its id; ARRAY_ELEMENT for that of an array.
+        number: id of the job; ARRAY_ELEMENT for one of an array.
         batch_host: node of its batch script.
-        records: directory in which its starts are noted, of the run.
+        records: directory of the run's agents (`.agents`), in which the job's starts are noted.
         outcome: file that the batch script reads at its end: the exit code, and why.
-        tasks: ranks of each node.
-        wanted: nodes that it was submitted for.
-        commands: runs those of Slurm.
+        tasks: number of ranks on each node.
+        wanted: number of nodes that the job was submitted for.
+        commands: runs Slurm's commands.
         join: command line of `slurm/join.sbatch` for one more node, without the options of sbatch; empty: ask for none.
     """
 
@@ -57,13 +57,13 @@ class SlurmJob:
     _failed: set[str] = field(default_factory=set, init=False)
 
     def ask_for(self, missing: int, *, guests: int, excluded: Sequence[str], say: Say) -> None:
-        """Submits one job for each missing node that none is asked for yet.
+        """Submits one job for each missing node, less the jobs that were submitted before.
 
         Args:
-            missing: nodes.
-            guests: nodes of such jobs that are here.
-            excluded: nodes that are of no use, or here.
-            say: takes lines for people.
+            missing: number of nodes that the run lacks.
+            guests: number of nodes of such jobs that take part.
+            excluded: names of nodes that are left out, or take part already.
+            say: prints a line for people.
         """
         if missing <= 0 or not self.join or time.monotonic() - self._asked < _ASK_S:
             return
@@ -103,10 +103,10 @@ class SlurmJob:
         self._joining = {number for number, state, *_ in jobs if state in ("PENDING", "RUNNING", "COMPLETING")}
 
     def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:
-        """What becomes of the job whose agents have got a SIGTERM.
+        """Returns what becomes of the job after its agents have got a SIGTERM.
 
         It `ends` where Slurm cancels it, ends it at its time limit, or takes it back into the queue by itself. A job
-        that is `preempted` with a grace period is taken back at its end alone: who has saved before, has to ask for it.
+        that is `preempted` with a grace period is taken back only at its end: a run that has saved has to ask for it.
         A job that `runs` on got the signal from a person (`scancel --signal=TERM`).
         """
         shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
@@ -115,9 +115,9 @@ class SlurmJob:
         return "preempted" if re.search(r" PreemptTime=\d", shown) else "runs"
 
     def note(self, plan: RanksPlan) -> None:
-        """Tells the batch script the outcome, before any agent ends: it would start one that ends without again.
+        """Tells the batch script the outcome before any agent ends: it restarts an agent that ends without one.
 
-        The exit code and the reason, a line each, as slurm/ranks.sh reads them.
+        Writes the exit code and the reason, a line each, as slurm/ranks.sh reads them.
         """
         write_text(self.outcome, f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
 
@@ -125,11 +125,11 @@ class SlurmJob:
         """Ends the job or queues it again, by the outcome of the run.
 
         Args:
-            plan: the last, with the outcome.
-            step: of the newest checkpoint.
-            nodes: of this job that are left and of use.
-            script_lives: whether the node of the batch script does.
-            say: takes lines for people.
+            plan: last plan, with the outcome.
+            step: step of the newest checkpoint.
+            nodes: number of this job's own nodes that are alive and not left out.
+            script_lives: whether the node of the batch script is alive.
+            say: prints a line for people.
         """
         self.withdraw()
         if plan.outcome == EXIT_REQUEUE:
@@ -152,7 +152,7 @@ class SlurmJob:
         self._run("scancel", f"--name={self._join_name}", "--state=PENDING")
 
     def _queue_again(self, plan: RanksPlan, *, step: int, nodes: int, say: Say) -> None:
-        """On the nodes that are left, without those that were left out; a start that had too few waits for all."""
+        """Queues the job for the nodes that are alive and not left out; after a start that had too few, for all."""
         if self._starts_at(step) >= STARTS_WITHOUT_PROGRESS:
             remedy = f"raise --time or the 180 of --signal, then: scontrol release {self.number}"
             say(f"{plan.reason}; held, since {STARTS_WITHOUT_PROGRESS} starts have not made a new checkpoint: {remedy}")
@@ -190,17 +190,17 @@ class SlurmJob:
         return ",".join([*before, *plan.excluded])
 
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command of Slurm's; without the variables of the present job, which sbatch would give to the next."""
+        """Runs a Slurm command without the variables of the present job, which sbatch would give to the next."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
         return self.commands.run(command, environ=kept, timeout_s=_TIMEOUT_S)
 
     def _nodes(self) -> list[str]:
-        """Of the job, as Slurm knows them."""
+        """The nodes of the job, as Slurm knows them."""
         listed = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%N").stdout.strip()
         return self._run("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
 
     def _starts_at(self, step: int) -> int:
-        """How many starts of this job, this one included, began at a step."""
+        """The number of starts of this job, this one included, that began at a step."""
         lines = (self.records / "starts").read_text().splitlines()
         return lines.count(f"{self.number} {step}")
 
@@ -234,7 +234,7 @@ class SlurmJob:
 
 
 def _in_a_line(reason: str) -> str:
-    """The last line of the job's log: of a traceback the error alone."""
+    """A reason as the last line of the job's log: of a traceback the error alone."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     traceback = next((at for at, line in enumerate(lines) if line.startswith("Traceback")), None)
     return " ".join(lines if traceback is None else [*lines[:traceback], lines[-1]])

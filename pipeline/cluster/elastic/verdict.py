@@ -1,4 +1,4 @@
-"""What has become of the ranks of a start, by the exit codes of all nodes. No processes, no clocks.
+"""The verdict on the ranks of a start, by the exit codes of all nodes. No processes, no clocks.
 
 The first cause decides: an error of a rank's own before the ranks that ended because of it, and a rank that was killed
 before those that only lost their link to it.
@@ -29,7 +29,7 @@ class Verdict:
         kind: finished; stopped (saved, on request); failed (an error of a rank's own); lost (a rank was killed or
             hangs).
         code: exit code.
-        nodes: where it began, as far as that can be told.
+        nodes: nodes on which the end began, as far as that can be told.
         text: the error of the first rank.
     """
 
@@ -43,8 +43,8 @@ def verdict(states: Mapping[str, NodeState], *, waited_s: float) -> Verdict | No
     """The verdict on a start; None while its ranks run, or the cause of an end may still show.
 
     Args:
-        states: of all members; one that has not begun counts as running.
-        waited_s: since the first exit was seen.
+        states: node -> state of all members; a node that has not begun counts as running.
+        waited_s: seconds since the first exit was seen.
     """
     codes = {node: [_code(code) for code in state.codes.values()] for node, state in states.items()}
     every = {code for each in codes.values() for code in each}
@@ -93,6 +93,6 @@ def _followed(code: int) -> bool:
 
 
 def _code(code: int) -> int:
-    """As a shell reports it; a rank that was asked to stop before it could listen has stopped."""
+    """An exit code as a shell reports it; a rank that was asked to stop before it could listen has stopped."""
     code = 128 - code if code < 0 else code
     return EXIT_REQUEUE if code == 128 + signal.SIGUSR1 else code

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _import() -> None:
-    """What the run of this config needs; a config that is refused is the rank's to report."""
+    """Imports the modules that the run of this config needs; a refused config is for the rank to report."""
     with contextlib.suppress(HeadraceError, OSError, SystemExit):
         given = parse_arguments("")
         config = load_config(given.config, given.overrides)

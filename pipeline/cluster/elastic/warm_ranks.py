@@ -1,4 +1,4 @@
-"""Processes that wait with their imports done, one for each rank of this node: what a restart need not do again."""
+"""Processes that wait with their imports done, one for each rank of this node: a restart need not import again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ROOM_BYTES = 2 << 30
 
 
 class WarmRanks:
-    """Keeps them for the next start; see `pipeline.cluster.elastic.warm_rank`.
+    """Processes that wait to become the ranks of the next start (`pipeline.cluster.elastic.warm_rank`).
 
     Args:
-        command: of the ranks.
-        node: this one.
+        command: the command that each rank runs.
+        node: name of this node.
     """
 
     def __init__(self, command: Command, node: str) -> None:
@@ -33,7 +33,7 @@ class WarmRanks:
         self._waiting: dict[int, subprocess.Popen[bytes]] = {}
 
     def prepare(self) -> None:
-        """Starts those that are missing, where the host has memory for them."""
+        """Starts the processes that are missing, where the host has memory for them."""
         for local in range(self._command.tasks):
             if (local not in self._waiting or self._waiting[local].poll() is not None) and _has_room():
                 self._waiting[local] = self._start(local)
@@ -45,8 +45,8 @@ class WarmRanks:
 
         Args:
             local: rank within this node.
-            number: its rank.
-            environ: its environment, but for the name of the file for its error.
+            number: global rank.
+            environ: environment of the rank, but for the name of the file for its error.
             output: file that it appends to; None for this process's own output.
             error: file for its error.
         """
@@ -64,7 +64,7 @@ class WarmRanks:
         return RankProcess(number, process, output, error)
 
     def end(self) -> None:
-        """Ends those that wait."""
+        """Ends the processes that wait."""
         for process in self._waiting.values():
             process.kill()
             process.wait()

@@ -41,9 +41,9 @@ class NodeChecks:
     """The checks of one node.
 
     Args:
-        node: this one.
+        node: name of this node.
         addresses: node -> address of all nodes, in order.
-        directory: of the records, shared by all nodes.
+        directory: directory of the records, shared by all nodes.
         run_dir: the run's directory.
         attempt: distinguishes these checks from earlier ones in the directory.
         terms: thresholds.

@@ -28,12 +28,12 @@ NAME = "bad-nodes.json"
 
 @dataclass(frozen=True)
 class BadNode:
-    """What is known against a node.
+    """A node's entry in the list.
 
     Attributes:
-        reason: of its newest fault.
-        time: of that, in seconds since 1970.
-        faults: that began there.
+        reason: newest fault, or why the node was left out by hand.
+        time: time when the reason was noted, in seconds since 1970.
+        faults: number of faults that began on the node.
         left_out: whether it gets no ranks any more.
     """
 
@@ -44,7 +44,7 @@ class BadNode:
 
 
 def read_bad_nodes(run_dir: Path) -> dict[str, BadNode]:
-    """Node -> what is known against it; empty where there is no list.
+    """Node -> its entry; empty where there is no list.
 
     Raises:
         DataError: the list is damaged.

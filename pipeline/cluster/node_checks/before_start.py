@@ -1,4 +1,4 @@
-"""What an agent or a job script needs of the checks: the command of a node, and the verdict.
+"""The checks as an agent or a job script uses them: the command of a node, and the verdict.
 
 Imports no torch. The checks run in a process of their own, since they import it and may hang with a device.
 """
@@ -52,10 +52,10 @@ def check_command(
     """The command that checks one node; to be started on all of them within some seconds.
 
     Args:
-        nodes: node -> address of those that are checked, in the same order everywhere.
-        node: this one.
-        directory: shared by all nodes; gets a file of theirs where they are too many for an argument.
-        attempt: another one for every time that the directory is used.
+        nodes: node -> address of the nodes that are checked, in the same order everywhere.
+        node: name of this node.
+        directory: directory shared by all nodes; gets a file with `nodes` where they are too long for an argument.
+        attempt: name of these checks, another one each time that the directory is used.
         arguments: `--config FILE`, `--set KEY=VALUE`, `--devices N` and so on.
     """
     listed = [f"{name}={address}" for name, address in nodes.items()]

@@ -1,4 +1,4 @@
-"""Which nodes are bad, by the records of all nodes. No processes, no clocks.
+"""Decides which nodes are bad, by the records of all nodes. No processes, no clocks.
 
 A node is named only where it can be told from the others: what is wrong on every node is the run's own, and a slow link
 between two nodes that are quick with others is a link's.
@@ -15,23 +15,23 @@ from pipeline.cluster.node_checks.records import NodeLink, NodeRecord
 from pipeline.config.sections.node_checks import NodeChecksSection
 
 VERDICT = "verdict.json"
-"""File in the shared directory that has the verdict."""
+"""Name of the file with the verdict, in the shared directory."""
 _NOISE = 0.4
-"""Share of what a node has to have, below which a single link is reported: it varies more than a node's fastest link
+"""Share of a node's least bandwidth, below which a single link is reported: it varies more than a node's fastest link
 (of 66 links between 12 processes on 2 cores the slowest had 30 % of the median)."""
 _SHOWN = 8
 _FEW = 3
-"""Nodes from which on a common member of slow links can be told."""
+"""Number of nodes from which on the common node of slow links can be told."""
 
 
 @dataclass(frozen=True)
 class NodesVerdict:
-    """What the checks say about the nodes.
+    """The verdict of the checks on all nodes.
 
     Attributes:
-        bad: node -> what is wrong with it, each in words.
-        common: what is wrong on every node: no node is to blame.
-        warnings: what cannot be blamed on one node.
+        bad: node -> its problems, in words.
+        common: problems that every node has: no node is to blame.
+        warnings: problems that cannot be blamed on one node.
     """
 
     bad: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -53,8 +53,8 @@ def decide(nodes: Sequence[str], records: Mapping[str, NodeRecord], *, terms: No
     """The verdict on all nodes.
 
     Args:
-        nodes: all of them, in order.
-        records: of those that have written one.
+        nodes: names of all nodes, in order.
+        records: node -> record of the nodes that have written one.
         terms: thresholds.
     """
     bad: dict[str, list[str]] = defaultdict(list)
@@ -73,7 +73,7 @@ def decide(nodes: Sequence[str], records: Mapping[str, NodeRecord], *, terms: No
 
 
 def _local(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Iterator[str]:
-    """Problems that nodes have found on themselves; yields those of every node."""
+    """Adds to `bad` the problems that nodes have found on themselves; yields those that every node has."""
     for check in dict.fromkeys(chain.from_iterable(record.problems for record in finished.values())):
         having = {node: record.problems[check] for node, record in finished.items() if check in record.problems}
         if len(having) == len(finished) > 1:
@@ -84,7 +84,7 @@ def _local(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Ite
 
 
 def _devices(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Iterator[str]:
-    """Nodes with fewer accelerators than most; yields a warning where there is no such number."""
+    """Adds to `bad` the nodes with fewer accelerators than most; yields a warning where no number is that of most."""
     counts = {node: record.devices for node, record in finished.items() if record.devices is not None}
     if len(set(counts.values())) < 2:
         return
@@ -131,7 +131,7 @@ def _parts(links: Mapping[str, Sequence[NodeLink]]) -> Iterator[str]:
 def _speeds(
     links: Mapping[str, Sequence[NodeLink]], bad: dict[str, list[str]], terms: NodeChecksSection
 ) -> Iterator[str]:
-    """Nodes none of whose links is quick; yields slow links of nodes that have quick ones."""
+    """Adds to `bad` the nodes none of whose links is quick; yields slow links of nodes that have quick ones."""
     best = {node: max((link.mb_s or 0.0 for link in each), default=None) for node, each in links.items()}
     known = sorted(speed for speed in best.values() if speed is not None)
     usual = known[len(known) // 2] if known else 0.0  # the upper one of two: a slow node slows its links, not others'
@@ -179,7 +179,7 @@ def _speed(link: NodeLink) -> str:
 def _clocks(
     links: Mapping[str, Sequence[NodeLink]], bad: dict[str, list[str]], terms: NodeChecksSection
 ) -> Iterator[str]:
-    """Nodes whose clock differs from every other's; yields a difference of two nodes."""
+    """Adds to `bad` the nodes whose clock differs from every other's; yields a warning where all differ."""
     nearest: dict[str, float] = {}
     for node, each in links.items():
         offsets = [link.clock_s for link in each if link.clock_s is not None]

@@ -30,7 +30,7 @@ _BYTES = 1 << 20
 
 @dataclass
 class Findings:
-    """What the checks have found; see `records.NodeRecord`."""
+    """Findings of the checks, with the fields of `records.NodeRecord`."""
 
     devices: int | None = None
     problems: dict[str, str] = field(default_factory=dict)
@@ -47,8 +47,8 @@ def check_host(
         run_dir: the run's directory, or where it will be made.
         terms: thresholds.
         devices: accelerators that the node has to have; None: any number.
-        tell: is given the name of each check before it is made.
-        deadline: by `time.monotonic`; a check for which no time is left is skipped.
+        tell: called with the name of each check before it is made.
+        deadline: end of the checks by `time.monotonic`; a check for which no time is left is skipped.
     """
     found = Findings()
     checks: dict[str, Callable[[Findings], None]] = {

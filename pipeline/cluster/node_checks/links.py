@@ -1,7 +1,7 @@
 """Bandwidth, round-trip time and clock offset of the link between two nodes, over TCP.
 
-Every node answers others in a thread while it measures its own links. Who is busy says so at once and is asked again
-later, so that a node that hangs delays nobody. A measurement sends a payload in each direction, for one second at most.
+Every node answers others in a thread while it measures its own links. A busy node says so at once and is asked again
+later, so that a hung node delays no other. A measurement sends a payload in each direction, for one second at most.
 The clock offset is that of NTP (RFC 5905, section 8): half of the difference of the two ways, of the quickest of
 several exchanges.
 
@@ -39,10 +39,10 @@ class LinkServer:
     """Answers other nodes that measure their link to this one.
 
     Args:
-        attempt: of the checks; others are refused.
+        attempt: name of the checks; other attempts are refused.
         payload: bytes per direction.
-        free: held by whoever measures a link of this node.
-        address: This node's address, as the others are given it.
+        free: lock held while a link of this node is measured.
+        address: this node's address, as the others are given it.
     """
 
     attempt: str
@@ -94,11 +94,11 @@ def measure_link(other: str, address: tuple[str, int], *, attempt: str, payload:
     """Measures the link to another node.
 
     Args:
-        other: its name.
-        address: of its `LinkServer`.
-        attempt: of the checks.
+        other: name of the other node.
+        address: host and port of its `LinkServer`.
+        attempt: name of the checks.
         payload: bytes per direction.
-        free: of this node; see `LinkServer`.
+        free: lock held while a link of this node is measured.
 
     Raises:
         BusyError: one of the two measures another link.
@@ -199,10 +199,10 @@ def measure_links(
     """Measures links in order; what cannot be measured yet is tried again until a deadline.
 
     Args:
-        pending: nodes, in order.
-        address_of: None while the node has not started to answer.
-        measure: see `measure_link`.
-        deadline: by `time.monotonic`.
+        pending: names of the other nodes, in order; a measured one is removed.
+        address_of: returns a node's host and port; None while it has not started to answer.
+        measure: measures the link to a node (`measure_link`).
+        deadline: end of the measurements by `time.monotonic`.
 
     Returns:
         The links that were measured, and those whose second attempt failed too.

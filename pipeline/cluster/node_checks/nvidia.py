@@ -35,7 +35,7 @@ _LOST = ("gpu is lost", "unknown error")
 
 
 def gpu_problems(text: str) -> list[str]:
-    """What the answer to `GPU_QUERY` says is wrong, one text each."""
+    """Problems in the answer to `GPU_QUERY`, one text each."""
     found: list[str] = []
     for cells in _rows(text, 5):
         index, bus, _name, uncorrected, pending = cells
@@ -49,7 +49,7 @@ def gpu_problems(text: str) -> list[str]:
 
 
 def row_problems(text: str) -> list[str]:
-    """What the answer to `ROWS_QUERY` says is wrong: rows that could not be remapped. Pending ones do no harm yet."""
+    """Problems in the answer to `ROWS_QUERY`: rows that could not be remapped. Pending ones do no harm yet."""
     return [
         f"GPU {bus} has memory rows that could not be remapped"
         for bus, _pending, failure in _rows(text, 3)
@@ -68,7 +68,7 @@ def xid_problems(log: str, *, uptime_s: float) -> list[str]:
 
 
 def command_output(command: list[str], *, timeout_s: float) -> tuple[str, str]:
-    """Output of a command and why there is none: it is missing, failed, or did not end in time."""
+    """Output of a command, and why there is none: the command is missing, failed, or did not end in time."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except FileNotFoundError:

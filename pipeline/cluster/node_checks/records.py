@@ -1,4 +1,4 @@
-"""What one node has found out about itself and its links: one JSON file per node in a shared directory."""
+"""The findings of one node about itself and its links: one JSON file per node in a shared directory."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class NodeRecord:
     """A node's file.
 
     Attributes:
-        node: its name.
-        attempt: of the checks; records of other attempts in the directory do not count.
+        node: name of the node.
+        attempt: name of the checks; records of other attempts in the directory do not count.
         host: host name.
-        port: where it waits for others that measure their link to it.
-        stage: what it is doing, or "finished".
+        port: port on which it answers others that measure their link to it.
+        stage: stage of the checks, such as the name of one, or "finished".
         devices: number of accelerators; None where that is unknown.
         problems: check -> what is wrong.
         skipped: check -> why it could not be made here.
         facts: check -> what was measured.
-        links: to other nodes, measured by this one.
+        links: links to other nodes, measured by this one.
     """
 
     node: str

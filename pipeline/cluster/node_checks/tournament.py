@@ -1,4 +1,4 @@
-"""Which nodes measure their link with which, so that each is in one pair at a time and starts half of its pairs."""
+"""Pairs the nodes that measure their link: each is in one pair at a time and starts half of its pairs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def rounds(nodes: Sequence[str], *, most: int) -> list[list[tuple[str, str]]]:
     """Round-robin tournament by the circle method: each round pairs every node with another one, none twice.
 
     Args:
-        nodes: all of them.
-        most: rounds; all pairs are met in n - 1 (n even) or n (n odd).
+        nodes: names of all nodes.
+        most: largest number of rounds; n - 1 (n even) or n (n odd) have all pairs.
 
     Returns:
         Pairs of each round: (the one that starts the measurement, the other).
@@ -27,5 +27,5 @@ def rounds(nodes: Sequence[str], *, most: int) -> list[list[tuple[str, str]]]:
 
 
 def partners_of(node: str, nodes: Sequence[str], *, most: int) -> list[str]:
-    """The nodes whose link with `node` it measures itself, in order."""
+    """The nodes whose link with `node` is measured by `node` itself, in order."""
     return [other for pairs in rounds(nodes, most=most) for starter, other in pairs if starter == node]

@@ -1,4 +1,4 @@
-"""What the agents of a run (`pipeline.cluster.elastic`) have decided last, from the files in `.agents`.
+"""The newest decisions of a run's agents (`pipeline.cluster.elastic`), from the files in `.agents`.
 
 Under Slurm each start of a job has a directory of its own there, `.agents/JOB.N/`.
 """
@@ -15,7 +15,7 @@ from pipeline.cluster.elastic.files import DEAD_S, NodeState, read_state
 
 FOLDER = ".agents"
 _LOOKED_AT = 3
-"""Directories of those that were changed last."""
+"""Number of directories that are read, those changed last."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Agents:
     Attributes:
         start: number of the start of the ranks.
         members: nodes with ranks, in the order of the ranks.
-        reason: of the newest plan.
+        reason: why the newest plan was made.
         outcome: exit code of the job; None while it goes on.
         restarts: starts after a loss since the newest checkpoint.
         silent: members whose agent has not written its file for some time.
-        written: when one of them wrote last, in seconds since the epoch.
+        written: time when an agent last wrote its file, in seconds since the epoch.
         excluded: node -> why it gets no ranks any more.
     """
 
@@ -73,7 +73,7 @@ def read_agents(run_dir: Path) -> Agents | None:
 
 
 def _read(folder: Path) -> dict[str, tuple[NodeState, float]]:
-    """Node -> what its agent has written in a directory, and when."""
+    """Node -> the state that its agent has written in a directory, and when."""
     states: dict[str, tuple[NodeState, float]] = {}
     for path in folder.glob("[!.]*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # being replaced, or another program's
@@ -83,7 +83,7 @@ def _read(folder: Path) -> dict[str, tuple[NodeState, float]]:
 
 
 def _changed(folder: Path) -> float:
-    """When a file in a directory was made or replaced last, which agents do all the time."""
+    """Time when a file in a directory was last made or replaced, which agents do all the time."""
     return folder.stat().st_mtime if folder.is_dir() else 0.0
 
 

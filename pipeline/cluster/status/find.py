@@ -1,4 +1,4 @@
-"""Which run is meant: by its directory, its config, or the runs that are found from the working directory."""
+"""Finds the run that is meant: by its directory, by its config, or from the working directory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
 SUBMISSIONS = "submissions"
-"""Of `headrace submit`, in a run's directory."""
+"""Folder of `headrace submit` in a run's directory."""
 _USUAL = ("*", "runs/*", "out/*", "out/runs/*", "out/*/runs/*")
-"""Where runs are looked for, from the working directory."""
+"""Patterns of run directories below the working directory."""
 
 
 def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
@@ -64,13 +64,13 @@ def jobs_with_runs() -> list[tuple[QueuedJob, Path | None]]:
 
 
 def submitted_logs(run_dir: Path) -> list[Path]:
-    """What the jobs of `headrace submit` have written, the oldest submission first; some may never have trained."""
+    """The logs of the jobs of `headrace submit`, the oldest submission first; some jobs may never have trained."""
     folders = [path for path in (run_dir / SUBMISSIONS).glob("*") if path.name.isdecimal()]
     return [log for path in sorted(folders, key=lambda path: int(path.name)) for log in sorted(path.glob("logs/*.out"))]
 
 
 def not_begun(run_dir: Path) -> DataError:
-    """The error that says so, and where the output of its jobs is: they may have been refused at their start."""
+    """The error for a run that has not begun, with the log of its last job, which may have failed at its start."""
     logs = submitted_logs(run_dir)
     if not logs and (submitted := _newest_submission(run_dir)) is not None:
         folder, jobs = submitted

@@ -1,6 +1,6 @@
 """The merged log of a run: all attempts and ranks, in the order of time.
 
-What a run records has times: `attempts.jsonl`, `faults.jsonl`, `metrics.jsonl`. Lines of text logs (`*.log`, their
+The records of a run have times: `attempts.jsonl`, `faults.jsonl`, `metrics.jsonl`. Lines of text logs (`*.log`, their
 rotated `*.log.1` and `*.out` in the run's directory and in the agents', and the output of its Slurm jobs) have theirs
 where they begin with one, and else that of the line before; of a file without any, that of its last change.
 """
@@ -23,9 +23,9 @@ from pipeline.runtime.metrics.journal import NAME as METRICS
 from pipeline.runtime.metrics.times import seconds_of
 
 _STEP_INTERVAL_S = 10.0
-"""Between two steps that are shown, as on the console of a run."""
+"""Seconds between two steps that are shown, as on the console of a run."""
 _TAIL_BYTES = 1 << 20
-"""Of each text log the end is read."""
+"""Bytes that are read at the end of each text log."""
 _TIME = re.compile(r"^\W?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)")
 _HIDDEN = frozenset({"time", "attempt", "event", "kind", "step", "pid"})
 
@@ -40,7 +40,7 @@ class LogEntry:
 
 
 def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[LogEntry]:
-    """All entries, oldest first.
+    """All entries of the merged log, oldest first.
 
     Args:
         run_dir: the run's directory.

@@ -51,12 +51,12 @@ def agents_ended(status: RunStatus) -> bool:
 
 
 def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The reason for the end of a job's output: that of this job's last attempt, never that of an earlier job.
+    """The reason to print at the end of a job's output: that of this job's last attempt, never of an earlier job.
 
     Args:
         run_dir: the run's directory.
         code: exit code of the ranks, where the caller knows it.
-        environ: says which Slurm job this is.
+        environ: environment variables, which name this Slurm job.
     """
     try:
         status = RunReader(run_dir, slurm=False).read()

@@ -1,4 +1,4 @@
-"""How far a run is, from the files in its directory, and from Slurm where there is one. No torch; nothing is disturbed.
+"""Reads the progress of a run from its directory, and from Slurm where there is one. No torch; disturbs nothing.
 
 The files are its manifest, metrics, journal of attempts, faults, checkpoints and lock, and those of its agents.
 """
@@ -42,10 +42,10 @@ class CheckpointStatus:
     """The newest finished checkpoint.
 
     Attributes:
-        path: its directory.
-        step: after which it was written.
-        age_seconds: since then.
-        damage: what is missing, by the sizes of its files; None where it is whole.
+        path: directory of the checkpoint.
+        step: step after which it was written.
+        age_seconds: seconds since it was written.
+        damage: first problem by the sizes of its files; None where it is whole.
     """
 
     path: Path
@@ -56,30 +56,30 @@ class CheckpointStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         dir: the run's directory.
-        steps: of the whole run; None where its manifest does not tell.
-        step: the newest one in its metrics, 0 before the first.
-        loss: of that step, in nats per token.
-        tokens_per_second: of that step, over all ranks.
-        mfu: of that step, a fraction; None where the device's peak is not known.
-        heldout_loss: of the newest evaluation, in nats per token.
+        steps: number of steps of the whole run; None where its manifest does not tell.
+        step: newest step in its metrics; 0 before the first.
+        loss: loss of the newest step, in nats per token; None before the first.
+        tokens_per_second: tokens per second in the newest step, over all ranks; None before the first.
+        mfu: model FLOPs utilization of the newest step, a fraction; None where the device's peak is not known.
+        heldout_loss: held-out loss of the newest evaluation, in nats per token; None before the first.
         tasks: task -> its newest figures, with their step.
         shares: samples of a step by data-parallel rank, as measured last; empty where they are fixed.
         newest: the newest finished checkpoint.
         training: whether a process trains there now; None where the file system has no locks.
-        idle_seconds: since the metrics were last written.
-        seconds_left: estimated; None while it does not train, or is not known yet.
-        goodput: see `pipeline.runtime.goodput.account`; None before the first step.
-        attempts: oldest first.
-        agents: what the agents have decided last; None without agents.
-        jobs: its Slurm jobs, as far as Slurm knows them.
+        idle_seconds: seconds since the metrics were last written; None where there are none.
+        seconds_left: estimated seconds to the end; None while nothing trains, or where it is not known yet.
+        goodput: goodput until now (`pipeline.runtime.goodput.account`); None before the first step.
+        attempts: starts of the run, oldest first.
+        agents: newest plan of the agents; None without agents.
+        jobs: Slurm jobs of the run, as far as Slurm knows them.
         faults: lost and failed ranks, rollbacks and failed checkpoints, oldest first.
-        damaged_lines: of the journals, that were skipped.
+        damaged_lines: number of damaged lines in the journals, which were skipped.
         exchange: the newest exchange with other islands; None in an ordinary run.
-        uploads: what the process that uploads has told last; None of a run that is on a file system.
+        uploads: newest report of the process that uploads; None for a run on a file system.
     """
 
     dir: Path
@@ -106,7 +106,7 @@ class RunStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether its last step is done."""
+        """Whether the run's last step is done."""
         return self.steps is not None and self.step >= self.steps
 
     @property
@@ -120,7 +120,7 @@ class RunStatus:
         return None if self.newest is None else self.newest.step
 
     def plain(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """The status as a JSON object."""
         found: dict[str, Any] = plain(self)
         derived = {name: getattr(self, name) for name in ("finished", "checkpoint_step")}
         if self.goodput is not None:
@@ -134,17 +134,17 @@ class Uploading:
     """Uploads of a run to an object store.
 
     Attributes:
-        url: of the run there.
-        host: that wrote there last.
-        released: it has ended, and its last files are there.
-        age_seconds: since it has told this, by the clocks of both hosts.
-        silent_seconds: without a renewal after which it counts as ended.
-        durable_step: of the newest checkpoint there; None without one.
-        durable_age_seconds: since that was there, where this start of the run has uploaded it.
-        waiting: steps of checkpoints that wait, the one in progress among them.
-        backlog_bytes: what is left to upload.
-        bytes_per_second: that were sent in the last 30 s.
-        error: what fails now; None where nothing does.
+        url: URL of the run in the object store.
+        host: host that wrote there last.
+        released: whether the process that uploads has ended with its last files uploaded.
+        age_seconds: seconds since the process wrote this report, by the clocks of both hosts.
+        silent_seconds: seconds without a renewal after which the process counts as ended.
+        durable_step: step of the newest checkpoint in the object store; None without one.
+        durable_age_seconds: seconds since that checkpoint was uploaded; None where an earlier start of the run did it.
+        waiting: steps of the checkpoints that wait, the one in progress included.
+        backlog_bytes: bytes left to upload.
+        bytes_per_second: bytes sent per second, over the last 30 s.
+        error: current error of the uploads; None without one.
     """
 
     url: str
@@ -166,7 +166,7 @@ class Uploading:
 
 
 class RunReader:
-    """Looks at one run again and again; of its metrics only what was appended is read.
+    """Reads the status of one run again and again; of its metrics only the appended rows.
 
     Args:
         run_dir: the run's directory.
@@ -246,7 +246,7 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, paths and tuples as JSON has them."""
+    """Converts dataclasses, paths and tuples to JSON values."""
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

@@ -22,25 +22,24 @@ _TIMEOUT_S = 5.0
 _FORMAT = "%i|%j|%T|%r|%M|%L|%D|%N|%S|%Z"
 _SET = re.compile(r"run\.dir=(.*)")
 _FIELD_END = r"(?= +[A-Z][A-Za-z/:]*=| *\n| *$)"
-"""Of a field of `scontrol show --oneliner`: the next one begins; values may have spaces."""
+"""End of a field of `scontrol show --oneliner`: the next one begins there, since values may have spaces."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as Slurm tells of it.
+    """A job as Slurm reports it.
 
     Attributes:
-        id: its number.
-        name: its name.
+        id: number of the job.
         state: PENDING, RUNNING, ...
         reason: why it waits or how it ended, in Slurm's word.
         why: the same in plain words; empty where there is nothing to say.
         elapsed: time since its start, as Slurm prints it.
-        left: until its time limit.
-        nodes: how many.
-        nodelist: which, as Slurm abbreviates them.
-        start: when it began, or is expected to.
-        workdir: where it was submitted.
+        left: time until its time limit, as Slurm prints it.
+        nodes: number of nodes.
+        nodelist: names of the nodes, as Slurm abbreviates them.
+        start: time when it began, or is expected to.
+        workdir: directory from which it was submitted.
     """
 
     id: str
@@ -57,7 +56,7 @@ class QueuedJob:
 
 
 def find_jobs(ids: Sequence[str]) -> list[QueuedJob]:
-    """The jobs of these numbers that Slurm still knows; by sacct those that the controller has forgotten."""
+    """The jobs of these numbers that Slurm still knows; sacct has those that the controller has forgotten."""
     if not ids or shutil.which("squeue") is None:
         return []
     found = _queue("--states=all", f"--jobs={','.join(ids)}")
@@ -144,6 +143,6 @@ def _accounted(number: str) -> QueuedJob | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it fails, or does not answer."""
+    """Output of a command; None where it fails, or does not answer."""
     done = run_slurm(*command, timeout_s=_TIMEOUT_S)
     return None if done.returncode else done.stdout

@@ -1,4 +1,4 @@
-"""Why a Slurm job waits, in plain words: the reasons that squeue prints (`man squeue`, JOB REASON CODES)."""
+"""Reasons why a Slurm job waits, in plain words: those that squeue prints (`man squeue`, JOB REASON CODES)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PARTS = (
 
 
 def in_words(reason: str) -> str:
-    """A reason in words; itself where it is not known, and empty where there is none."""
+    """A reason in words; the reason itself where it is not known, and empty where there is none."""
     name = reason.strip("()").partition(",")[0].strip()
     if name in _WORDS:
         return _WORDS[name]

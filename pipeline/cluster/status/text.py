@@ -1,4 +1,4 @@
-"""What `headrace status` prints of a run."""
+"""The text that `headrace status` prints for a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NODES = 8
 
 
 def lines_of(status: RunStatus) -> Iterator[str]:
-    """The lines, each with its label."""
+    """The lines of a status, each with its label."""
     yield line("run", str(status.dir) if status.uploads is None else f"{status.uploads.url}, on this host {status.dir}")
     for job in status.jobs:
         yield line("Slurm job", job_line(job))
@@ -57,14 +57,14 @@ def job_line(job: QueuedJob) -> str:
 
 
 def step_text(status: RunStatus) -> str:
-    """How far it is: "7 of 20 (35 %)"."""
+    """The newest step and its share of the run: "7 of 20 (35 %)"."""
     if not status.steps:
         return f"{status.step:,}"
     return f"{status.step:,} of {status.steps:,} ({100 * status.step / status.steps:.0f} %)"
 
 
 def state_text(status: RunStatus) -> str:
-    """One word or two for a table."""
+    """The state of a run in one word or two, for a table."""
     if status.training:
         return "training"
     waiting = next((job for job in status.jobs if job.state == "PENDING"), None)
@@ -165,7 +165,7 @@ def _place(status: RunStatus) -> Iterator[str]:
 
 
 def _read(attempts: Sequence[RecordedAttempt]) -> Iterator[str]:
-    """Where the newest start has read its checkpoint, if any of it came from memory."""
+    """The sources of the checkpoint that the newest start has read, if any of it came from memory."""
     read = attempts[-1].read if attempts else {}
     memory, others, files = (read.get(name, 0) / 1e9 for name in ("memory", "other_nodes", "run_dir"))
     if memory or others:

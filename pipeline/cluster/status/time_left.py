@@ -10,7 +10,7 @@ from pipeline.runtime.goodput.metrics import Metrics
 def seconds_left(metrics: Metrics, *, steps: int | None) -> float | None:
     """The estimated rest of a run, evaluations and checkpoints included; None where it is not known yet.
 
-    By the clock on the wall over the last steps without a break of more than ten times the median: a restart.
+    Measured in wall-clock time over the last steps, without breaks of more than ten times the median: restarts.
     """
     recent = list(metrics.recent)
     laps = [later[1] - earlier[1] for earlier, later in pairwise(recent) if later[0] > earlier[0]]

@@ -1,7 +1,7 @@
-"""Which dim of which stored tensor belongs to which size of the config, by architecture. No torch.
+"""Maps the dims of stored tensors to sizes of the config, by architecture. No torch.
 
-The names are those of the files, in which experts are apart, so that a model is cut tensor by tensor. What is not in
-the table is refused: a tensor that is forgotten would make a folder that does not load, or loads and is wrong.
+Names are those of the files, in which experts are separate, so that a model is cut tensor by tensor. Tensors that are
+not in the table are refused: a forgotten one would make a folder that does not load, or loads and is wrong.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ HIDDEN, FFN, EXPERT_FFN = "hidden_size", "intermediate_size", "moe_intermediate_
 GROUPS, EXPERTS, LAYERS = "num_key_value_heads", "num_experts", "num_hidden_layers"
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts")
-"""A folder of Qwen3-MoE has the first when it comes from the Hub, and the second when transformers 5 has saved it."""
+"""Config keys of the number of experts: Qwen3-MoE on the Hub has the first, saved by transformers 5 the second."""
 
 _LAYER, _EXPERT = r"model\.layers\.(?P<layer>\d+)\.", r"experts\.(?P<expert>\d+)\."
 _GPT2 = r"(?:transformer\.)?"
 _FUSED, _PARTS = "queries, keys, values", 3
-"""A dim of which queries, keys and values have a third each, with the features of every head (GPT-2)."""
+"""Axis of a dim of which queries, keys and values have a third each (GPT-2), and the number of its parts."""
 Dims = tuple[str | None, ...]
 
 _ATTENTION: dict[str, Dims] = {
@@ -67,23 +67,23 @@ _GPT2_TENSORS: dict[str, Dims] = {
     _GPT2_BLOCK + r"mlp\.c_proj\.weight": (FFN, HIDDEN),
     _GPT2_BLOCK + r"mlp\.c_proj\.bias": (HIDDEN,),
 }
-"""Conv1D layers: [inputs, outputs]."""
+"""GPT-2's tensors; matrices of its Conv1D layers are [inputs, outputs]."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What can be cut in an architecture.
+    """Tensors and sizes of an architecture that can be cut.
 
     Attributes:
-        tensors: pattern of a stored name -> the axis of every dim; None for a dim that stays.
+        tensors: pattern of a stored name -> axis of every dim; None for a dim that stays.
         keys: axis -> its key in config.json.
-        unit_offset: the weight of a norm is stored less 1 (Gemma).
-        scaled_embedding: embeddings are multiplied by the root of hidden_size (Gemma).
-        tensor_parallel: importance can be gathered by tensor parallelism.
-        soft_cap: attention caps its scores, which ours does not.
-        heads_of_hidden: a head has hidden_size / heads features, by whatever config: both are cut together.
-        norm_eps: key of the norms' epsilon.
-        transposed: matrices are stored as [inputs, outputs].
+        unit_offset: whether a norm's weight is stored less 1 (Gemma).
+        scaled_embedding: whether embeddings are multiplied by the root of hidden_size (Gemma).
+        tensor_parallel: whether importance can be gathered with tensor parallelism.
+        soft_cap: whether attention caps its scores, which headrace's own attention does not.
+        heads_of_hidden: whether a head always has hidden_size / heads features, so that both are cut together.
+        norm_eps: config key of the norms' epsilon.
+        transposed: whether matrices are stored as [inputs, outputs].
     """
 
     tensors: Mapping[str, Dims]
@@ -130,18 +130,18 @@ ARCHITECTURES = {
         transposed=True,
     ),
 }
-"""By model_type."""
+"""model_type -> architecture."""
 
 
 @dataclass(frozen=True)
 class PrunableTensor:
-    """A tensor of the files.
+    """A stored tensor of the model.
 
     Attributes:
-        dims: (axis, features per unit of the axis) of every dim; axis None for a dim that stays, with its size.
+        dims: (axis, features per unit of the axis) of every dim; (None, size) for a dim that stays.
         layer: index of its decoder layer, or None.
         expert: index of its expert, or None.
-        parts: of a dim along the heads, one after another, each with the features of all heads.
+        parts: number of consecutive parts of the dim along the heads, each with a share of every head's features.
     """
 
     dims: tuple[tuple[str | None, int], ...]
@@ -150,22 +150,22 @@ class PrunableTensor:
     parts: int = 1
 
     def elements(self, shape: Mapping[str, int]) -> int:
-        """Elements in a model with other sizes."""
+        """Number of its elements in a model with other sizes."""
         return prod(width if axis is None else width * shape[axis] for axis, width in self.dims)
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model's sizes, and what they are the sizes of.
+    """A model's sizes, and the tensors that have them.
 
     Attributes:
-        architecture: what can be cut.
+        architecture: architecture of the model.
         keys: axis -> its key in the folder's config.json.
-        sizes: axis -> size, of the axes that the model has.
-        tensors: stored name -> its dims.
-        chosen_experts: routed experts of a token; 0 without.
-        uniform: whether all layers have the same tensors, so that any of them can be left out for the same parameters.
-        scaled_by_layer: layers compute with their number.
+        sizes: axis -> size, for the axes that the model has.
+        tensors: stored name -> tensor.
+        chosen_experts: routed experts of a token; 0 without experts.
+        uniform: whether all layers have the same tensors, so that leaving out any of them saves as many parameters.
+        scaled_by_layer: whether the output of a layer depends on its number.
     """
 
     architecture: Architecture
@@ -179,23 +179,23 @@ class Anatomy:
 
     @property
     def head_size(self) -> int:
-        """Features of an attention head, of a model whose key/value heads can be cut."""
+        """Features of an attention head, in a model whose key/value heads can be cut."""
         if self.architecture.heads_of_hidden:
             return self.sizes[HIDDEN] // self.sizes[GROUPS]
         return self.tensors["model.layers.0.self_attn.k_proj.weight"].dims[0][1]
 
     def completed(self, shape: Mapping[str, int]) -> dict[str, int]:
-        """All sizes of the model with some others: those that are not given stay, or follow from another."""
+        """All sizes, some of them replaced: the others keep their value, or follow from a replaced one."""
         sizes = {**self.sizes, **shape}
         if self.architecture.heads_of_hidden:
             sizes[GROUPS] = sizes[HIDDEN] // self.head_size
         return sizes
 
     def parameters(self, shape: Mapping[str, int]) -> int:
-        """Stored parameters of the model with other sizes: exact where all layers have the same tensors.
+        """Number of stored parameters with other sizes: exact if all layers have the same tensors.
 
         Args:
-            shape: axis -> size; axes that are not in it keep theirs.
+            shape: axis -> size; other axes keep their sizes.
         """
         sizes = self.completed(shape)
         if not self._kinds:
@@ -214,8 +214,8 @@ def anatomy_of(source: ModelFolder) -> Anatomy:
     """The sizes of a model and the dims of its tensors, from config.json and the safetensors headers.
 
     Raises:
-        ConfigError: an architecture, or a tensor of it, that is not in the table.
-        DataError: a tensor's shape is not that of the config.
+        ConfigError: the architecture, or one of its tensors, is not in the table.
+        DataError: a tensor's shape does not match the config.
     """
     kind = str(source.config.get("model_type"))
     if kind not in ARCHITECTURES:

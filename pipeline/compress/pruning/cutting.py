@@ -1,14 +1,14 @@
 """Cuts the kept units out of a model's files, tensor by tensor, and writes a Hugging Face folder.
 
-A norm over fewer channels divides by the root mean square of those that are left. With x the residual of D channels, of
-which D' are kept that have the share e of the mean square (measured over the calibration tokens), the root mean square
-becomes sqrt(e D / D') times what it was; the norm's weight is multiplied by that, so that what is behind the norm keeps
-its scale. A LayerNorm (GPT-2) does the same with what is left of x after its mean over the channels is taken away, so
-there it is the share of that; the mean of the kept channels is taken for that of all. Channels that are zero have no
-share (of a LayerNorm: channels that are the mean), so cutting them changes nothing; for the same reason the config's
-rms_norm_eps is multiplied by D / D' (in Qwen3 it is also that of the norms of queries and keys, whose mean squares it
-is a millionth of). Gemma multiplies its embeddings by sqrt(D): they are multiplied by sqrt(D / D'), and
-where the head is the embedding the last norm is divided by it.
+A norm over fewer channels divides by the root mean square of the channels that are left. Let x be the residual of D
+channels, and let the D' kept ones have the share e of its sum of squares (over the calibration tokens): the root mean
+square becomes sqrt(e D / D') times the old one, and the norm's weight is multiplied by the same factor, so that its
+output keeps its scale. A LayerNorm (GPT-2) first subtracts the mean over the channels, so there e is the share after
+that subtraction; the mean of the kept channels stands for the mean of all. Channels that are zero have no share (of a
+LayerNorm: channels that are the mean), so cutting them changes nothing; for the same reason the config's rms_norm_eps
+is multiplied by D / D' (in Qwen3 it is also that of the norms of queries and keys, whose mean squares it is a millionth
+of). Gemma multiplies its embeddings by sqrt(D): they are multiplied by sqrt(D / D'), and where the head is the
+embedding the last norm is divided by it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def write_folder(
     """Writes config.json, safetensors and generation_config.json; no tokenizer.
 
     Args:
-        plan: of the pruning.
+        plan: plan of the pruning.
         shape: axis -> size of the result.
-        kept: what is kept.
-        sums: of the importance, for the scales of the norms.
-        folder: to write into.
+        kept: indices of the kept units.
+        sums: sums of `importance`, for the scales of the norms.
+        folder: existing folder to write into.
     """
     scales = norm_scales(plan, kept, sums)
     files = [file.name for file in plan.source.files]
@@ -68,7 +68,7 @@ def write_folder(
 
 
 def _cut_file(plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """What is kept of one file, by its new names."""
+    """Kept tensors of one file, cut: new name -> tensor."""
     cut, dtype, kept_in_fp32 = {}, getattr(torch, plan.dtype), plan.source.fp32_beside
     with safe_open(plan.source.path / name, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
@@ -83,7 +83,7 @@ def _cut_file(plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, 
 
 
 def renamed(name: str, tensor: PrunableTensor, kept: Kept) -> str | None:
-    """The name in the result, with the new numbers of layer and expert; None where it is not kept."""
+    """The tensor's name in the result, with the new numbers of layer and expert; None if it is not kept."""
     layer, expert = tensor.layer, tensor.expert
     if expert is not None and layer is not None and (chosen := kept.experts.get(layer)) is not None:
         if expert not in chosen:
@@ -115,15 +115,15 @@ def spread(units: Tensor, width: int, *, parts: int = 1, size: int = 0) -> Tenso
     Args:
         units: indices of units.
         width: features of a unit, in all parts together.
-        parts: of the dim, one after another, in each of which a unit has its share of the features.
-        size: of the dim; needed where it has several parts.
+        parts: number of consecutive parts of the dim; a unit has an equal share of its features in each.
+        size: size of the dim; only needed if it has several parts.
     """
     own = (units[:, None] * (width // parts) + torch.arange(width // parts)).view(-1)
     return (torch.arange(parts)[:, None] * (size // parts) + own).view(-1)
 
 
 def norm_scales(plan: PruningPlan, kept: Kept, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Stored name -> what its tensor is multiplied by; empty where no residual channel is cut."""
+    """Factors of tensors: stored name -> factor; empty if no residual channel is cut."""
     if kept.hidden is None:
         return {}
     channels = plan.anatomy.sizes[HIDDEN]
@@ -155,15 +155,17 @@ def _scaled(value: Tensor, scale: float | None, *, unit_offset: bool) -> Tensor:
 
 
 def write_config(plan: PruningPlan, shape: Shape, folder: Path) -> None:
-    """Writes a folder with the config of a result that is not made yet, of whose layers the first stand for those kept,
-    and an empty weight file."""
+    """Writes a folder with the config of a future result and an empty weight file.
+
+    The first layers stand for the kept ones, which are not known yet.
+    """
     folder.mkdir()
     write_json(folder / CONFIG, config_of(plan, shape, torch.arange(shape.get(LAYERS, plan.anatomy.sizes[LAYERS]))))
     save_file({}, folder / SINGLE)
 
 
 def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> dict[str, Any]:
-    """config.json of the result, which has some of the decoder layers: int64 [L']."""
+    """config.json of the result, with the decoder layers of these numbers: int64 [L']."""
     config, sizes, keys = copy.deepcopy(plan.source.config), plan.anatomy.sizes, plan.anatomy.keys
     config |= {keys[axis]: shape[axis] for axis in shape if axis != FFN or FFN in sizes}
     config["dtype"] = plan.dtype
@@ -187,7 +189,7 @@ def _of_heads(plan: PruningPlan, shape: Shape) -> dict[str, Any]:
 
 
 def _of_layers(plan: PruningPlan, layers: Tensor) -> dict[str, Any]:
-    """What names single layers, for those that are kept, also where transformers derives it by number."""
+    """Fields that describe single layers, for the kept ones, including those transformers derives by number."""
     total = plan.anatomy.sizes[LAYERS]
     if len(layers) == total:
         return {}

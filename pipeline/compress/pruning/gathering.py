@@ -1,4 +1,4 @@
-"""Gathers importance by all processes of the launcher, in one process group, after the shape for a latency is found."""
+"""Gathers importance on all processes, in one process group, once the shape for a target latency is found."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from pipeline.runtime.launch.wait_for_rank_zero import wait_for_rank_zero
 
 @dataclass(frozen=True)
 class Importance:
-    """What is known before anything is cut.
+    """Shape and importance, known before anything is cut.
 
     Attributes:
-        plan: with a shape.
-        sums: of all processes.
-        latency: of the shape, as a share of the original's; None where no latency is the target.
+        plan: plan with a shape.
+        sums: sums over all processes; may be empty on ranks other than 0.
+        latency: forward time of the shape, as a share of the original's; None if the target is not a latency.
     """
 
     plan: PruningPlan
@@ -43,12 +43,10 @@ class Importance:
 
 
 def find_importance(plan: PruningPlan, launch: Launch) -> Importance:
-    """The shape, and the sums of all processes: those of an earlier start, or gathered now and kept for the next.
-
-    Collective. On other ranks than 0 the sums may be empty.
+    """Finds the shape, and loads the sums of an earlier start or gathers them on all processes. Collective.
 
     Raises:
-        ConfigError: a latency that cannot be met, or a layout that the architecture does not support; on all ranks.
+        ConfigError: the latency cannot be met, or the architecture does not support the layout; on all ranks.
         LostError: rank 0 died while it measured.
     """
     device = pick_device(launch)
@@ -80,7 +78,7 @@ def _shape(plan: PruningPlan, rendezvous: Rendezvous | None = None) -> tuple[Sha
 
 
 def _gather_together(plan: PruningPlan, launch: Launch, model: nn.Module | None, mark: str) -> Sums:
-    """Rank 0 decides for all whether there is something to gather: it may be the only one that sees the directory."""
+    """Loads or gathers the sums; rank 0 decides, as it may be the only one that sees the directory. Collective."""
     stored = load_sums(plan, mark) if launch.rank == 0 else None
     there = torch.tensor([stored is not None])
     dist.broadcast(there, 0)
@@ -91,9 +89,9 @@ def gather_here(plan: PruningPlan, launch: Launch, model: nn.Module | None) -> S
     """This process's part of the sums.
 
     Args:
-        plan: of the pruning.
-        launch: of this process.
-        model: on meta, where processes share one.
+        plan: plan of the pruning.
+        launch: launch of this process.
+        model: model on the meta device, if processes share one; None otherwise.
     """
     device, loss = pick_device(launch), needs_loss(plan)
     batches = list(windows_of(plan, launch))
@@ -110,7 +108,7 @@ def gather_here(plan: PruningPlan, launch: Launch, model: nn.Module | None) -> S
 
 
 def windows_of(plan: PruningPlan, launch: Launch) -> Iterator[Windows]:
-    """This process's batches: as many, and of the same shape, as every other's."""
+    """This process's batches, equal in number and shape on all processes."""
     data, samples, layout = plan.config.data, plan.config.calibration.samples, plan.layout
     dp = data_ranks(layout, world_size=launch.world_size)
     place = {"dp": launch.rank, "cp": 0} if layout is None else layout.topology.coordinates(launch.rank)

@@ -2,7 +2,7 @@
 
 Every sum is over tokens. Data-parallel ranks run other windows, context-parallel ones other positions of the same,
 tensor-parallel ones other features or positions, pipeline stages other layers: one all-reduce makes the sums of all.
-What is summed, by key:
+Summed values, by key:
 
 | key | shape | summed over tokens |
 |---|---|---|
@@ -46,7 +46,7 @@ class Windows:
 
     Attributes:
         batch: B windows, or this process's positions of them.
-        real: the first of them that count; the others are padding, so that all processes have batches of one shape.
+        real: number of leading windows that count; the others are padding, so that batches have the same shape.
     """
 
     batch: MicroBatch
@@ -55,13 +55,13 @@ class Windows:
 
 @torch.no_grad()
 def gather(model: nn.Module, batches: Iterable[Windows], *, device: torch.device, depth_loss: bool = False) -> Sums:
-    """Sums over the tokens of this process's batches, by a whole model.
+    """Sums over the tokens of this process's batches, with a whole model.
 
     Args:
         model: a Hugging Face model in evaluation mode on `device`.
-        batches: of this process.
-        device: where the batches go.
-        depth_loss: run each batch once more without each layer.
+        batches: batches of this process.
+        device: device of the model, to which batches are moved.
+        depth_loss: whether to run each batch once more without each layer.
 
     Returns:
         Key -> fp64 on the CPU, as in the module's table.
@@ -81,7 +81,7 @@ def gather(model: nn.Module, batches: Iterable[Windows], *, device: torch.device
 
 
 def add_up(sums: Mapping[str, Tensor]) -> Sums:
-    """The sums of all processes, by one all-reduce in fp64; collective. What a process does not have counts as zero."""
+    """Adds up the sums of all processes in one fp64 all-reduce; missing keys count as zero. Collective."""
     found: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, {key: value.shape for key, value in sums.items()})
     shapes = dict(sorted({key: shape for each in found for key, shape in each.items()}.items()))
@@ -93,7 +93,7 @@ def add_up(sums: Mapping[str, Tensor]) -> Sums:
 
 
 def _loss(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Summed loss in nats, fp64; transformers makes the document mask of positions that begin anew."""
+    """Summed loss in nats, fp64; transformers derives the document mask from positions that restart."""
     given = {} if batch.positions is None else {"position_ids": batch.positions}
     logits = model(input_ids=batch.input_ids, use_cache=False, **given).logits
     losses = [

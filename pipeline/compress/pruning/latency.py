@@ -1,4 +1,4 @@
-"""Time of a forward pass of a shape beside the original's, measured on this machine with random weights."""
+"""Forward time of a shape relative to the original's, measured on this machine with random weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipeline.compress.pruning.search import Shape, search
 from pipeline.models.folder.loading import pick_device
 
 _REPEATS = 7
-"""Passes of each of the two models, in turn; the fastest of each counts, which disturbances change least."""
+"""Passes of each of the two models, alternating; the fastest counts, as disturbances change it least."""
 
 
 def shape_for_latency(plan: PruningPlan) -> tuple[Shape, float]:
-    """The shape whose forward pass takes at most `target.latency` of the original's time, and the share it takes.
+    """Finds a shape whose forward time is at most `target.latency` of the original's; returns it and its share.
 
-    The search tries one ratio for all axes alone: differences between neighbouring shapes are below the noise.
+    The search only tries one ratio for all axes: differences between neighbouring shapes are below the noise.
 
     Raises:
-        ConfigError: even the smallest sizes take longer, with what they take.
+        ConfigError: even the smallest sizes take longer; the message has their share.
     """
     assert plan.choices is not None
     limit = plan.config.target.latency
@@ -51,7 +51,7 @@ def shape_for_latency(plan: PruningPlan) -> tuple[Shape, float]:
 
 @torch.inference_mode()
 def measure_ratio(plan: PruningPlan, shape: Mapping[str, int]) -> float:
-    """Time of a forward pass over data.batch_size windows, as a share of the original's."""
+    """Measures the time of a forward pass over data.batch_size windows, as a share of the original's."""
     device = pick_device()
     models = [_random(plan, plan.anatomy.completed(sizes), device) for sizes in (plan.anatomy.sizes, shape)]
     batch = (plan.config.data.batch_size, plan.config.data.sequence_length)
@@ -67,7 +67,7 @@ def measure_ratio(plan: PruningPlan, shape: Mapping[str, int]) -> float:
 
 
 def _random(plan: PruningPlan, sizes: Mapping[str, int], device: torch.device) -> Any:
-    """A model of these sizes: time does not depend on the weights."""
+    """A model of these sizes with random weights: time does not depend on them."""
     config = AutoConfig.from_pretrained(plan.source.path, local_files_only=True)
     for axis, size in sizes.items():
         setattr(config, plan.anatomy.keys[axis], size)

@@ -1,7 +1,7 @@
 """The layout in which importance is gathered: the section as a training config, the processes as its mesh. No torch.
 
-Importance needs forward passes alone, so that the engines run them as they evaluate a model in training, in fp32, with
-an optimizer that has no state.
+Importance only needs forward passes: engines run them as they evaluate a model in training, in fp32, with an optimizer
+that has no state.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _AXES = ("pp", "cp", "tp")
 def layout_of(
     config: PruneConfig, source: ModelFolder, architecture: Architecture, *, world_size: int
 ) -> ResolvedRun | None:
-    """The layout of a pruning's processes; None where each has the whole model, and the windows alone are shared.
+    """The layout of a pruning's processes; None if each has the whole model and only windows are divided.
 
     Args:
-        config: as read, with the data as the model was trained on it.
+        config: pruning config, with the data settings of the model's training.
         source: the model.
-        architecture: of the model.
-        world_size: processes that were started.
+        architecture: architecture of the model.
+        world_size: number of processes.
 
     Raises:
-        ConfigError: a layout that the number of processes, the model's sizes or the engine do not allow.
+        ConfigError: the number of processes, the model's sizes or the engine do not allow the layout.
     """
     how = config.importance
     _check_processes(config, world_size)
@@ -54,7 +54,7 @@ def layout_of(
 
 
 def data_ranks(layout: ResolvedRun | None, *, world_size: int) -> int:
-    """Processes, or groups of processes that share a model, that have different windows."""
+    """Number of processes, or of groups that share a model, with different windows (data parallelism)."""
     return world_size if layout is None else layout.topology.dp
 
 
@@ -101,7 +101,7 @@ def _training_config(config: PruneConfig, source: ModelFolder, architecture: Arc
 
 
 def as_importance(error: ConfigError) -> ConfigError:
-    """An error of a training config under the names of `importance`."""
+    """Translates an error of a training config to the names of the `importance` section."""
     return ConfigError(_renamed(error.field), error.value, why=_renamed(error.why), remedy=_renamed(error.remedy))
 
 

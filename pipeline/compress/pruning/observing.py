@@ -1,7 +1,7 @@
 """Hooks that add up activations while a model runs; see the table in `importance`.
 
-They see what this process holds: all windows of its batches or its positions of them, all features or its shard. What
-is inside of fused experts has no module to hook; it is computed a second time from the module's inputs.
+They see the values of this process: all windows of its batches or its positions of them, all features or its shard. The
+inside of fused experts has no module to hook; it is computed a second time from the module's inputs.
 
 Shapes: B windows of a batch, T positions of this process, D residual channels, F FFN channels, E experts, N = B T.
 """
@@ -32,10 +32,10 @@ class Observer:
     """Sums over the tokens of the forward passes that it watches.
 
     Args:
-        device: of the sums.
+        device: device of the sums.
 
     Attributes:
-        sums: key -> fp64.
+        sums: key -> sum, fp64.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,12 +51,12 @@ class Observer:
         self.sums[key] = self.sums[key] + value
 
     def real(self, values: Tensor) -> Tensor:
-        """The part of [B, ...] or [N, ...] that is no padding."""
+        """The part of [B, ...] or [N, ...] that is not padding."""
         return values if self._rows == self._of else values[: len(values) // self._of * self._rows]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Hooks on everything that is summed."""
+        """Hooks all modules whose values are summed, until the block ends."""
         handles = []
         for name, module in model.named_modules():
             if _NORM.match(name) and not isinstance(module, PassThrough):
@@ -78,7 +78,7 @@ class Observer:
                 handle.remove()
 
     def _add_moments(self, key: str, values: Tensor) -> None:
-        """Sums of |x| and x^2 over all dims but the last."""
+        """Adds sums of |x| and x^2 over all dims but the last."""
         rows = values.reshape(-1, values.shape[-1]).float()
         self.add(f"{key}.abs", rows.abs().sum(0, dtype=torch.float64))
         self.add(f"{key}.square", rows.square().sum(0, dtype=torch.float64))
@@ -118,13 +118,13 @@ class Observer:
 
 
 def sums_of_experts(module: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Sums of a fused module's experts over the tokens that each gets, fp64.
+    """Sums of a fused module's experts, each over the tokens routed to it, fp64.
 
     Args:
-        module: with `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F].
-        states: its inputs [N, D].
+        module: module with `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F].
+        states: inputs of the module [N, D].
         chosen: experts of each token [N, K].
-        weights: their routing weights [N, K].
+        weights: routing weights of these experts [N, K].
     """
     experts, width = module.down_proj.shape[0], module.down_proj.shape[2]
     sums = {f"ffn.{name}": states.new_zeros(experts, width, dtype=torch.float64) for name in ("abs", "square")}
@@ -148,7 +148,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 @contextmanager
 def left_out(layer: nn.Module | None) -> Iterator[None]:
-    """The layer gives back what it gets. None: another process holds it."""
+    """Makes a layer return its input, until the block ends; None if another process has the layer."""
     if layer is None:
         yield
         return
@@ -171,7 +171,7 @@ def states_of(positional: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
 
 
 def feature_offset(module: nn.Module, features: int) -> tuple[int, int]:
-    """Where the input features of a layer begin among all of them, and how many there are."""
+    """First input feature of this process's shard of a layer, and the number of all features."""
     group = getattr(module, "group", None)  # of a layer in tensor-parallel shards
     if group is None:
         return 0, features

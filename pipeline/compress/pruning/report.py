@@ -20,11 +20,11 @@ def details(
     """Details for the manifest: sizes, parameters, and held-out metrics before and after.
 
     Args:
-        plan: of the pruning.
+        plan: plan of the pruning.
         shape: axis -> size of the result.
-        folder: the result.
-        before: of the original, by `measure`.
-        after: of the result.
+        folder: folder of the result.
+        before: metrics of the original, by `measure`.
+        after: metrics of the result, by `measure`.
     """
     result = ModelFolder.open(folder)
     pruning = {
@@ -44,7 +44,7 @@ def details(
 
 
 def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
-    """A pruning's numbers for the lineage: what was cut, by which importance, bytes and loss before and after."""
+    """A pruning's numbers for the lineage: sizes before and after, importance, bytes and loss before and after."""
     pruning = recorded["pruning"]
     found: dict[str, Any] = {
         "parameters_before": pruning["parameters_before"],
@@ -57,7 +57,7 @@ def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def unseen_line(unseen: Sequence[tuple[int, int]], *, shown: int = 8) -> str:
-    """A warning of (layer, expert) that got no token of the calibration and lose channels."""
+    """A warning about each (layer, expert) that got no calibration token and loses channels."""
     places = ", ".join(f"expert {expert} of layer {layer}" for layer, expert in unseen[:shown])
     more = f" and {len(unseen) - shown} more" if len(unseen) > shown else ""
     why = f"warning: {places}{more} got no token of the calibration: which of their channels go is arbitrary"

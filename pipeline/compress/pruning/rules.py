@@ -33,13 +33,13 @@ class PruningPlan:
     Attributes:
         config: the config.
         source: the model to prune.
-        anatomy: its sizes and tensors.
-        dataset: the split it is evaluated on.
-        calibration: the split that importance is measured on.
-        consumers: the programs that score the result.
-        shape: axis -> size of the result; None while a latency is still to be measured.
-        choices: the sizes that a search for a latency may give.
-        layout: in which processes share a model; None where each has a whole one.
+        anatomy: sizes and tensors of the model.
+        dataset: split for the evaluation.
+        calibration: split on which importance is measured.
+        consumers: programs that score the result.
+        shape: axis -> size of the result; None until a latency has been measured.
+        choices: allowed sizes in the search for a latency; None for other targets.
+        layout: layout in which processes share a model; None if each has a whole one.
     """
 
     config: PruneConfig
@@ -59,7 +59,7 @@ class PruningPlan:
 
     @property
     def dtype(self) -> str:
-        """Of the written weights."""
+        """Dtype of the written weights, by name."""
         return self.config.dtype or self.source.dtype
 
 
@@ -67,12 +67,12 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
     """Checks a config against the model and the dataset it names, and finds the shape.
 
     Args:
-        config: as read.
-        world_size: processes that gather importance; each needs a window.
+        config: pruning config.
+        world_size: number of processes that gather importance; each needs a window.
 
     Raises:
-        ConfigError: the output exists; the model is quantized or of an unknown architecture; a size that it does not
-            have, or that is not allowed; a target that cannot be met, with what it would need; too few windows.
+        ConfigError: the output exists; the model is quantized or of an unknown architecture; a size does not exist, or
+            is not allowed; the target cannot be met; there are too few windows.
         DataError: the model or the dataset is missing or damaged.
     """
     source = ModelFolder.open(config.model)
@@ -128,7 +128,7 @@ def _target(config: PruneConfig, source: ModelFolder, anatomy: Anatomy) -> tuple
 
 
 def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices: Choices) -> Shape:
-    """The shape for a number of parameters or bytes."""
+    """Finds the shape for a number of parameters or bytes."""
     each = 1 if config.target.bytes is None else ITEM_BYTES[config.dtype or source.dtype]
     name = "parameters" if config.target.bytes is None else "bytes"
     limit = int(config.target.bytes or config.target.parameters or 0)
@@ -150,7 +150,7 @@ def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices:
 
 
 def _allowed(config: PruneConfig, anatomy: Anatomy) -> dict[str, list[int]]:
-    """Axis that may be cut -> its allowed sizes."""
+    """Allowed sizes of every axis that may be cut."""
     names = config.axes if config.axes is not None else [axis for axis in _DEFAULT_AXES if _is_free(axis, anatomy)]
     for axis in names:
         _check_searched(f"axes.{axis}", axis, anatomy)
@@ -189,7 +189,7 @@ def _explicit(config: PruneConfig, anatomy: Anatomy) -> Shape:
 
 
 def _with_hidden(given: dict[str, int], anatomy: Anatomy) -> dict[str, int]:
-    """The sizes with that of the residual which the heads give, of an architecture in which they are tied to it."""
+    """Adds the hidden size that follows from the heads, in an architecture in which the two are tied."""
     hidden = given[GROUPS] * anatomy.head_size
     if given.setdefault(HIDDEN, hidden) != hidden:
         why = f"its heads have {anatomy.head_size} features each, and as many of them as the hidden size together"
@@ -225,7 +225,7 @@ def _check_axis(field: str, axis: str, anatomy: Anatomy, value: object) -> None:
 
 
 def _is_free(axis: str, anatomy: Anatomy) -> bool:
-    """Whether a search may choose a size: it does not follow from another."""
+    """Whether a search may choose the size of an axis: it does not follow from another."""
     return axis in anatomy.sizes and not (axis == GROUPS and anatomy.architecture.heads_of_hidden)
 
 

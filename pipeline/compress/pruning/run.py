@@ -1,6 +1,6 @@
 """Runs a pruning: gathers importance, cuts, writes, evaluates before and after, commits the directory.
 
-Under a launcher with several processes all of them gather, see `gathering`; then rank 0 alone goes on.
+With several processes all of them gather (`gathering`); then only rank 0 continues.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     """Writes the pruned model and prints its metrics before and after.
 
     Args:
-        plan: by `prepare`.
+        plan: result of `prepare`.
         launch: how this process was started.
 
     Returns:
         The manifest; None on all ranks but 0.
 
     Raises:
-        ConfigError: a latency that cannot be met, or a layout that the architecture does not support.
+        ConfigError: the latency cannot be met, or the architecture does not support the layout.
         DataError: the original or the result cannot be loaded in a subprocess, its perplexity is not finite, or a
             consumer does not read the result as transformers does.
     """

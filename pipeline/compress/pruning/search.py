@@ -1,4 +1,4 @@
-"""The shape that meets a target: one ratio for all axes, then the rest of the budget to the axes that lost most.
+"""Finds the shape that meets a target: one ratio for all axes, then the rest for the axes that lost most.
 
 1. Every axis that may be cut goes to the largest allowed size that is at most r times its own. r is the largest for
    which the cost stays within the target; it is found by bisection over the finitely many ratios at which a size
@@ -28,11 +28,11 @@ Cost = Callable[[Mapping[str, int]], float]
 
 @dataclass(frozen=True)
 class Choices:
-    """Sizes that the search may give.
+    """Sizes among which the search chooses.
 
     Attributes:
-        original: axis -> size.
-        allowed: axis that may be cut -> its allowed sizes, ascending; the last is the original's.
+        original: axis -> size in the original model.
+        allowed: axis that may be cut -> its allowed sizes, ascending; the last one is the original's.
     """
 
     original: Mapping[str, int]
@@ -40,11 +40,11 @@ class Choices:
 
     @property
     def smallest(self) -> Shape:
-        """Every axis at its smallest."""
+        """The shape with every axis at its smallest size."""
         return {**self.original, **{axis: sizes[0] for axis, sizes in self.allowed.items()}}
 
     def at(self, ratio: float) -> Shape:
-        """Every axis at the largest size of at most `ratio` times its own, or at its smallest."""
+        """The shape with every axis at its largest size up to `ratio` times the original's, or its smallest."""
         # a size may be one third of the original, and a third times three is not one in floating point
         limit = ratio * (1 + 1e-12)
         fitting = {
@@ -54,23 +54,23 @@ class Choices:
         return {**self.original, **fitting}
 
     def spread(self, shape: Mapping[str, int]) -> float:
-        """How unevenly the axes are cut: the largest share that is left of one, by the smallest."""
+        """Unevenness of the cut: the largest remaining share of an axis, divided by the smallest."""
         left = [shape[axis] / self.original[axis] for axis in self.allowed]
         return max(left) / min(left)
 
     def ratios(self) -> list[float]:
-        """The ratios at which a size changes, ascending."""
+        """Ratios at which a size changes, ascending."""
         return sorted({size / self.original[axis] for axis, sizes in self.allowed.items() for size in sizes})
 
 
 def search(choices: Choices, cost: Cost, limit: float, *, grow: bool = True) -> Shape | None:
-    """The shape, by the rule above; None where even the smallest sizes cost too much.
+    """Finds the shape by the rule above; None if even the smallest sizes cost too much.
 
     Args:
         choices: allowed sizes.
-        cost: of a shape; it must not fall when a size grows.
-        limit: largest cost.
-        grow: use the rest of the budget for single axes (steps 2 and 3); without it few shapes are tried.
+        cost: function that returns the cost of a shape; it must not fall when a size grows.
+        limit: largest allowed cost.
+        grow: whether to use the rest of the budget for single axes (steps 2 and 3); without it few shapes are tried.
     """
     if cost(choices.smallest) > limit:
         return None
@@ -92,7 +92,7 @@ def search(choices: Choices, cost: Cost, limit: float, *, grow: bool = True) -> 
 
 
 def _nearest(choices: Choices, shape: Shape, ratio: float, cost: Cost, limit: float) -> Shape:
-    """The shape of step 3; `shape` where none is nearer to the target."""
+    """The shape of step 3; `shape` if none is nearer to the target."""
     near = [
         sorted(sizes, key=lambda size, axis=axis: abs(log(size / choices.original[axis] / ratio)))[:_NEAREST]  # type: ignore[misc]
         for axis, sizes in choices.allowed.items()

@@ -1,4 +1,4 @@
-"""Which units are kept, from the sums of `importance`: the most important ones, in their old order.
+"""Selects the units to keep by the sums of `importance`: the most important ones, in their old order.
 
 FFN channels are chosen in each layer (and each expert), key/value heads in each layer with the query heads of their
 group, experts in each layer by routing mass, layers by their influence or loss, residual channels once for all. The
@@ -23,10 +23,10 @@ _METRICS = {"mean_abs": "abs", "second_moment": "square"}
 
 @dataclass(frozen=True)
 class Kept:
-    """Indices that are kept, int64 ascending.
+    """Indices of the kept units, int64, ascending.
 
     Attributes:
-        hidden: residual channels [D'].
+        hidden: residual channels [D']; None for all.
         layers: decoder layers [L'].
         groups: layer -> key/value heads.
         experts: layer -> experts.
@@ -40,7 +40,7 @@ class Kept:
     ffn: Mapping[tuple[int, int | None], Tensor]
 
     def of(self, axis: str, layer: int | None, expert: int | None) -> Tensor | None:
-        """The units of an axis that are kept in a tensor; None for all."""
+        """Kept units of an axis in a tensor; None for all."""
         if axis == HIDDEN:
             return self.hidden
         if layer is None:
@@ -52,7 +52,7 @@ class Kept:
         return self.ffn.get((layer, expert))
 
     def summary(self) -> dict[str, Any]:
-        """For the manifest: what is short enough to be read."""
+        """The kept units for the manifest, without the long lists of FFN channels."""
         of_layers = {"key_value_heads": self.groups, "experts": self.experts}
         told = {
             name: {str(n): each.tolist() for n, each in found.items()} for name, found in of_layers.items() if found
@@ -62,14 +62,14 @@ class Kept:
 
 
 def select(sums: Mapping[str, Tensor], anatomy: Anatomy, shape: Shape, *, metric: str, depth: str) -> Kept:
-    """Chooses what is kept.
+    """Selects the units to keep.
 
     Args:
-        sums: of all processes.
-        anatomy: of the model.
+        sums: sums over all processes.
+        anatomy: anatomy of the model.
         shape: axis -> size of the result.
-        metric: mean_abs or second_moment.
-        depth: block_influence or loss.
+        metric: "mean_abs" or "second_moment".
+        depth: "block_influence" or "loss".
     """
     moment, sizes = _METRICS[metric], anatomy.sizes
     cut = {axis for axis, size in sizes.items() if shape[axis] < size}
@@ -90,7 +90,7 @@ def select(sums: Mapping[str, Tensor], anatomy: Anatomy, shape: Shape, *, metric
 
 
 def unseen_experts(sums: Mapping[str, Tensor], kept: Kept) -> list[tuple[int, int]]:
-    """(layer, expert) of kept experts whose channels are to be ranked, and that got no token to rank them by."""
+    """Kept experts, as (layer, expert), whose channels have to be ranked but that got no token."""
     tokens = {place: sums.get(f"layers.{place[0]}.experts.tokens") for place in kept.ffn if place[1] is not None}
     return [
         (layer, expert)
@@ -105,13 +105,13 @@ def _stays(kept: Kept, layer: int, expert: int) -> bool:
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, ascending; of equal ones the first."""
+    """Indices of the `count` highest scores, ascending; among equal scores the first."""
     order = torch.argsort(scores, descending=True, stable=True)
     return order[:count].sort().values
 
 
 def _of_groups(features: Tensor, groups: int) -> Tensor:
-    """Scores of key/value heads: of all features of the query heads in their groups."""
+    """Scores of key/value heads: sums over all features of the query heads in their groups."""
     return features.view(groups, -1).sum(1)
 
 

@@ -1,7 +1,7 @@
-"""Importance by a model that several processes hold together: tensor, pipeline and context parallelism, FSDP2, ZeRO-3.
+"""Gathers importance with a sharded model: tensor, pipeline and context parallelism, FSDP2, ZeRO-3.
 
-The engine of the layout runs the model as it evaluates one in training, each process with its shards read from the
-files. The hooks are on the modules of this process's part; what they do not see, another process does.
+The engine of the layout runs the model as in an evaluation during training; each process reads its shards from the
+files. The hooks are on the modules of this process's part; other processes see the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeline.run.prepare import attention_of
 
 
 def open_model(run: ResolvedRun) -> nn.Module:
-    """The model of a layout on meta, in fp32; refused before a process group is opened if it has no plan for it.
+    """Opens the model of a layout on the meta device, in fp32; refuses it before a process group is opened.
 
     Raises:
         ConfigError: the architecture does not support the layout.
@@ -60,14 +60,14 @@ def gather_sharded(
     device: torch.device,
     depth_loss: bool = False,
 ) -> Sums:
-    """This process's part of the sums; see `importance.add_up`. Collective.
+    """Gathers this process's part of the sums, for `importance.add_up`. Collective.
 
     Args:
         run: the layout.
-        model: by `open_model`.
-        batches: of this process; as many on every process.
-        device: of this process.
-        depth_loss: run all batches once more without each layer.
+        model: result of `open_model`.
+        batches: batches of this process, equal in number on every process.
+        device: device of this process.
+        depth_loss: whether to run all batches once more without each layer.
 
     Returns:
         Key -> fp64 on the CPU.
@@ -86,7 +86,7 @@ def gather_sharded(
 
 
 def _counting(decoder: nn.Module, observer: Observer, batches: Sequence[Windows]) -> Any:
-    """Every schedule runs the passes of a stage in the order of the batches."""
+    """Hooks a decoder to begin the next batch at every pass: schedules keep the order of the batches."""
     coming = iter(batches)
 
     def begin(*_: Any) -> None:
@@ -97,7 +97,7 @@ def _counting(decoder: nn.Module, observer: Observer, batches: Sequence[Windows]
 
 
 def _without_layers(engine: Engine, batches: Sequence[Windows], count: int) -> Sums:
-    """The loss without each layer, of all processes together: it counts on rank 0."""
+    """Loss without each layer, over all processes; other ranks than 0 get zeros, as sums are added up."""
     own = {number: layer for decoder in engine.decoders for number, layer in decoder_layers(decoder.causal).items()}
     sums: Sums = {}
     for number in range(count):

@@ -1,4 +1,4 @@
-"""The sums of the importance beside the output, so that a second start does not gather them again."""
+"""Stores the sums of `importance` beside the output, so that a second start does not gather them again."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pipeline.compress.pruning.rules import PruningPlan
 
 _FILE = "importance.safetensors"
 _VERSION = 2
-"""To be raised where what is summed changes."""
+"""Version of the sums, to be raised when their contents change."""
 
 
 def work_directory(plan: PruningPlan) -> Path:
-    """Beside the output; removed when the output has its name."""
+    """Directory of the sums, beside the output; removed once the output is committed."""
     return plan.output.parent / f".{plan.output.name}.work"
 
 
 def needs_loss(plan: PruningPlan) -> bool:
-    """Whether each layer is left out once: layers are cut by their loss."""
+    """Whether the loss without each layer is needed: layers are cut by it."""
     fewer = plan.shape is not None and plan.shape[LAYERS] < plan.anatomy.sizes[LAYERS]
     searched = plan.choices is not None and LAYERS in plan.choices.allowed
     return plan.config.importance.depth == "loss" and (fewer or searched)
 
 
 def fingerprint(plan: PruningPlan) -> str:
-    """Of everything that the sums depend on: model, tokens, windows. Not of the number of processes."""
+    """Fingerprint of all that the sums depend on: model, tokens, windows; not the number of processes."""
     data = plan.config.data
     return fingerprint_of(
         {
@@ -46,7 +46,7 @@ def fingerprint(plan: PruningPlan) -> str:
 
 
 def load_sums(plan: PruningPlan, mark: str) -> Sums | None:
-    """The sums of an earlier start with the same fingerprint; None where there are none."""
+    """Loads the sums of an earlier start with the same fingerprint; None if there are none."""
     path = work_directory(plan) / _FILE
     try:
         with safe_open(path, framework="pt") as file:
@@ -58,7 +58,7 @@ def load_sums(plan: PruningPlan, mark: str) -> Sums | None:
 
 
 def save_sums(plan: PruningPlan, sums: Sums, mark: str) -> None:
-    """Writes them under their name in one step."""
+    """Writes the sums atomically."""
     folder = work_directory(plan)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{_FILE}.partial"

@@ -1,4 +1,4 @@
-"""Which scheme every layer of a Hugging Face folder gets, where not all get the same. No torch."""
+"""Schemes of the layers of a Hugging Face folder, where not all have the same. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-"""Projections that vLLM runs as one matrix product, which has one scheme (`packed_modules_mapping` of its models)."""
+"""Projection -> the matrix product vLLM fuses it into, which has one scheme (`packed_modules_mapping`)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LayerScheme:
 
     Attributes:
         name: a key of SCHEMES.
-        group: weights that share a scale; None for one scale per output row.
+        group: number of weights that share a scale; None for one scale per output row.
     """
 
     name: str
@@ -30,11 +30,11 @@ class LayerScheme:
 
     @property
     def what(self) -> Scheme:
-        """Bits, kind, activations."""
+        """The entry of SCHEMES: bits, kind, activations."""
         return SCHEMES[self.name]
 
     def stored_bytes(self, shape: tuple[int, int], *, scale_bytes: int) -> int:
-        """Of a weight [O, I] in the file: integers, scales, and the two int64 of the shape where they are packed."""
+        """Bytes of a weight [O, I] in the file: integers, scales, and if packed the shape as two int64."""
         outputs, inputs = shape
         packed = not self.what.activations
         row = -(-inputs * self.what.bits // 32) * 4 if packed else inputs
@@ -42,7 +42,7 @@ class LayerScheme:
 
 
 def unit_of(layer: str) -> str:
-    """The layers that have to share a scheme, by a name: vLLM fuses them (q, k and v; gate and up; all experts)."""
+    """Name of the unit of a layer: layers that vLLM fuses (q, k, v; gate, up; all experts) share a scheme."""
     expert = _EXPERT.fullmatch(layer)
     if expert:
         return expert[1]
@@ -51,7 +51,7 @@ def unit_of(layer: str) -> str:
 
 
 def units_of(layers: Iterable[str]) -> dict[str, list[str]]:
-    """Unit -> its layers, in their order."""
+    """Groups layers by unit: unit -> its layers, in their order."""
     found: dict[str, list[str]] = {}
     for layer in layers:
         found.setdefault(unit_of(layer), []).append(layer)
@@ -59,7 +59,7 @@ def units_of(layers: Iterable[str]) -> dict[str, list[str]]:
 
 
 def groups_of(layers: Mapping[str, LayerScheme]) -> dict[LayerScheme, list[str]]:
-    """Scheme -> the layers that have it; the scheme of most layers first."""
+    """Groups layers by scheme, the scheme of most layers first."""
     found: dict[LayerScheme, list[str]] = {}
     for name, scheme in layers.items():
         found.setdefault(scheme, []).append(name)

@@ -1,6 +1,6 @@
-"""The byte budget of mixed bits: what each unit of a model may become, and what that takes. No torch.
+"""The byte budget of mixed bits: choices of each unit of a model, and their bytes. No torch.
 
-A unit is what has to share a scheme.
+A unit is a set of layers that have to share a scheme.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pipeline.models.gguf.plan import GgufPlan
 from pipeline.models.gguf.types import BY_GGUF, FLOATING_POINT, fitting
 
 UNCHANGED = "unchanged"
-"""The choice that leaves a unit in the floating point of the folder or file."""
+"""Choice that leaves a unit in the floating-point dtype of the folder or file."""
 _ENTRY_BYTES = 120
-"""Of one tensor in the header of a safetensors file, beside its name: dtype, shape and offsets in JSON, at most."""
+"""Largest header entry of a tensor in safetensors, in bytes, without its name: JSON of dtype, shape, offsets."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -32,7 +32,7 @@ class QuantizedUnit:
     """Layers that share a scheme.
 
     Attributes:
-        layers: of a Hugging Face folder; sources of a tensor of a GGUF file.
+        layers: names of the layers in a Hugging Face folder; for a GGUF file the sources of one of its tensors.
         bytes: choice -> bytes in the file.
     """
 
@@ -45,9 +45,9 @@ class Budget:
     """A checked byte budget.
 
     Attributes:
-        limit: bytes of the weight files.
-        fixed: of them, bytes that no choice changes.
-        units: by name; of a GGUF file the names of its tensors.
+        limit: largest size of the weight files, in bytes.
+        fixed: bytes of the weight files that no choice changes.
+        units: name -> unit; in a GGUF file the names of its tensors.
     """
 
     limit: int
@@ -55,7 +55,7 @@ class Budget:
     units: Mapping[str, QuantizedUnit]
 
     def total(self, chosen: Mapping[str, str]) -> int:
-        """Bytes of the weight files, at most, for unit -> choice."""
+        """Upper bound of the bytes of the weight files, given unit -> choice."""
         return self.fixed + sum(self.units[name].bytes[choice] for name, choice in chosen.items())
 
     def smallest(self) -> dict[str, str]:
@@ -66,10 +66,10 @@ class Budget:
 def plan_budget(
     config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]], gguf: GgufPlan | None
 ) -> Budget | None:
-    """The budget of scheme mixed.
+    """The budget of scheme mixed; None for other schemes.
 
     Raises:
-        ConfigError: a budget below the smallest possible size, or one that the model meets as it is.
+        ConfigError: the budget is below the smallest possible size, or the unchanged model meets it.
     """
     if config.budget is None:
         return None
@@ -93,10 +93,10 @@ def plan_budget(
 
 
 def check_keys(config: QuantizeConfig) -> None:
-    """Checks the budget's keys, before the model is looked at.
+    """Checks the budget's keys, before the model is read.
 
     Raises:
-        ConfigError: mixed without a budget or the reverse; two limits or none; candidates of two formats, or twice one.
+        ConfigError: mixed without a budget or the reverse; two limits or none; candidates of two formats; duplicates.
     """
     if (config.scheme == MIXED) != (config.budget is not None):
         if config.budget is None:
@@ -144,7 +144,7 @@ def _folder_units(
 
 
 def _given(config: QuantizeConfig, layers: Iterable[str]) -> dict[str, str | None]:
-    """Layers whose scheme the config names, which are no choice."""
+    """Layer -> scheme given by the config, which leaves no choice; None for the others."""
     return {name: config.head if name == "lm_head" else None for name in layers}
 
 

@@ -1,4 +1,4 @@
-"""Calibrated quantization, decoder layer by decoder layer: each layer sees what the quantized layers before it give.
+"""Calibrated quantization, decoder layer by decoder layer: each gets the outputs of the quantized ones before.
 
 The hidden states of all calibration windows are in the host's memory, and the second moments of the inputs of one
 decoder layer; the layer that is worked on is on the device.
@@ -28,14 +28,14 @@ Progress = Callable[[Sequence[nn.Module]], Iterable[nn.Module]]
 
 @dataclass(frozen=True)
 class Method:
-    """What calibration does with a decoder layer.
+    """Steps that calibration applies to a decoder layer.
 
     Attributes:
-        scale: gives the scales [O, G] of a linear layer.
-        rounding: to the numbers that the scheme stores, by GPTQ, by name where layers have several schemes; None
-            leaves weights as they are.
-        sign_round: learns the rounding instead; None for none.
-        smoother: moves outliers from activations to weights first; None for none.
+        scale: returns the scales [O, G] of a linear layer.
+        rounding: rounding of GPTQ to the numbers that the scheme stores; name -> rounding if layers have several
+            schemes; None for no GPTQ.
+        smoother: smoothing, applied first; None for none.
+        sign_round: SignRound, in place of GPTQ; None for none.
     """
 
     scale: Scale
@@ -45,7 +45,7 @@ class Method:
 
 
 class _ReachedError(Exception):
-    """The first decoder layer was reached."""
+    """Raised when the first decoder layer is reached, to end the forward pass."""
 
 
 @torch.no_grad()
@@ -62,10 +62,10 @@ def calibrate(
 
     Args:
         model: a Hugging Face model in fp32, in evaluation mode, on the CPU.
-        names: of the linear layers. Those outside of the decoder layers (the head) are left as they are.
+        names: names of the linear layers; those outside of the decoder layers (the head) are left unchanged.
         batches: token ids, int64 [B, T], all of one shape.
-        method: what is done with a layer.
-        device: where layers are run.
+        method: steps applied to each layer.
+        device: device on which layers are run.
         progress: wraps the iteration over decoder layers.
 
     Returns:
@@ -97,16 +97,16 @@ def calibrate_layer(
     """Smooths and rounds the weights of one decoder layer in place; it is back on the CPU afterwards.
 
     Args:
-        layer: in fp32.
-        linear: name -> the linear layers in it that are rounded.
-        hidden: its input of every batch, fp32 [B, T, D] on the CPU.
-        arguments: its other arguments, alike for all batches.
-        method: what is done.
-        device: where it is run.
-        last: nothing is calibrated on its output, which is not computed.
+        layer: decoder layer in fp32.
+        linear: name -> linear layer of it to round.
+        hidden: input of the layer for every batch, fp32 [B, T, D] on the CPU.
+        arguments: other arguments of the layer, the same for all batches.
+        method: steps applied to the layer.
+        device: device on which the layer is run.
+        last: whether it is the last layer, whose output is not needed.
 
     Returns:
-        Name -> scales of every layer that was rounded, and the layer's output of every batch; none of the last.
+        Name -> scales of every layer that was rounded, and the layer's output for every batch; empty for the last.
     """
     layer.to(device)
     given = _moved(arguments, device)
@@ -135,7 +135,7 @@ def _round(
     method: Method,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Rounds the weights of linear layers in place by GPTQ; name -> scales. Those with one input are rounded as one."""
+    """Rounds linear layers in place by GPTQ, those with the same input together; returns name -> scales."""
     moments = SecondMoments(device)
     with moments.observe(linear):
         for states in hidden:
@@ -154,7 +154,7 @@ def _round(
 
 
 def _alike(method: Method, scales: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Rounding]]:
-    """Layers whose weights are rounded to the same numbers, by scales of as many groups."""
+    """Groups layers with the same rounding and the same number of scale groups."""
     assert method.rounding is not None
     found: dict[tuple[Rounding, int], list[str]] = {}
     for name, scale in scales.items():
@@ -177,12 +177,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def layer_inputs(
     model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches.
+    """The first layer's input [B, T, D] for every batch, and each layer's other arguments, the same for all.
 
     Runs the decoder without its head, whose logits would be the largest tensor of all.
 
     Raises:
-        DataError: layers are given more than their hidden states by position, or what differs between batches.
+        DataError: layers get other positional arguments than hidden states, or arguments that differ between batches.
     """
     decoder: nn.Module = model.base_model  # type: ignore[assignment]
     arguments: list[dict[str, Any]] = []
@@ -220,7 +220,7 @@ def _not_calibrated(layer: nn.Module, what: str) -> DataError:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether two arguments of a layer are alike, tensors by their values; other objects pass."""
+    """Whether two arguments of a layer are equal; tensors are compared by value, other objects by type."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.equal(first, second)
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):

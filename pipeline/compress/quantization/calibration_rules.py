@@ -1,4 +1,4 @@
-"""Rules of the text that a quantization is calibrated on, and of an importance matrix. No torch."""
+"""Rules of the calibration text of a quantization, and of an importance matrix. No torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pipeline.models.gguf.types import FILE_TYPES, UNWEIGHTED
 
 
 def open_split(data: HeldOutData, calibration: CalibrationSection) -> TokenDataset:
-    """The split that a model is calibrated on, or measured on where bits are mixed.
+    """Opens the split for calibration, or for the sensitivity measurement of mixed bits.
 
     Raises:
-        DataError: there is no such split, or it has less than one window.
+        DataError: there is no such split, or it is shorter than one window.
     """
     return TokenDataset.open(data.path, split=calibration.split, sequence_length=data.sequence_length)
 
 
 def open_calibration(data: HeldOutData, calibration: CalibrationSection) -> TokenDataset:
-    """The split, which has as many windows as are read.
+    """Opens the split, and checks that it has enough windows.
 
     Raises:
-        ConfigError: it has less.
-        DataError: as `open_split`.
+        ConfigError: it has too few windows.
+        DataError: there is no such split, or it is shorter than one window.
     """
     dataset, samples = open_split(data, calibration), calibration.samples
     if samples > dataset.windows:
@@ -38,15 +38,15 @@ def open_calibration(data: HeldOutData, calibration: CalibrationSection) -> Toke
 
 
 def plan_calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
-    """The split that is read, whose tokenizer is that of the held-out data.
+    """Opens the calibration split; it has the tokenizer of the held-out data.
 
     Args:
-        config: of a calibrated method.
+        config: config with a calibrated method.
         layers: name -> (outputs, inputs) of the linear layers of a folder.
 
     Raises:
-        ConfigError: it has less windows than wanted, or these have less tokens than a layer has inputs.
-        DataError: as `open_split`.
+        ConfigError: it has too few windows, or for GPTQ these have fewer tokens than a layer has inputs.
+        DataError: there is no such split, or it is shorter than one window.
     """
     length, samples = config.data.sequence_length, config.calibration.samples
     dataset = open_calibration(config.data, config.calibration)
@@ -61,7 +61,7 @@ def check_imatrix(config: QuantizeConfig) -> None:
     """Checks that an importance matrix changes a GGUF file, and that it can be computed.
 
     Raises:
-        ConfigError: it does not, or llama.cpp's library is missing.
+        ConfigError: it changes nothing, or llama.cpp's library is missing.
     """
     names: list[str] = list(config.budget.candidates) if config.budget else [config.scheme]
     if config.budget:

@@ -1,4 +1,4 @@
-"""Chooses what every unit of a model becomes, within a byte budget. No torch.
+"""Chooses the scheme of every unit of a model within a byte budget. No torch.
 
 The choice has the smallest sum of the KL divergences that were measured for one unit at a time: a knapsack with one
 choice for each unit, solved by dynamic programming over the bytes above the smallest size. Bytes are counted in
@@ -16,17 +16,17 @@ import numpy as np
 from pipeline.compress.quantization.budget import UNCHANGED, Budget
 
 Measured = Mapping[str, Mapping[str, float]]
-"""Unit -> choice -> mean KL divergence to the original, nats, when only this unit is changed."""
+"""Unit -> choice -> mean KL divergence to the original in nats when only this unit is changed."""
 
 _BUCKETS = 8192
 
 
 def choose(budget: Budget, measured: Measured) -> dict[str, str]:
-    """Unit -> choice, within the budget.
+    """Chooses for every unit, within the budget; returns unit -> choice.
 
     Args:
-        budget: that the smallest choices meet.
-        measured: of every unit and choice but UNCHANGED, which is 0.
+        budget: budget that the smallest choices meet.
+        measured: KL divergence of every unit and choice but UNCHANGED, which counts as 0.
     """
     kl = {name: {UNCHANGED: 0.0, **measured[name]} for name in budget.units}
     greedy = _upgraded(budget, kl, budget.smallest())
@@ -61,7 +61,7 @@ def _affordable(budget: Budget, smallest: Mapping[str, str], size: int) -> int:
 
 
 def _upgraded(budget: Budget, kl: Measured, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Takes the upgrade with the most KL saved per byte as long as one fits."""
+    """Takes the upgrade that saves most KL per byte, as long as one fits."""
     found = dict(chosen)
     left = budget.limit - budget.total(found)
     while steps := [

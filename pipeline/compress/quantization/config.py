@@ -18,14 +18,14 @@ _INT4_GROUP = 32
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is quantized, and to what.
+    """Number format of quantized weights and activations.
 
     Attributes:
-        bits: per quantized weight, without its scale.
+        bits: bits per quantized weight, without its scale.
         kind: "int", or "float" for e4m3.
-        activations: whether the inputs of the layers are rounded to 8 bits too, with a scale per token that is taken
-            from them while the model serves (dynamic).
-        group: weights of one row that share a scale; None for one scale per output row.
+        activations: whether layer inputs are rounded to 8 bits, too, with a scale per token computed while serving
+            (dynamic).
+        group: number of weights of a row that share a scale; None for one scale per output row.
     """
 
     bits: int
@@ -40,11 +40,11 @@ SCHEMES = {
     "W8A8": Scheme(8, activations=True),
     "FP8": Scheme(8, kind="float", activations=True),
 }
-"""Of Hugging Face folders, by the name in vLLM and llm-compressor: W bits of weights, A bits of activations. Every
-other name in `QuantizeConfig.scheme` is a type of GGUF files (`pipeline.models.gguf.types`)."""
+"""Schemes of Hugging Face folders by their name in vLLM and llm-compressor: W bits of weights, A bits of activations.
+Every other name in `QuantizeConfig.scheme` is a type of GGUF files (`pipeline.models.gguf.types`)."""
 
 MIXED = "mixed"
-"""Every layer its own scheme, within a byte budget."""
+"""Scheme name for layers with schemes of their own, within a byte budget."""
 
 SchemeName = Literal[
     "W4A16", "W8A16", "W8A8", "FP8", "mixed",
@@ -188,7 +188,7 @@ class QuantizeConfig(Section):
 
     @property
     def gguf(self) -> bool:
-        """Whether a GGUF file is written, and no Hugging Face folder."""
+        """Whether a GGUF file is written in place of a Hugging Face folder."""
         first = self.budget.candidates[0] if self.scheme == MIXED and self.budget else self.scheme
         return first not in (*SCHEMES, MIXED)
 

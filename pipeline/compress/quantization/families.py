@@ -1,4 +1,4 @@
-"""Decoder layers whose channels can be scaled while the function stays: which norms feed which layers. No torch.
+"""Norms of decoder layers and the layers they feed, for scaling channels without changing the model. No torch.
 
 A norm's weight can take any factor per channel, if the linear layers that read its output are divided by it. In these
 architectures nothing else reads it; in others (a residual stream that takes the norm's output, parallel blocks, norms
@@ -18,10 +18,10 @@ class Family:
     """The norms of one decoder layer.
 
     Attributes:
-        attention_norm: its output is read by the query, key and value projections alone.
-        mlp_norm: its output is read by gate and up projections, and by the router, alone.
-        offset: the norm multiplies by offset + weight; 1 for Gemma.
-        norms_outputs: there are norms behind the layers, too, with which a rotation does not commute.
+        attention_norm: name of the norm that only the query, key and value projections read.
+        mlp_norm: name of the norm that only gate and up projections and the router read.
+        offset: number added to a norm's weight before it multiplies; 1 for Gemma.
+        norms_outputs: whether there are norms behind the layers, too, with which a rotation does not commute.
     """
 
     attention_norm: str = "input_layernorm"
@@ -35,7 +35,7 @@ FAMILIES = {
     "gemma": Family(offset=1.0),
     "gemma2": Family(mlp_norm="pre_feedforward_layernorm", offset=1.0, norms_outputs=True),
 }
-"""By `model_type` of config.json."""
+"""`model_type` of config.json -> family."""
 
 
 def family_of(config: dict[str, Any], *, key: str, value: object) -> Family:
@@ -43,8 +43,8 @@ def family_of(config: dict[str, Any], *, key: str, value: object) -> Family:
 
     Args:
         config: the parsed config.json.
-        key: of our config that needs it, for the message.
-        value: of that key.
+        key: key of our config that needs the family, for the message.
+        value: value of that key.
 
     Raises:
         ConfigError: the architecture is not one of `FAMILIES`.

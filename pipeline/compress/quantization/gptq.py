@@ -1,4 +1,4 @@
-"""GPTQ: rounds the weights of a linear layer one input at a time; the inputs that are left make up for the error.
+"""GPTQ: rounds the weights of a linear layer one input at a time; the remaining inputs compensate the error.
 
 For a layer with inputs x the error of its output is tr(dW H dW^T), H = E[x x^T]. After input j is rounded, the others
 are changed so that this error is smallest; the Cholesky factor of H^-1 has all that is needed for every j.
@@ -24,9 +24,9 @@ from pipeline.models.rounding import Rounding, e4m3, integers
 __all__ = ["Rounding", "e4m3", "gptq", "integers"]
 
 _LEAF = 8
-"""Inputs that are rounded one by one, each corrected by those before it; 4 to 64 take the same time within 6 %."""
+"""Largest number of inputs that are rounded one by one; 4 to 64 take the same time within 6 %."""
 _DAMPING = (0.01, 0.1, 1.0)
-"""Added to the diagonal of H, as a fraction of its mean; the next where H is still not positive definite."""
+"""Fractions of its mean added to the diagonal of H, tried in turn until H is positive definite."""
 
 
 @torch.no_grad()
@@ -34,10 +34,10 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
     """Rounds a weight matrix.
 
     Args:
-        weight: fp32 [O, I]; of several layers that read the same inputs, one below the other.
-        hessian: fp32 [I, I], the mean of x x^T over calibration tokens.
+        weight: fp32 [O, I], the rows of one layer or of several that read the same inputs.
+        hessian: fp32 [I, I], mean of x x^T over calibration tokens.
         scale: fp32 [O, G]; I is a multiple of G.
-        rounding: to the numbers that the scheme stores.
+        rounding: rounding to the numbers that the scheme stores.
 
     Returns:
         fp32 [O, I], every element a number that its scale can store.
@@ -57,7 +57,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
 
 
 def _without_zeros(diagonal: Tensor) -> Tensor:
-    """Inputs that are always 0, whose weights do not matter, get the mean of the others: damping is a share of it."""
+    """Replaces zeros (inputs that are always 0) by the mean of the others, of which damping is a share."""
     zero = diagonal == 0
     mean = diagonal.sum() / (~zero).sum().clamp(min=1)
     return torch.where(zero, torch.where(mean == 0, 1.0, mean), diagonal)
@@ -66,15 +66,15 @@ def _without_zeros(diagonal: Tensor) -> Tensor:
 def _round(
     rows: Tensor, rounded: Tensor, factor: Tensor, rounding: Callable[[int, Tensor], Tensor], begin: int, end: int
 ) -> None:
-    """Rounds inputs `begin` to `end`, which those before `begin` have corrected.
+    """Rounds inputs `begin` to `end`, after the corrections of all inputs before `begin`.
 
     Args:
-        rows: weights [I, O] so far; of inputs that are rounded their errors, what they were less what they are.
-        rounded: [I, O], filled.
-        factor: of `_corrections`.
-        rounding: (input, its weights [O]) -> what is stored.
+        rows: weights [I, O], corrected in place; rows of rounded inputs become their errors (old less rounded value).
+        rounded: [I, O], filled with the rounded weights.
+        factor: result of `_corrections`.
+        rounding: (input, its weights [O]) -> rounded weights [O].
         begin: first input.
-        end: behind the last.
+        end: end of the inputs, exclusive.
     """
     if end - begin > _LEAF:
         middle = begin + max(_LEAF, (end - begin) // 2 // _LEAF * _LEAF)
@@ -91,15 +91,15 @@ def _round(
 
 
 def _corrections(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
-    """How much of the error of input i input j > i gets: the upper Cholesky factor of H^-1, each row by its diagonal.
+    """Share of the error of input i that input j > i takes: the upper Cholesky factor of H^-1, rows by diagonal.
 
     With the inputs in reverse H = L L^T, so in their order H = R R^T, R upper, which is L in reverse; R^-1 is the
     factor. One Cholesky decomposition and one triangular inverse are enough, and three matrices [I, I] in memory.
 
     Args:
-        hessian: [I, I].
-        diagonal: of it, without zeros.
-        order: of the inputs.
+        hessian: H, [I, I].
+        diagonal: diagonal of H, [I], with zeros replaced.
+        order: int64 [I], inputs in the order of rounding.
     """
     reverse, mean = order.flip(0), diagonal.mean()
     for damping in _DAMPING:

@@ -1,9 +1,9 @@
 """Importance matrix of a GGUF quantization: the mean square of every input of every matrix, on calibration text.
 
 The error that rounding w to q makes in a layer's output is E[((q - w) x)^2]; with inputs that are not correlated it is
-the sum over inputs of (q - w)^2 E[x^2], so E[x^2] is what the error of a weight weighs. llama.cpp's types take it as
+the sum over inputs of (q - w)^2 E[x^2], so E[x^2] is the weight of a rounding error. llama.cpp's types use it as
 weights of the least squares that choose their scales (`ggml_quantize_chunk`). It is the diagonal of the second moments
-that GPTQ takes.
+that GPTQ uses.
 
 Shapes: B windows per batch, T tokens, I inputs.
 """
@@ -26,7 +26,7 @@ Importance = Mapping[str, npt.NDArray[np.float32]]
 """Name of a matrix in the model's folder -> mean square of its inputs, float32 [I]."""
 
 _LEAST = 1e-6
-"""Of the mean over a layer's inputs: an input that was always 0 is not free to be rounded to anything."""
+"""Smallest weight, as a fraction of a layer's mean: an input that was always 0 still counts a little."""
 
 
 @torch.inference_mode()
@@ -38,14 +38,14 @@ def measure_importance(
     device: torch.device,
     show: Show = lambda _done, _all: None,
 ) -> Importance:
-    """Runs the model over text.
+    """Measures the importance matrix by running the model over text.
 
     Args:
         model: a Hugging Face model in evaluation mode; its experts are unfused afterwards.
-        names: of tensors in its folder; those that are no matrix of a linear layer are left out, and so are experts
-            that no token goes to, and matrices whose inputs are all 0.
+        names: names of tensors in its folder; left out are tensors that are no matrix of a linear layer, experts that
+            no token is routed to, and matrices whose inputs are all 0.
         batches: token ids, int64 [B, T].
-        device: where the model is run.
+        device: device on which the model is run.
         show: called with (batches run, all).
     """
     unfuse_experts(model)
@@ -74,7 +74,7 @@ def measure_importance(
 
 
 def _matrices(model: Any) -> dict[str, nn.Module]:
-    """Tensor in the folder -> the layer that multiplies its inputs by it."""
+    """Name of a matrix in the folder -> its layer, which multiplies inputs by it."""
     return {f"{name}.weight": each for name, each in matrices_of(model).items() if not isinstance(each, nn.Embedding)}
 
 

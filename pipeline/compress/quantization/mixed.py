@@ -21,15 +21,15 @@ Show = Callable[[int, int], None]
 
 
 def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, dict[str, Any]]:
-    """Measures and chooses; what is known of it goes into the manifest.
+    """Measures the units and chooses their schemes.
 
     Args:
-        plan: with a budget.
+        plan: plan with a budget.
         show: called with (choices measured, all).
 
     Returns:
-        The plan with the chosen schemes or types, and the details: budget in bytes, the file's bytes by the plan, and
-        of every unit the choice, its bytes, and the measured KL divergence of every choice, largest first.
+        The plan with the chosen schemes or types, and details for the manifest: budget in bytes, planned bytes, and per
+        unit the choice, its bytes, and the measured KL divergence of every choice, largest first.
     """
     budget = plan.budget
     assert budget is not None
@@ -47,10 +47,10 @@ def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, dic
 
 
 def sensitivity_rows(known: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each unit alone costs in the choice that costs most, for the report page; bytes where that was chosen.
+    """KL divergence of each unit in its worst choice, for the report page; with bytes if that was chosen.
 
     Args:
-        known: details of `decide`.
+        known: details that `decide` returned.
     """
     rows = []
     for unit in known["units"]:

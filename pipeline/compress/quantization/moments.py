@@ -1,4 +1,4 @@
-"""Second moments of the inputs of linear layers; those that read one tensor (query, key and value) share theirs.
+"""Second moments of the inputs of linear layers; layers that read the same tensor (query, key, value) share them.
 
 Shapes: I inputs.
 """
@@ -15,10 +15,10 @@ from headrace.base.errors import ConfigError
 
 
 class SecondMoments:
-    """Mean of x x^T over all inputs that layers see while they are observed.
+    """Mean of x x^T over all inputs of layers while they are observed.
 
     Args:
-        device: where it is summed.
+        device: device of the sums.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class SecondMoments:
 
     @contextmanager
     def observe(self, linear: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Observes layers by name."""
+        """Observes layers, given as name -> layer, until the block ends."""
         handles = [module.register_forward_pre_hook(self._hook(name)) for name, module in linear.items()]
         try:
             yield
@@ -41,7 +41,7 @@ class SecondMoments:
             self._add()
 
     def pop(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """(layers that saw the same inputs, the mean over tokens, fp32 [I, I]), each freed when the next is taken."""
+        """Yields (layers with the same inputs, mean over tokens fp32 [I, I]), each freed when the next is taken."""
         if len({name for names in self._sums for name in names}) < sum(map(len, self._sums)):
             self._separate()
         while self._sums:
@@ -60,13 +60,13 @@ class SecondMoments:
         return hook
 
     def _check_unchanged(self) -> None:
-        """The input that was read is looked at after the layers have run."""
+        """Refuses a model that changes an input in place: it is added up after the layers have run."""
         if self._input is not None and self._input._version != self._version:
             why = f"the model changes the input of {self._readers[0]} in place, after it was read"
             raise ConfigError("method", "gptq", why=why, remedy='use "auto-round" or "rtn"')
 
     def _add(self) -> None:
-        """What was seen last, once it is known by which layers."""
+        """Adds the last input, once all layers that read it are known."""
         if self._input is None:
             return
         self._check_unchanged()
@@ -79,7 +79,7 @@ class SecondMoments:
         self._input, self._readers = None, []
 
     def _separate(self) -> None:
-        """Each layer for itself: they did not read the same tensor in every batch."""
+        """Splits the sums by layer, if layers did not read the same tensor in every batch."""
         sums, tokens = self._sums, self._tokens
         self._sums, self._tokens = {}, {}
         for names, total in sums.items():

@@ -18,13 +18,13 @@ from pipeline.models.folder.model_folder import ModelFolder
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a quantization has written.
+    """Counts and sizes of a quantization's result.
 
     Attributes:
-        weight_bytes: of all files with weights.
-        layers: matrices that were quantized.
-        parameters: elements of them.
-        packed_bytes: of them on disk, with their scales and shapes.
+        weight_bytes: bytes of all weight files.
+        layers: number of quantized matrices.
+        parameters: number of their elements.
+        packed_bytes: bytes of the quantized matrices on disk, with their scales and shapes.
     """
 
     weight_bytes: int
@@ -34,7 +34,7 @@ class Sizes:
 
 
 def sizes(plan: QuantizationPlan, folder: Path) -> Sizes:
-    """Of what was written into a folder."""
+    """Counts and sizes of the result in a folder."""
     if plan.gguf is not None:
         quantized = plan.gguf.quantized
         packed = sum(tensor.stored_bytes for tensor in quantized)
@@ -49,10 +49,10 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
     """Details for the manifest: counts, sizes in bytes, and held-out metrics before and after.
 
     Args:
-        plan: of the quantization.
-        written: by it.
-        before: of the original, by `measure`.
-        after: of the result, by `measure`; of a GGUF file, which transformers does not run, its dtype and device.
+        plan: plan of the quantization.
+        written: sizes of the result.
+        before: metrics of the original, by `measure`.
+        after: metrics of the result, by `measure`; for a GGUF file, which transformers does not run, dtype and device.
     """
     parameters = plan.source.parameters
     bits = 8 * written.packed_bytes / written.parameters if written.parameters else None
@@ -81,7 +81,7 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
 
 
 def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
-    """A quantization's numbers for the lineage: how it was done, bytes and loss before and after, KL by consumer."""
+    """A quantization's numbers for the lineage: settings, bytes and loss before and after, KL by consumer."""
     found = {**recorded["quantization"], **changes(recorded)}
     scored = recorded["consumers"].items()
     found["mean_kl"] = {name: each["mean_kl"] for name, each in scored if "mean_kl" in each}
@@ -102,7 +102,7 @@ def table(manifest: Manifest) -> Table:
 
 
 def mixed_table(mixed: dict[str, Any]) -> Table:
-    """What every unit has become, and the KL divergence that each choice was measured to cost; largest first."""
+    """A table of every unit's choice with its measured KL divergence and bytes; largest KL first."""
     caption = (
         f"{mixed['planned_bytes']:,} of {mixed['budget_bytes']:,} bytes; KL to the original when only this changes"
     )

@@ -1,4 +1,4 @@
-"""Rotation: the residual stream and the values of attention are turned, so that no single channel stands out.
+"""Rotation: turns the residual stream and the values of attention, so that no single channel stands out.
 
 An RMS norm without weight commutes with an orthogonal matrix R. So norm weights are folded into the layers that read
 them, then everything that reads the residual stream is multiplied by R, and everything that writes into it by its
@@ -28,7 +28,7 @@ _WRITERS = ("o_proj", "down_proj", "w2")
 
 
 def orthogonal(size: int, *, seed: int) -> Tensor:
-    """R, fp32 [size, size], a function of size and seed alone."""
+    """Makes R, fp32 [size, size], from size and seed alone."""
     generator = torch.Generator().manual_seed(seed)
     odd = size
     while odd % 2 == 0:
@@ -46,7 +46,7 @@ class Rotation:
     """The rotation of a model. Use `Rotation.of`.
 
     Attributes:
-        family: its norms.
+        family: norms of the model.
         stream: R of the residual stream, [D, D].
     """
 
@@ -55,12 +55,12 @@ class Rotation:
 
     @classmethod
     def of(cls, model: Any, family: Family) -> Rotation:
-        """That of a Hugging Face model, on any device."""
+        """Makes the rotation of a Hugging Face model, on any device."""
         return cls(family, orthogonal(model.config.get_text_config().hidden_size, seed=0))
 
     @torch.no_grad()
     def outside(self, model: Any) -> None:
-        """Turns embedding, last norm and head in place; of those on meta, nothing."""
+        """Turns embedding, last norm and head in place, except those on the meta device."""
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         norm = model.base_model.norm
         self._read((embedding.weight,))

@@ -28,7 +28,7 @@ from pipeline.models.router_names import is_router
 
 HEAD = "lm_head"
 _EMBEDDINGS = ("embed_tokens", "wte")
-"""Last part of the name of the embedding."""
+"""Possible last parts of the embedding's name."""
 LAYERS = "layers"
 """Folder of the calibrated layers in a work directory."""
 _PATTERN = "re:"
@@ -41,13 +41,13 @@ class QuantizationPlan:
     Attributes:
         config: the config.
         source: the model to quantize.
-        dataset: the split it is evaluated on.
-        layers: name of each linear layer to quantize -> weight shape (outputs, inputs); of a GGUF file `gguf` says.
-        consumers: the programs that score the result.
-        gguf: the file to write; None for a Hugging Face folder.
-        calibration: the split that a calibrated method reads; None for rounding to the nearest.
-        schemes: layer -> its scheme in a Hugging Face folder; of scheme mixed none before the choice.
-        budget: of scheme mixed.
+        dataset: split for the evaluation.
+        layers: linear layer to quantize -> weight shape (outputs, inputs); for a GGUF file see `gguf`.
+        consumers: programs that score the result.
+        gguf: plan of the GGUF file; None for a Hugging Face folder.
+        calibration: split that a calibrated method reads; None for rounding to the nearest.
+        schemes: layer -> its scheme in a Hugging Face folder; empty for scheme mixed before the choice.
+        budget: byte budget of scheme mixed; None for other schemes.
     """
 
     config: QuantizeConfig
@@ -62,7 +62,7 @@ class QuantizationPlan:
 
     @property
     def routers(self) -> list[str]:
-        """The routers of a mixture of experts, which stay as they are."""
+        """Names of the routers of a mixture of experts, which are not quantized."""
         return routers(self.source)
 
     @property
@@ -75,13 +75,13 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
     """Checks a config against the model and the dataset it names.
 
     Args:
-        config: to check.
-        folder: Hugging Face folder of the model, where `config.model` is a run from which it was exported.
+        config: config to check.
+        folder: Hugging Face folder exported from the run `config.model`; None if `config.model` is the folder.
 
     Raises:
         ConfigError: the output exists; the model is already quantized; `skip` names an unknown module, does not skip
-            the head of a tied model, or skips everything; a group size that does not divide a layer's inputs; a
-            dataset made with another tokenizer.
+            the head of a tied model, or skips everything; the group size does not divide a layer's inputs; the
+            dataset was made with another tokenizer.
         DataError: the model or the dataset is missing or damaged.
     """
     check_output(config.output)
@@ -109,7 +109,7 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
 def _description(
     config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]]
 ) -> ModelDescription:
-    """What is known of the result before it is made."""
+    """Description of the expected result, for the choice of consumers."""
     expected = ModelDescription(GGUF if config.gguf else FOLDER, config.scheme, head_size(source.config))
     if config.gguf:
         return expected
@@ -127,7 +127,7 @@ def _description(
 
 
 def work_path(output: Path) -> Path:
-    """The work directory of an output: exported run, calibrated layers."""
+    """The work directory of an output, for the exported run and calibrated layers."""
     return output.parent / f".{output.name}.work"
 
 
@@ -190,7 +190,7 @@ def _group(config: QuantizeConfig, scheme: str) -> int | None:
 
 
 def routers(source: ModelFolder) -> list[str]:
-    """Modules that choose the experts of a token: too small and too sensitive to be quantized."""
+    """Names of the modules that choose the experts of a token: too small and too sensitive to be quantized."""
     weights = (name.rpartition(".") for name in source.tensors)
     return [module for module, _, leaf in weights if leaf == "weight" and is_router(module)]
 
@@ -206,7 +206,7 @@ def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
 
 
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of the linear layers: matrices in numbered decoder layers, and the head.
+    """Finds linear layers, as name -> (outputs, inputs): matrices in numbered decoder layers, and the head.
 
     Embeddings are matrices, too, but are outside the numbered layers in every decoder of transformers. Routers of
     experts are left out.
@@ -227,9 +227,9 @@ def check_group_size(
     """Refuses a group size that does not divide the inputs of every layer.
 
     Args:
-        layers: that are checked.
-        group: their size.
-        among: all layers, for which a size is proposed; `layers` when None.
+        layers: name -> (outputs, inputs) of the layers to check.
+        group: group size.
+        among: layers that the proposed group sizes have to divide; `layers` when None.
 
     Raises:
         ConfigError: names the first such layer and the nearest group sizes that divide all layers.
@@ -275,7 +275,7 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
 
 
 def _check_fused(config: QuantizeConfig, every: Collection[str], layers: Set[str]) -> None:
-    """Refuses to skip a part of what vLLM runs as one product, unless other consumers are named: its loader raises.
+    """Refuses to skip a part of a product that vLLM fuses, as its loader fails, unless vLLM is no consumer.
 
     Raises:
         ConfigError: names the parts.

@@ -112,7 +112,7 @@ def _check_budget(mixed: dict[str, Any], written: int) -> None:
 def _score(
     plan: QuantizationPlan, staging: Path, sample: GateSample, original: Original, console: Console
 ) -> dict[str, Any]:
-    """The figures of every consumer."""
+    """Scores the result by every consumer; returns their figures."""
     bound = bound_within(plan.config.scheme, plan.config.max_mean_kl)
     vocabulary, consumers = plan.source.vocab_size, plan.consumers
     how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": consumers, "bound": bound}
@@ -121,7 +121,7 @@ def _score(
 
 
 def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
-    """Writes model.gguf into `staging` and reads it back; its dtype, and where it was made."""
+    """Writes model.gguf into `staging` and reads it back; returns its dtype and device."""
     assert plan.gguf is not None
     with Progress(*Progress.get_default_columns(), console=Console(stderr=True), transient=True) as shown:
 
@@ -136,7 +136,7 @@ def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
 
 
 def _importance(plan: QuantizationPlan, show: Callable[[int, int], None]) -> Importance:
-    """What the errors of every matrix weigh."""
+    """Measures the importance matrix on the calibration text."""
     assert plan.gguf is not None
     model = load_model(plan.source.path, dtype=torch.float32)
     names = [name for tensor in plan.gguf.quantized for name in tensor.sources]
@@ -150,7 +150,7 @@ def _importance(plan: QuantizationPlan, show: Callable[[int, int], None]) -> Imp
 
 
 def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:
-    """Writes packed weights, config and tokenizer into `staging`; its held-out metrics."""
+    """Writes packed weights, config and tokenizer into `staging`; returns the held-out metrics."""
     console.print(f"quantizing {len(plan.layers)} layers, scheme {plan.config.scheme}")
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
     if streamable(empty_model(plan.source.path), plan):
@@ -177,7 +177,7 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
 
 
 def _parents(plan: QuantizationPlan) -> dict[str, Any]:
-    """The dataset, and the model, or the checkpoint it was exported from for this alone."""
+    """Parents for the manifest: the dataset, and the model or the checkpoint from which it was exported."""
     data = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
     if plan.source.origin == plan.config.model:
         return {"model": parent_entry(plan.source.origin, plan.source.fingerprint()), "data": data}

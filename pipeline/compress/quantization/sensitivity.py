@@ -1,6 +1,6 @@
-"""Measures how far each unit of a model takes the predictions from the original's when it alone is quantized.
+"""Measures the KL divergence to the original when a single unit of a model is quantized.
 
-Weights are rounded to the nearest, with the arithmetic of what is written; inputs are rounded where the scheme does.
+Weights are rounded to the nearest, with the arithmetic of the written file; inputs are rounded if the scheme does so.
 
 Shapes: B windows per batch, T tokens, V vocabulary, O outputs, I inputs.
 """
@@ -31,13 +31,13 @@ Show = Callable[[int, int], None]
 def measure_units(
     model: Any, budget: Budget, batches: Sequence[Tensor], *, dtype: torch.dtype, show: Show = lambda _done, _all: None
 ) -> dict[str, dict[str, float]]:
-    """Unit -> choice -> mean KL(original || one unit changed) in nats, over all positions of the batches.
+    """Measures unit -> choice -> mean KL(original || one unit changed) in nats over the positions of the batches.
 
     Args:
-        model: a Hugging Face model in fp32, in evaluation mode; as it was when this ends, but for unfused experts.
-        budget: its units and choices.
+        model: a Hugging Face model in fp32, in evaluation mode; unchanged afterwards, but for unfused experts.
+        budget: budget with the units and their choices.
         batches: token ids, int64 [B, T].
-        dtype: of the scales in a folder.
+        dtype: dtype of the scales in a folder.
         show: called with (choices measured, all).
     """
     unfuse_experts(model)
@@ -55,18 +55,18 @@ def measure_units(
 
 
 def _module(name: str) -> str:
-    """Of a layer, or of a tensor in a folder."""
+    """Module name of a layer, or of a tensor in a folder."""
     return name.removesuffix(".weight")
 
 
 @contextmanager
 def changed(layers: Sequence[nn.Module], choice: str, dtype: torch.dtype) -> Iterator[None]:
-    """Gives layers the values of a choice, for a time.
+    """Gives layers the quantized values of a choice, until the block ends.
 
     Args:
-        layers: with a weight [O, I].
+        layers: layers with a weight [O, I], or [I, O] for Conv1D.
         choice: a key of SCHEMES, or a type of ggml.
-        dtype: of the scales.
+        dtype: dtype of the scales.
     """
     kept: list[tuple[Any, Tensor]] = [(layer, layer.get_parameter("weight").data) for layer in layers]
     handles = []
@@ -85,7 +85,7 @@ def changed(layers: Sequence[nn.Module], choice: str, dtype: torch.dtype) -> Ite
 
 
 def rounded(weight: Any, choice: str, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
-    """fp32 [O, I], as it is read back after it was stored."""
+    """The weight as it would be read back once stored: fp32, in its shape."""
     if choice not in SCHEMES:
         kind = GGMLQuantizationType[choice]
         rows = weight.T if transposed else weight
@@ -100,12 +100,12 @@ def rounded(weight: Any, choice: str, dtype: torch.dtype, *, transposed: bool = 
 
 
 def _transposed(layer: nn.Module) -> bool:
-    """Whether a weight is [I, O]: GPT-2's Conv1D."""
+    """Whether a layer's weight is [I, O] (GPT-2's Conv1D)."""
     return type(layer).__name__ == "Conv1D"
 
 
 def log_probabilities(model: Any, ids: Tensor) -> Tensor:
-    """fp32 [B, T, V]."""
+    """Log-probabilities of the model, fp32 [B, T, V]."""
     found: Tensor = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
     return found
 

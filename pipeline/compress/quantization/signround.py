@@ -1,8 +1,8 @@
-"""SignRound: which way every weight of a decoder layer is rounded is learnt, and how far scales are clipped.
+"""SignRound: learns the direction in which every weight of a decoder layer is rounded, and the clips of scales.
 
 With scale s, offset v in [-1/2, 1/2] and clip c in [1/2, 1], a weight w is stored as q = clamp(round(w / (c s) + v)). v
-of every weight and c of every group follow the sign of their gradient, so that the layer's output is nearest to what
-it was; gradients pass rounding as if it were not there (straight-through estimator).
+of every weight and c of every group follow the sign of their gradient, so that the layer's output stays nearest to the
+original; gradients pass rounding as if it were not there (straight-through estimator).
 Source: Cheng et al. 2024, SignRound (arXiv:2309.05516), section 3: steps of 1/iterations that fall linearly to 0. Here
 the target is the layer's own output for the inputs that the quantized layers before it give, and the weights are
 rounded to the nearest where the learnt ones are no better over all windows.
@@ -25,11 +25,11 @@ _SMALLEST_CLIP = 0.5
 
 @dataclass(frozen=True)
 class SignRound:
-    """How decoder layers are rounded.
+    """Rounds decoder layers.
 
     Attributes:
-        bits: of the integers of a linear layer.
-        iterations: batches that are learnt from, for each decoder layer.
+        bits: returns the bits of a linear layer's integers.
+        iterations: number of steps per decoder layer, one batch each.
     """
 
     bits: Callable[[nn.Linear], int]
@@ -48,15 +48,15 @@ class SignRound:
         """Rounds the weights of a decoder layer in place.
 
         Args:
-            layer: in fp32, on the device.
-            linear: name -> the linear layers in it that are rounded.
-            hidden: its input of every batch, fp32 [B, T, D].
-            arguments: its other arguments, on the device.
-            scale: gives the scales [O, G] of a linear layer, in the dtype they are stored in.
-            device: where it is run.
+            layer: decoder layer in fp32, on the device.
+            linear: name -> linear layer of it to round.
+            hidden: input of the layer for every batch, fp32 [B, T, D].
+            arguments: other arguments of the layer, on the device.
+            scale: returns the scales [O, G] of a linear layer, in the dtype in which they are stored.
+            device: device on which the layer is run.
 
         Returns:
-            Name -> scales.
+            Name -> scales of every rounded layer.
         """
         own = {id(module): path for path, module in layer.named_modules()}
         found = {name: _Learnt(module, scale(module), self.bits(module)) for name, module in linear.items()}
@@ -99,7 +99,7 @@ class SignRound:
 
 
 class _Learnt:
-    """Offsets [O, I] and clips [O, G] of one linear layer."""
+    """Learnt offsets [O, I] and clips [O, G] of one linear layer."""
 
     def __init__(self, module: nn.Linear, scale: Tensor, bits: int) -> None:
         self._weight, self._scale = module.weight.detach().clone(), scale
@@ -108,22 +108,22 @@ class _Learnt:
         self.clip = torch.ones_like(scale, dtype=torch.float32, requires_grad=True)
 
     def weight(self) -> Tensor:
-        """fp32 [O, I], with gradients for offset and clip."""
+        """The rounded weight, fp32 [O, I], with gradients for offset and clip."""
         return self._rounded(self._scale.float() * self.clip)
 
     @torch.no_grad()
     def stored(self) -> Tensor:
-        """fp32 [O, I], by the scales that are stored."""
+        """The rounded weight, fp32 [O, I], with the scales as they are stored."""
         return self._rounded(self.stored_scale(clipped=True).float())
 
     @torch.no_grad()
     def stored_scale(self, *, clipped: bool) -> Tensor:
-        """[O, G] in the dtype of the scales."""
+        """The scales [O, G], clipped or not, in their stored dtype."""
         return (self._scale.float() * self.clip).to(self._scale.dtype) if clipped else self._scale
 
     @torch.no_grad()
     def move(self, offset: Tensor, clip: Tensor, step: float) -> None:
-        """Against the signs of gradients."""
+        """Moves offsets and clips against the signs of their gradients."""
         self.offset.sub_(step * offset.sign()).clamp_(-0.5, 0.5)
         self.clip.sub_(step * clip.sign()).clamp_(_SMALLEST_CLIP, 1.0)
 

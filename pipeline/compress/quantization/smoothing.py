@@ -1,7 +1,7 @@
 """Smoothing: factors per channel go from the activations, whose outliers are hard to round, into the weights.
 
-For a channel j of a layer's input, x_j w_j = (x_j / s_j)(s_j w_j): what makes x_j is divided by s_j, and the columns
-that read it are multiplied. The function stays as it was; what changes is which numbers are rounded together. With
+For a channel j of a layer's input, x_j w_j = (x_j / s_j)(s_j w_j): the weights that produce x_j are divided by s_j, and
+the columns that read it are multiplied. The function stays the same, but other numbers are rounded together. With
 s_j = a_j^alpha / m_j^(1 - alpha), where a_j measures |x_j| and m_j is the largest weight of column j, both sides get
 |.| = (a_j m_j)^(1/2) at alpha 0.5. The division goes into a norm's weight (query, key, value; gate, up), into the rows
 of the value projection (output projection) and of the up projection (down projection): no operation is added.
@@ -26,19 +26,19 @@ from pipeline.compress.quantization.families import Family
 
 _READERS_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
 _READERS_OF_MLP = ("gate_proj", "up_proj", "gate", "gate_up_proj", "w1", "w3")
-"""Linear layers; `gate` is the router of a mixture of experts, `gate_up_proj` the parameter with all of its experts, w1
-and w3 gate and up of one of Mixtral's."""
+"""Names of linear layers: `gate` is the router of a mixture of experts, `gate_up_proj` the parameter of all experts,
+w1 and w3 gate and up of one of Mixtral's experts."""
 _PAIRS_OF_MLP = (("up_proj", "down_proj"), ("w3", "w2"))
 
 
 @dataclass(frozen=True)
 class Smoother:
-    """How a decoder layer is smoothed.
+    """Smooths decoder layers.
 
     Attributes:
-        alpha: 0 leaves no differences between the columns of weights, 1 none between the channels of activations.
-        family: its norms.
-        maximum: measure activations by their maximum, not by their mean.
+        alpha: strength: 0 equalizes the columns of weights, 1 the channels of activations.
+        family: norms of the layer.
+        maximum: whether activations are measured by their maximum rather than their mean.
     """
 
     alpha: float
@@ -47,7 +47,7 @@ class Smoother:
 
     @contextmanager
     def observe(self, layer: nn.Module) -> Iterator[Callable[[], None]]:
-        """Gives a function that smooths the layer in place, by the activations that it sees in the meantime."""
+        """Observes activations in the block; yields a function that then smooths the layer in place."""
         norms = [_Norm(norm, readers, self.family.offset) for norm, readers in norm_readers(layer, self.family)]
         points: list[_Norm | _Rows] = [*norms, *_rows(layer)]
         seen: list[_Measure] = [_Measure(self.maximum) for _ in points]
@@ -67,7 +67,7 @@ class Smoother:
 
 
 class _Measure:
-    """Maximum or mean of |x| per channel, [I]."""
+    """Accumulates the maximum or mean of |x| per channel, [I]."""
 
     def __init__(self, maximum: bool) -> None:
         self._maximum, self.tokens = maximum, 0
@@ -109,7 +109,7 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A linear layer whose outputs another one reads; head after head of `block` features, each repeated."""
+    """A linear layer and the one that reads its outputs: heads of `block` features, each repeated for its group."""
 
     writer: nn.Linear
     reader: nn.Linear
@@ -169,12 +169,12 @@ def _rows(layer: nn.Module) -> Iterator[_Rows]:
 
 
 def _largest(weight: Tensor) -> Tensor:
-    """Largest |w| of every input, [I]; of experts [E, O, I], over all of them."""
+    """Largest |w| of every input, [I]; for experts [E, O, I], over all experts."""
     return weight.abs().reshape(-1, weight.shape[-1]).amax(0)
 
 
 def _factors(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """s [I], whose geometric mean is 1, so that norms keep their size; 1 where nothing passes."""
+    """Factors s [I] with a geometric mean of 1, so that norms keep their size; 1 for channels that are 0."""
     passes = (activations > 0) & (weights > 0)
     one = torch.ones_like(activations)
     logarithms = alpha * torch.where(passes, activations, one).log()

@@ -1,9 +1,9 @@
-"""Calibrated quantization of a folder in the memory of one decoder layer, which goes on where it was killed.
+"""Calibrated quantization of a folder in the memory of one decoder layer; resumes after an interruption.
 
-A layer is read from the safetensors files, calibrated on the hidden states that the quantized layers before it gave,
-packed, written to the work directory and freed. What is outside of the decoder layers (embedding, last norm, head) is
-read for the first hidden states, and again at the end. The tensors are those of `calibrate` and `pack` on the whole
-model, bit for bit.
+A layer is read from the safetensors files, calibrated on the outputs of the quantized layers before it, packed, written
+to the work directory and freed. The modules outside of the decoder layers (embedding, last norm, head) are read for the
+first hidden states, and again at the end. The tensors are those of `calibrate` and `pack` on the whole model, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from pipeline.models.folder.weight_files import INDEX, read_header
 
 Say = Callable[[str], None]
 Progress = Callable[[range, int], Iterable[int]]
-"""(numbers of the layers that are left, number of all) -> them, with a progress bar."""
+"""(indices of the remaining layers, number of all layers) -> the same indices, with a progress bar."""
 
 
 def streamable(model: nn.Module, plan: QuantizationPlan) -> bool:
     """Whether the files hold the model's own tensors, layer by layer: none that transformers fuses or renames.
 
     Args:
-        model: of the plan, on meta.
-        plan: whose method is calibrated.
+        model: model of the plan, on the meta device.
+        plan: plan of the quantization.
     """
     modules = dict(model.named_modules())
     plain = all(isinstance(modules.get(name), nn.Linear) for name in plan.layers)
@@ -72,10 +72,10 @@ def stream(
     """Writes packed weights in shards, their index, and config.json with its quantization section.
 
     Args:
-        plan: `streamable`.
+        plan: plan that is `streamable`.
         staging: an empty directory on the file system of the output.
-        dtype: of scales and unquantized weights.
-        say: takes lines for people.
+        dtype: dtype of scales and unquantized weights.
+        say: called with lines for people.
         progress: wraps the iteration over decoder layers.
     """
     work = CalibrationWork.open(plan)
@@ -91,7 +91,7 @@ def stream(
 
 
 def _calibrate(parts: _Parts, work: CalibrationWork, progress: Progress) -> None:
-    """The layers that are not done."""
+    """Calibrates the remaining layers."""
     begin, count = work.done, len(parts.layers)
     hidden, arguments = parts.inputs()
     if begin:
@@ -105,7 +105,7 @@ def _calibrate(parts: _Parts, work: CalibrationWork, progress: Progress) -> None
 
 
 class _Parts:
-    """The model, of which one part at a time has its weights."""
+    """The model, with the weights of one part at a time."""
 
     def __init__(self, plan: QuantizationPlan, dtype: torch.dtype) -> None:
         self._plan, self._dtype = plan, dtype
@@ -124,7 +124,7 @@ class _Parts:
         self._compressor: ModelCompressor = apply_scheme(self._packer, plan)
 
     def inputs(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """See `layer_inputs`."""
+        """Inputs of the layers, as `layer_inputs` returns them."""
         head = self.model.get_output_embeddings()
         outside = [module for module in self._outside() if module is not head]
         with self._lent(outside), _passing(self.layers):
@@ -133,21 +133,21 @@ class _Parts:
 
     @contextmanager
     def loaded(self, layer: nn.Module) -> Iterator[nn.Module]:
-        """A layer with its weights, in fp32 on the CPU, and without them afterwards."""
+        """Loads the weights of a layer, in fp32 on the CPU, until the block ends."""
         with self._lent(list(layer.modules())):
             if self._rotation is not None:
                 self._rotation.layer(layer)
             yield layer
 
     def packed(self, layer: nn.Module, scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Name -> tensor of a layer that has its weights, as they are served."""
+        """Packed tensors of a loaded layer: name -> tensor."""
         found: dict[str, Tensor] = {}
         for module in layer.modules():
             found |= self._module_tensors(module, scales)
         return found
 
     def outside_tensors(self) -> dict[str, Tensor]:
-        """The same of what is outside of the decoder layers."""
+        """Packed tensors outside of the decoder layers: name -> tensor."""
         outside = self._outside()
         found: dict[str, Tensor] = {}
         with self._lent(outside):
@@ -161,7 +161,7 @@ class _Parts:
         return found | {name: self._cast(name, value) for name, value in buffers.items() if value is not None}
 
     def write_config(self, staging: Path) -> None:
-        """config.json with its quantization section."""
+        """Writes config.json with its quantization section."""
         config = self.model.config
         config.dtype, config.architectures = self._dtype, [type(self.model).__name__]
         config.save_pretrained(staging)
@@ -177,7 +177,7 @@ class _Parts:
 
     @contextmanager
     def _lent(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Gives the parameters of modules (not of those in them) their values."""
+        """Loads the values of modules' own parameters (not their submodules'), until the block ends."""
         owned = [(module, key, p) for module in modules for key, p in module._parameters.items() if p is not None]
         values: dict[int, nn.Parameter] = {}
         for module, key, empty in owned:
@@ -210,7 +210,7 @@ class _Parts:
 
 @contextmanager
 def _passing(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Layers hand on the hidden states that they get, meanwhile."""
+    """Makes layers return their hidden states unchanged, until the block ends."""
 
     def forward(hidden_states: Tensor, *_others: Any, **_named: Any) -> Tensor:
         assert hidden_states.ndim == 3, "the decoder takes a part of what a layer returns"
@@ -226,7 +226,7 @@ def _passing(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _write_shards(staging: Path, layers: list[Path], outside: dict[str, Tensor]) -> None:
-    """One file per decoder layer and one for the others, by number of all; and the index."""
+    """Writes one file per decoder layer, one for the other tensors, and the index."""
     count = len(layers) + 1
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     save_file({name: tensor.contiguous() for name, tensor in outside.items()}, staging / names[0], metadata=METADATA)
@@ -240,7 +240,7 @@ def _write_shards(staging: Path, layers: list[Path], outside: dict[str, Tensor])
 
 
 def _link(source: Path, target: Path) -> None:
-    """The work directory keeps its own, until the output has its name."""
+    """Hard-links or copies a file; the work directory keeps its own until the output is committed."""
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links

@@ -26,10 +26,10 @@ def is_trained(path: Path) -> bool:
 
 @contextmanager
 def model_folder(config: QuantizeConfig) -> Iterator[Path | None]:
-    """The folder that is quantized: None for `config.model` itself, or an export of the newest checkpoint of a run.
+    """Yields the folder to quantize: None for `config.model` itself, or an export of a run's newest checkpoint.
 
-    A checkpoint of any layout is exported once: an export of the same checkpoint that a killed run left is used again.
-    If the block is left with an error before anything was calibrated, the export is deleted.
+    A checkpoint of any layout is exported once: an export of the same checkpoint that a killed process left is reused.
+    If the block ends with an error before anything was calibrated, the export is deleted.
 
     Raises:
         ConfigError: the output exists.

@@ -3,7 +3,7 @@
 For each group of weights w of one row: scale s = max|w| / ((2^bits - 1) / 2), stored integer
 q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), dequantized as q s; for FP8 s = max|w| / 448, and q is the nearest
 e4m3 number. With method gptq q is chosen by `pipeline.compress.quantization.gptq`, for the same scales. Activations are
-rounded to the nearest, one scale per token, by what serves the model.
+rounded to the nearest, one scale per token, by the program that serves the model.
 Source of the formula: compressed_tensors/quantization/utils/helpers.py, calculate_qparams, symmetric case.
 """
 
@@ -53,7 +53,7 @@ def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
 
     Raises:
         ConfigError: one is no linear layer (GPT-2's Conv1D, whose weights are transposed), and cannot be packed.
-        DataError: experts of a form that is not known.
+        DataError: the form of the experts is not known.
     """
     unfuse_experts(model)
     modules = modules_of(model)
@@ -66,15 +66,15 @@ def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
-    """Name in the model's folder -> its linear layers and embeddings; experts are unfused."""
+    """Linear layers and embeddings by their name in the model's folder; experts are unfused."""
     found = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Embedding)}
     return {stored: found[name] for name, stored in folder_names(model, list(found)).items()}
 
 
 def matrices_of(model: Any) -> dict[str, nn.Module]:
-    """Name in the model's folder -> its linear layers, embeddings and GPT-2's Conv1D; experts are unfused.
+    """Linear layers, embeddings and GPT-2's Conv1D by their name in the model's folder; experts are unfused.
 
-    GPT-2's folders on the Hub are those of the model without a head, whose names have no prefix: both are there.
+    GPT-2's folders on the Hub were saved without a head, so that their names lack the prefix: both names are keys.
     """
     conv = {name: each for name, each in model.named_modules() if type(each).__name__ == "Conv1D"}
     found: dict[str, nn.Module] = {**modules_of(model), **conv}
@@ -82,12 +82,12 @@ def matrices_of(model: Any) -> dict[str, nn.Module]:
 
 
 def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
-    """Quantizes and packs the plan's layers in place, and casts other weights to `dtype`; see `kept_in_fp32`.
+    """Quantizes and packs the plan's layers in place, and casts other weights to `dtype` (but `kept_in_fp32`).
 
     Args:
-        model: in float32, so that weights are rounded only once. Its experts are unfused.
-        plan: layers and their schemes.
-        dtype: of scales and unquantized weights.
+        model: model in float32, so that weights are rounded only once; its experts are unfused in place.
+        plan: plan with the layers and their schemes.
+        dtype: dtype of scales and unquantized weights.
         progress: wraps the iteration over layers.
 
     Returns:
@@ -112,7 +112,7 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
 
 
 def apply_scheme(model: nn.Module, plan: QuantizationPlan) -> ModelCompressor:
-    """Gives the plan's layers what packing needs; the compressor writes the quantization section of config.json."""
+    """Sets the schemes of the plan's layers; returns the compressor that writes config.json's quantization section."""
     modules = modules_of(model)
     schemes = {name: compression_scheme(each) for name, each in plan.schemes.items()}
     for name, scheme in schemes.items():
@@ -121,7 +121,7 @@ def apply_scheme(model: nn.Module, plan: QuantizationPlan) -> ModelCompressor:
 
 
 def weight_args(plan: QuantizationPlan, name: str) -> QuantizationArgs:
-    """How the weights of a layer are stored."""
+    """Storage format of a layer's weights."""
     args = compression_scheme(plan.schemes[name]).weights
     assert args is not None
     return args
@@ -141,8 +141,8 @@ def kept_in_fp32(model: Any, plan: QuantizationPlan) -> set[str]:
     router were 8 in bf16.
 
     Args:
-        model: whose experts are unfused, not yet packed.
-        plan: with the source.
+        model: model with unfused experts, not yet packed.
+        plan: plan with the source folder.
     """
     beside = plan.source.fp32_beside
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -157,7 +157,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, *, kept: Collection[str]) -> Non
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype` if it is floating point, but for e4m3, which is what a weight was quantized to."""
+    """Casts a floating-point tensor to `dtype`, unless it is quantized to e4m3."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
 
 
@@ -168,7 +168,7 @@ def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
 
 
 def compression_scheme(layer: LayerScheme) -> QuantizationScheme:
-    """The scheme of a layer as compressed-tensors writes it; without its targets."""
+    """The scheme of a layer in compressed-tensors' form, without its targets."""
     strategy = "channel" if layer.group is None else "group"
     common: dict[str, Any] = {"num_bits": layer.what.bits, "type": layer.what.kind, "symmetric": True}
     activations = QuantizationArgs(**common, strategy="token", dynamic=True) if layer.what.activations else None
@@ -181,7 +181,7 @@ def compression_scheme(layer: LayerScheme) -> QuantizationScheme:
 def _section(
     modules: Mapping[str, nn.Module], plan: QuantizationPlan, schemes: dict[str, QuantizationScheme]
 ) -> QuantizationConfig:
-    """The quantization section: layers by their names in the folder, or all linear layers where one scheme is enough.
+    """The quantization section: layers by their names in the folder, or all linear layers if one scheme is enough.
 
     Routers are named, too: they are no linear layers in transformers, but are in vLLM.
     """
@@ -203,7 +203,7 @@ def _section(
 
 
 def _targets(names: list[str]) -> list[str]:
-    """Names; experts by one pattern for each layer."""
+    """Targets of a scheme: names, with the experts of a layer as one pattern."""
     experts = {name.partition(".experts.")[0] for name in names if ".experts." in name}
     patterns = [f"re:^{re.escape(each)}\\.experts\\..*" for each in sorted(experts)]
     return [*(name for name in names if ".experts." not in name), *patterns]
@@ -219,19 +219,19 @@ def calibration_batches(plan: QuantizationPlan) -> Sequence[torch.Tensor]:
 
 
 def rotation_of(model: nn.Module, plan: QuantizationPlan) -> Rotation | None:
-    """What the model is turned by before anything else; None for nothing."""
+    """Rotation to apply before everything else; None without one."""
     if not plan.config.rotation:
         return None
     return Rotation.of(model, family_of(plan.source.config, key="rotation", value=True))
 
 
 def method_of(plan: QuantizationPlan, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Method:
-    """What calibration does with a decoder layer.
+    """Calibration steps of a plan.
 
     Args:
-        plan: with the schemes of its layers.
-        modules: name of a layer in the plan -> the module that is calibrated.
-        dtype: of scales.
+        plan: plan with the schemes of its layers.
+        modules: name of a layer in the plan -> module to calibrate.
+        dtype: dtype of the scales.
     """
     config = plan.config
     smoother = None
@@ -255,7 +255,7 @@ def method_of(plan: QuantizationPlan, modules: Mapping[str, nn.Module], dtype: t
 def _calibrated(
     model: nn.Module, plan: QuantizationPlan, modules: Mapping[str, nn.Module], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Smooths the model and rounds weights in place by GPTQ; name in the folder -> their scales."""
+    """Smooths the model and rounds its weights in place; returns name in the folder -> scales."""
     console = Console(stderr=True)
     own = {id(module): name for name, module in model.named_modules()}
     stored = {own[id(modules[name])]: name for name in plan.layers}
@@ -276,13 +276,13 @@ def _calibrated(
 
 
 def rounding_of(layer: LayerScheme) -> Rounding:
-    """To the numbers that the scheme of a layer stores."""
+    """Rounding to the numbers that a layer's scheme stores."""
     return e4m3 if layer.what.kind == "float" else integers(layer.what.bits)
 
 
 @torch.no_grad()
 def scale_of(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -> torch.Tensor:
-    """[out, groups] in its stored dtype, by whose values the integers are multiplied."""
+    """Scales of a weight, [out, groups] in their stored dtype, by which integers are multiplied."""
     grouped = weight.reshape(len(weight), -1, args.group_size or weight.shape[1])
     scale: torch.Tensor
     scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
@@ -291,9 +291,10 @@ def scale_of(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -
 
 @torch.no_grad()
 def pack_layer(module: nn.Module, scale: torch.Tensor) -> None:
-    """Replaces weight [out, in] by what the scheme's format stores, and weight_scale [out, groups].
+    """Replaces weight [out, in] by its packed form and weight_scale [out, groups].
 
-    That is weight_packed int32 [out, in x bits / 32] without quantized activations, else weight int8 or e4m3 [out, in].
+    Packed form: weight_packed int32 [out, in x bits / 32] without quantized activations, else weight int8 or e4m3
+    [out, in].
     """
     module.register_parameter("weight_scale", nn.Parameter(scale, requires_grad=False))
     zero_point = torch.zeros(scale.shape, dtype=torch.int8)  # symmetric

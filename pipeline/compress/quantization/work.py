@@ -1,8 +1,8 @@
-"""The work directory of a calibration: the layers that are done, and the hidden states that go into the next.
+"""The work directory of a calibration: finished layers, and the hidden states that go into the next one.
 
-It lies beside the output, `.NAME.work`, and says in `work.json` what it was made from. A layer is done when its file
-has its name; the hidden states of the layer behind it are written before. So a calibration that was killed goes on at
-the layer it was at, and one of anything else starts from an empty directory.
+It lies beside the output, `.NAME.work`, and its `work.json` has a fingerprint of config, model and data. A layer is
+finished when its file has its name; the input of the next layer is written before. So a calibration that was killed
+resumes at the layer it was at, and one with another fingerprint starts from an empty directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.models import rounding
 
 _ABOUT = "work.json"
 _USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size", "skip", "dtype", "head")
-"""Keys of the config that decide about the bytes of a layer, beside the data."""
+"""Keys of the config that determine the bytes of a layer, besides the data."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CalibrationWork:
 
     @classmethod
     def open(cls, plan: QuantizationPlan) -> CalibrationWork:
-        """That of a plan; emptied if it was made from another config, model, dataset or version."""
+        """Opens the directory of a plan; empties it if it is of another config, model, dataset or version."""
         path, about = work_path(plan.output) / LAYERS, {"fingerprint": _fingerprint(plan)}
         try:
             same = json.loads((path / _ABOUT).read_text()) == about
@@ -49,25 +49,25 @@ class CalibrationWork:
 
     @property
     def done(self) -> int:
-        """Decoder layers that are done: those from the first without a gap."""
+        """Number of finished decoder layers, counted from the first without a gap."""
         number = 0
         while self.layer(number).is_file():
             number += 1
         return number
 
     def layer(self, number: int) -> Path:
-        """File of a layer's tensors, as they are served."""
+        """File of a layer's packed tensors."""
         return self.path / f"layer-{number:05d}.safetensors"
 
     def finish(self, number: int, tensors: Mapping[str, Tensor], hidden: Sequence[Tensor]) -> None:
-        """Records a layer, and the hidden states behind it, which are empty after the last."""
+        """Writes a layer's tensors, and the hidden states behind it (none for the last layer)."""
         if hidden:
             _save({str(at): states for at, states in enumerate(hidden)}, self._hidden(number + 1))
         _save(tensors, self.layer(number))
         self._hidden(number).unlink(missing_ok=True)
 
     def hidden(self, number: int) -> list[Tensor]:
-        """The hidden states that go into a layer, as `finish` was given them."""
+        """Reads the hidden states that go into a layer."""
         found = load_file(self._hidden(number))
         return [found[str(at)] for at in range(len(found))]
 
@@ -76,7 +76,7 @@ class CalibrationWork:
 
 
 def sources() -> list[Path]:
-    """The files whose code decides about the bytes of a layer."""
+    """Source files whose code determines the bytes of a layer."""
     return [*sorted(Path(__file__).parent.glob("*.py")), Path(rounding.__file__)]
 
 

@@ -1,4 +1,4 @@
-"""Refuses a recipe that would fail at a later step, before the first one. Only a distillation's check needs torch."""
+"""Refuses a recipe that would fail at a later step, before the first one. Only checking a distillation needs torch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Fingerprint = Callable[[Path], str]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
 _OF_SHAPE = ("group_size", "calibration.samples", "target", "budget.bytes", "budget.bits_per_weight")
-"""Begins of the names of fields whose values may suit the pruned model and not the original."""
+"""Beginnings of field names whose values may fit the pruned model but not the original."""
 
 
 def check_recipe(config: RecipeConfig) -> None:
-    """Checks what can be said of a config alone, and that its model is there.
+    """Checks the parts of a config that need no model, and that the model exists.
 
     Raises:
-        ConfigError: as `check_names`.
+        ConfigError: the recipe has no step, a name is not allowed for a directory, or a target is met before its round.
         CheckpointError: the model is neither a folder nor a run with a checkpoint.
     """
     check_names(config)
@@ -45,10 +45,10 @@ def check_recipe(config: RecipeConfig) -> None:
 
 
 def check_names(config: RecipeConfig) -> None:
-    """Checks what can be said of a config whose model may not be made yet.
+    """Checks the parts of a config that need no model.
 
     Raises:
-        ConfigError: nothing to do; a name that is no directory's; a section that its step would refuse.
+        ConfigError: the recipe has no step, a name is not allowed for a directory, or a target is met before its round.
     """
     if not config.rounds and config.distill is None and not config.quantize:
         raise ConfigError("quantize", why="the recipe has no step", remedy='add {"int4": {"scheme": "W4A16"}}')
@@ -60,7 +60,7 @@ def check_names(config: RecipeConfig) -> None:
 
 
 def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
-    """Targets are absolute: one that the rounds before have met already would be refused hours later."""
+    """Refuses a target that an earlier round meets already: targets are absolute, and its step would refuse it."""
     smallest: dict[tuple[str, object], int] = {}
     for number, fields in enumerate(rounds, 1):
         for (name, dtype), size in _sizes(fields):
@@ -72,7 +72,7 @@ def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, object], int]]:
-    """(Name, the dtype that it is in) -> size, of a round's target; none of one that its step refuses."""
+    """Yields ((name, dtype), size) for a round's target; nothing for one that its step refuses."""
     target = fields.get("target")
     if not isinstance(target, Mapping) or problems_of(TargetSection, target):
         return
@@ -84,13 +84,13 @@ def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, object], int]
 
 
 def check_steps(recipe: Recipe) -> None:
-    """Checks the config of every step against the model that is there now, all at once.
+    """Checks the configs of all steps at once, against the models that exist now.
 
-    Where a step's own model is not made yet, that is the original: what depends on a shape that pruning changes is left
-    to the step. A distillation is checked with a student of the shape that pruning will give.
+    If a step's own model does not exist yet, the original is used: fields that depend on a shape that pruning changes
+    are left to the step. A distillation is checked with a student of the shape that pruning will give.
 
     Raises:
-        ConfigError: a step would be refused, or it was done with another config or of another model.
+        ConfigError: a step would be refused, or was done with another config or from another model.
         DataError: the model or the data is missing or damaged.
     """
     folder = ModelFolder.open(recipe.original)
@@ -120,21 +120,20 @@ def _problems(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[
 
 
 def _place(recipe: Recipe, step: Step) -> str:
-    """Where the fields of a step's config are written."""
+    """Prefix of a step's fields in messages: their place in the recipe."""
     if recipe.config.distill is not None and step.verb == "distill":
         return f"{recipe.config.distill.config}: "
     return "prune." if step.verb == "prune" else f"{step.verb}.{step.name}."
 
 
 def _here(step: Step, recipe: Recipe) -> dict[str, Any]:
-    """A step's config with a model that is there, and an output that is not."""
+    """A step's config with a model that exists, and an output that does not."""
     model = step.source if is_folder(step.source) else recipe.original
     return {**step.config, "model": str(model), "output": str(recipe.output / ".check")}
 
 
 def _check_distill(step: Step, recipe: Recipe) -> None:
-    """All checks of the training, with the student that it will have; of a latency, whose shape is found out later,
-    with the original."""
+    """Runs all checks of the training, with the student's future shape; with the original if a latency decides it."""
     assert recipe.config.distill is not None
     from pipeline.run.prepare import prepare  # noqa: PLC0415  imports torch
 
@@ -152,8 +151,7 @@ def _check_distill(step: Step, recipe: Recipe) -> None:
 
 
 def _unmade_student(step: Step, recipe: Recipe, folder: Path) -> Path:
-    """A folder with the config of the model that a pruning will make and no weights; the original's where its shape is
-    not known yet."""
+    """Makes a folder with a future pruned model's config and no weights; the original's if its shape is not known."""
     before = next((other for other in recipe.steps if other.output == step.source and other.verb == "prune"), None)
     try:
         plan = None if before is None else pruning.prepare(parse(PruneConfig, _here(before, recipe)))
@@ -168,7 +166,7 @@ def _unmade_student(step: Step, recipe: Recipe, folder: Path) -> Path:
 
 
 def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[ConfigError]:
-    """What has changed since a step was done."""
+    """Yields errors for changes since a step was done."""
     stored = recipe.output / CONFIGS / f"{step.name}.json"
     remedy = f"remove {step.result} to do the step again, or choose another output"
     if step.config and stored.is_file():
@@ -184,7 +182,7 @@ def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[C
 
 
 def _is_of_another_model(step: Step, fingerprint: Fingerprint) -> bool:
-    """Whether a step was done before what it starts from was made again, or gave way to another."""
+    """Whether the source of a step was made again or replaced since the step was done."""
     if step.verb == "export":
         return _is_of_another_checkpoint(step)
     if not is_folder(step.source):
@@ -209,7 +207,7 @@ def _is_of_another_checkpoint(step: Step) -> bool:
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """The dotted names of fields that two configs do not have in common."""
+    """Yields the dotted names of fields that differ between two configs."""
     for key in {*before, *now}:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -1,4 +1,4 @@
-"""`headrace compress run|verify|consumers`: a whole compression from one config, and what its results are worth."""
+"""`headrace compress run|verify|consumers`: runs a whole compression from one config, and scores its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the chosen verb.
 
     Raises:
-        ConfigError, DataError: as the verb.
+        ConfigError, DataError: the verb refuses its arguments or its data.
     """
     if arguments.verb != "run":
         return command_compress.run(arguments)

@@ -62,6 +62,6 @@ class RecipeConfig(Section):
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        """The prunings."""
+        """Pruning sections, one per round; empty without pruning."""
         given = self.prune or []
         return [given] if isinstance(given, dict) else given

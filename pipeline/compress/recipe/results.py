@@ -1,4 +1,4 @@
-"""The end of a recipe: all its models side by side, as tables, a page, a picture and files. No torch here."""
+"""Results of a recipe: all its models side by side, as tables, a page, a picture and files. No torch here."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pipeline.evaluation.report.runs import RunRecord, read_run
 from pipeline.evaluation.report.scope import scope
 
 NAME, PAGE = "frontier", "report.html"
-"""The results: NAME.json, NAME.csv, NAME.svg, and the page."""
+"""File names of the results: NAME.json, NAME.csv, NAME.svg, and the page."""
 
 
 def write_results(recipe: Recipe) -> list[Row]:
-    """Evaluates the models that are there, prints the tables and writes the files.
+    """Evaluates the existing models, prints the tables and writes the files.
 
-    The first is the reference of the KL divergences: the model in floating point that was quantized.
+    KL divergences are relative to the first one, the floating-point model that was quantized.
 
     Raises:
         DataError: a consumer fails.
@@ -53,7 +53,7 @@ def write_results(recipe: Recipe) -> list[Row]:
 
 
 def _runs(recipe: Recipe) -> list[RunRecord]:
-    """The trainings: of the original, if it is a run, and of every distillation."""
+    """Records of the training runs: the original's, if it is a run, and every distillation's."""
     given = Path(recipe.config.model)
     run = given.resolve().parent.parent if is_checkpoint(given) else given
     paths = {} if is_folder(given) else {ORIGINAL: run}
@@ -62,7 +62,7 @@ def _runs(recipe: Recipe) -> list[RunRecord]:
 
 
 def _write(rows: Sequence[Row], inputs: Inputs) -> list[Path]:
-    """The files that were written."""
+    """Writes the files, and returns their paths."""
     from pipeline.evaluation.report.page import page  # noqa: PLC0415  (matplotlib takes a second to import)
 
     texts = {inputs.out: page(inputs, rows)}

@@ -1,4 +1,4 @@
-"""Runs a recipe: every step is the command that its user could type, in a process of its own."""
+"""Runs a recipe: every step is a command that a user could type, in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOCK = ".lock"
 def run_recipe(config: RecipeConfig) -> int:
     """Runs the steps that have not been done, then evaluates all models side by side.
 
-    A quantization that its consumers do not accept does not keep the others from being made.
+    If consumers do not accept a quantization, the others are still made.
 
     Returns:
-        0, or the exit code of the step that failed: a second start goes on with it.
+        0, or the exit code of the step that failed, at which a second start resumes.
 
     Raises:
         ConfigError, DataError: the recipe is refused, or another process works in its output.
@@ -54,7 +54,7 @@ def _run_steps(recipe: Recipe) -> int:
 
 
 def _do(recipe: Recipe, step: Step) -> int:
-    """Runs a step unless it has been done; its exit code."""
+    """Runs a step unless it has been done; returns its exit code."""
     if step.done:
         _say(f"{step.title} (done before: {step.result})")
         return 0
@@ -62,7 +62,7 @@ def _do(recipe: Recipe, step: Step) -> int:
 
 
 def _run(recipe: Recipe, step: Step) -> int:
-    """One step, in a process of its own; its exit code."""
+    """Runs one step in a process of its own; returns its exit code."""
     configs = recipe.output / CONFIGS
     if step.config:
         configs.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The steps of a compression: which command makes which directory from which config. No torch."""
+"""The steps of a compression: commands, their configs and the directories they make. No torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Step:
     """One command of a recipe.
 
     Attributes:
-        name: of its directory in the output, e.g. `pruned`.
-        verb: of `headrace`.
-        output: the directory that it makes: of a training its run directory.
-        source: the directory of the model that it starts from.
-        result: a directory that is there, whole, once the step is done; of a training its export.
-        config: fields of its config file; empty where the verb takes none.
-        words: arguments of the verb that are not its config.
+        name: name of its directory in the output, e.g. `pruned`.
+        verb: subcommand of `headrace`.
+        output: directory that it makes; for a training the run directory.
+        source: directory of the model from which it starts.
+        result: directory that exists, complete, once the step is done; for a training its export.
+        config: fields of its config file; empty if the verb takes none.
+        words: arguments of the verb besides its config.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Step:
 
     @property
     def done(self) -> bool:
-        """Whether it has been done."""
+        """Whether the step has been done."""
         return (self.result / MANIFEST).is_file()
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Title of the step, for people."""
         return f"{_VERBS[self.verb]}: {self.name}"
 
     def command(self, configs: Path) -> list[str]:
-        """What is typed after `headrace`.
+        """Arguments of `headrace` that run the step.
 
         Args:
             configs: directory of the steps' configs.
@@ -64,11 +64,11 @@ class Recipe:
     """All steps, in order.
 
     Attributes:
-        config: the recipe's.
-        steps: each starts from what those before it have made.
-        original: folder of the model that is compressed.
-        models: name -> folder of all models that are evaluated: the one that is quantized, what is made of it, and
-            those that it was made from.
+        config: config of the recipe.
+        steps: steps in order; each starts from the results of earlier ones.
+        original: folder of the model to compress.
+        models: name -> folder of all models to evaluate: first the one that is quantized, then its quantizations, then
+            the models it was made from.
     """
 
     config: RecipeConfig
@@ -83,7 +83,7 @@ class Recipe:
 
 
 def plan_steps(config: RecipeConfig) -> Recipe:
-    """The steps of a config.
+    """Plans the steps of a config.
 
     Raises:
         ConfigError: the training config cannot be read.
@@ -107,7 +107,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _rounds(config: RecipeConfig, original: Path) -> Iterator[Step]:
-    """Pruning, distillation and export of every round; without pruning one distillation, if there is a section."""
+    """Yields pruning, distillation and export of every round; without pruning one distillation, if configured."""
     out, source = Path(config.output), original
     count = len(config.rounds) or 1
     for number in range(1, count + 1):

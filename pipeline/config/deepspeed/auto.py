@@ -35,7 +35,8 @@ OWNED = (
     "steps_per_print",
     "wall_clock_breakdown",
 )
-"""Top-level keys in which "auto" is the Trainer's. In headrace's own sections it means the same as no key, but for:"""
+"""Top-level keys in which "auto" has the Trainer's meaning. In headrace's own sections it is the same as no key, except
+for those below."""
 
 _OWN_AUTO = frozenset({"run.checkpoint_every", "parallel.shares"})
 """Keys of our own for which "auto" is a value with a meaning, and not the default."""
@@ -64,7 +65,7 @@ SAMPLES_PER_DEVICE = 8
 
 
 def with_optimizer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, with the Trainer's optimizer where it has no section for one: files of Trainer users leave it out."""
+    """Adds the Trainer's optimizer to a config without a section for one: files of Trainer users leave it out."""
     absent = [path.removeprefix("optimizer.params.") for path in _TRAINER if path.startswith("optimizer.")]
     return {"optimizer": {"params": dict.fromkeys(absent, "auto")}, **raw}
 
@@ -79,7 +80,7 @@ def resolve_auto(
         micro_batch: micro-batch size where it is "auto" and no other batch size is given; None derives it later.
 
     Returns:
-        The config without it, and one text "key = value" per key that was "auto".
+        The config without "auto", and one text "key = value" per key that was "auto".
     """
     found = {key: _AUTO for key in OWNED if raw.get(key) == "auto"}
     for key in OWNED:
@@ -108,7 +109,7 @@ _AUTO = object()
 
 
 def _trainer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's values; of the optimizer's parameters those that its type has, the others are left out."""
+    """Returns the Trainer's values; parameters that the optimizer's type does not have are left out."""
     optimizer, at = raw.get("optimizer"), "optimizer.params."
     kind = optimizer.get("type", "AdamW") if isinstance(optimizer, dict) else "AdamW"
     taken = OPTIMIZERS[kind].parameters if isinstance(kind, str) and kind in OPTIMIZERS else None
@@ -130,7 +131,7 @@ def _auto_paths(section: Mapping[str, Any]) -> list[str]:
 
 
 def _left_out(section: Any, *, at: str) -> Any:
-    """A section of ours without keys for which "auto" means no key; a Hugging Face config in it is not ours."""
+    """Drops keys of a section of ours whose "auto" means no key; a Hugging Face config in it is not ours."""
     if not isinstance(section, dict):
         return section
     return {
@@ -158,7 +159,7 @@ def _put(raw: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _precision(raw: Mapping[str, Any], named: list[str]) -> dict[str, Any]:
-    """bf16, unless one of the two is settled in the file. Without "auto" nothing is decided here."""
+    """Selects bf16, unless one of the two is settled in the file. Without "auto" nothing is decided here."""
     if not {"bf16.enabled", "fp16.enabled"} & set(named):
         return {}
     given = {name: _enabled(raw, name) for name in ("bf16", "fp16")}

@@ -108,8 +108,8 @@ class Difference:
 
     Attributes:
         key: the key.
-        ours: what its absence means here.
-        theirs: what it means to DeepSpeed.
+        ours: meaning of its absence here.
+        theirs: meaning of its absence to DeepSpeed.
         why: the reason.
         applies: whether it changes the curve of a config in which it is absent; those that never do are listed in
             docs/reference/config.md alone.
@@ -183,11 +183,11 @@ _WHATEVER_IS_GIVEN = {"optimizer.params.weight_decay"}
 
 
 def differences(config: Config, *files: Mapping[str, Any]) -> Iterator[str]:
-    """What keys that are absent from a file mean here and not to DeepSpeed, where that changes the loss curve.
+    """Yields a text for every absent key that means something else here than to DeepSpeed, and changes the loss curve.
 
     Args:
         config: the config.
-        files: its keys as they were written, and under the names that they have here.
+        files: the config's keys as they were written, and under the names that they have here.
     """
     for each in DIFFERENCES:
         open_ = each.key in _WHATEVER_IS_GIVEN or not any(_given(raw, each.key) for raw in files)

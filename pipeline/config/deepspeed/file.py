@@ -1,4 +1,4 @@
-"""Takes a DeepSpeed file as DeepSpeed and the Hugging Face Trainer mean it, in the terms of the schema.
+"""Translates a DeepSpeed file, as DeepSpeed and the Hugging Face Trainer mean it, to the schema.
 
 Keys get the name they have here, "auto" gets a value, keys that change nothing are set aside and listed, and all others
 that are not supported are collected, so that they are refused together.
@@ -36,7 +36,7 @@ class Translated:
     """A config with DeepSpeed's keys, in the terms of the schema.
 
     Attributes:
-        raw: without the keys that were ignored or refused, "auto" replaced.
+        raw: the config without the keys that were ignored or refused, "auto" replaced.
         ignored: "key = value" of every key that changes nothing here.
         auto: "key = value" of every key that was "auto".
         refused: keys that are not supported.
@@ -75,11 +75,11 @@ _REFUSED_BELOW = {
 
 
 def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_DEVICE) -> Translated:
-    """Takes DeepSpeed's keys as DeepSpeed and the Hugging Face Trainer mean them.
+    """Translates DeepSpeed's keys, as DeepSpeed and the Hugging Face Trainer mean them, to the schema.
 
     Args:
         raw: a whole config as parsed JSON, overrides applied. It is not changed.
-        micro_batch: see `resolve_auto`.
+        micro_batch: micro-batch size where it is "auto" and no other batch size is given; None derives it later.
     """
     ignored: list[str] = []
     refused: list[ConfigError] = []
@@ -103,7 +103,7 @@ def _offloads_no_parameters(raw: Mapping[str, Any]) -> bool:
 
 
 def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> dict[str, Any]:
-    """Every key under the name it has here. Under both names it is the same value, else it is refused."""
+    """Gives every key the name it has here; one under both names is refused unless the values are equal."""
     kept: dict[str, Any] = {}
     for key, value in section.items():
         new = OTHER_NAMES.get(at + key, at + key)[len(at) :]
@@ -138,7 +138,7 @@ def _refused_optimizer(raw: dict[str, Any]) -> list[ConfigError]:
 
 
 def _decay_of_torch(raw: dict[str, Any]) -> list[str]:
-    """With `torch_adam` DeepSpeed hands the parameters to torch's AdamW, whose default decay is not DeepSpeed's 0."""
+    """Sets the default decay of torch's AdamW, to which DeepSpeed hands the parameters with `torch_adam`."""
     optimizer = raw.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     if not isinstance(params, dict) or params.get("torch_adam") is not True or "weight_decay" in params:
@@ -189,7 +189,7 @@ def _json(value: Any) -> str:
 
 
 def _without_offload_to_none(raw: dict[str, Any]) -> dict[str, Any]:
-    """Offload to device "none", or null, is no offload, whatever stands beside it."""
+    """Drops sections of offload to device "none", or null, whatever stands beside it."""
     zero = raw.get("zero_optimization")
     if not isinstance(zero, dict):
         return raw

@@ -106,7 +106,7 @@ REFUSED_COMPILE: dict[str, str] = {
     "passes": _LATER,
     "symmetric_memory": _LATER,
 }
-"""As `REFUSED`, within `compile`."""
+"""Refused keys within `compile`."""
 
 _ROUTER = "remove it: the router is the model's own, of model.config"
 
@@ -125,7 +125,7 @@ REFUSED_EXPERT_PARALLEL: dict[str, str] = {
     "score_func": _ROUTER,
     "top_k": _ROUTER,
 }
-"""As `REFUSED`, within `expert_parallel`."""
+"""Refused keys within `expert_parallel`."""
 
 REFUSED_BF16: dict[str, str] = {
     "bf16_master_weights_and_grads": _OTHER_CURVE,
@@ -149,13 +149,13 @@ REFUSED_OPTIMIZER_PARAMS: dict[str, str] = {
 REFUSED_SCHEDULER_PARAMS: dict[str, str] = {
     "warmup_ratio": "use warmup_num_steps: that share of the run's steps (warmup_min_ratio is the first rate)",
 }
-"""The Trainer's key, which is near to another one here."""
+"""Refused key of the Trainer, whose name is near to another one here."""
 
 REFUSED_PIPELINE: dict[str, str] = {
     "activation_checkpoint_interval": "use memory.activation_checkpointing",
     "partition": "remove it: headrace divides the layers itself (parallel.stage_speeds)",
 }
-"""As `REFUSED`, within `pipeline`."""
+"""Refused keys within `pipeline`."""
 
 REFUSED_TENSOR_PARALLEL: dict[str, str] = {
     "dtype": "remove it: bf16 or fp16 decides",
@@ -167,7 +167,7 @@ REFUSED_TENSOR_PARALLEL: dict[str, str] = {
     "tp": "use tensor_parallel.autotp_size",
     "vocab_parallel_lm_head": "remove it: the head is split with the vocabulary",
 }
-"""As `REFUSED`, within `tensor_parallel`."""
+"""Refused keys within `tensor_parallel`."""
 
 _BUCKETS = "remove it: FSDP2 and DDP choose their own buckets"
 _GATHERS = "remove it: FSDP2 gathers layer by layer, one ahead"

@@ -42,7 +42,7 @@ def check_secondary_shards(config: Config, topology: Topology) -> None:
     """Checks `zero_hpz_partition_size`: the ranks of a node over which gathered weights are sharded again.
 
     Raises:
-        ConfigError: it does not fit the mesh, or what else gathers weights.
+        ConfigError: the size does not fit the mesh, or other features that gather weights.
     """
     field, size = "zero_optimization.zero_hpz_partition_size", config.zero_optimization.zero_hpz_partition_size
     if size is None:

@@ -39,10 +39,10 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "fp8": ("fp8.recipe", "fp8.enabled"),
     "model.resolved": ("model.config", "model.path"),
 }
-"""Curve field -> the keys that it follows from, the most likely first. Fields that are not here are keys themselves."""
+"""Curve field -> the keys that it follows from, the most likely first. Other fields are keys themselves."""
 _FINGERPRINT = ".fingerprint"
 _COUNTED_BY = ("data", "run.seed", "train_batch_size")
-"""What the order of samples follows from: steps that were trained are counted and looked up by it."""
+"""Fields that determine the order of samples, by which trained steps are counted and looked up."""
 _MIXTURE = ("data.weights", "data.schedule")
 
 
@@ -96,7 +96,7 @@ def _parametrization(model: ModelSection) -> dict[str, Any]:
 
 
 def _distillation(section: DistillSection | None, *, sequence_length: int) -> dict[str, Any] | None:
-    """What of a distillation is no folder: those are compared by fingerprint."""
+    """Returns the fields of a distillation except its folders, which are compared by fingerprint."""
     if section is None:
         return None
     fields: dict[str, Any] = {"temperature": section.temperature, "alpha": section.alpha}
@@ -117,7 +117,7 @@ def _distillation(section: DistillSection | None, *, sequence_length: int) -> di
 
 
 def _mixture(data: DataSection, *, samples: int) -> dict[str, Any]:
-    """What determines the order in which sources are sampled. Names and limits on repetition do not."""
+    """Returns the fields that determine the order in which sources are sampled; names and repetition limits do not."""
     labels = [source.source for source in data.sources]
     budgets = [{"epochs": source.epochs, "tokens": source.tokens} for source in data.sources]
     budgeted = any(value is not None for budget in budgets for value in budget.values())
@@ -168,8 +168,8 @@ def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, sam
     Args:
         field: dotted path within the curve.
         was: the checkpoint's curve.
-        now: the config's.
-        samples: samples of the run's order until the checkpoint.
+        now: the config's curve.
+        samples: number of samples in the run's order until the checkpoint.
     """
     if not any(f"{field}.".startswith(f"{name}.") for name in _COUNTED_BY):
         return False

@@ -58,11 +58,11 @@ def check_features(distill: DistillSection | None, *, attn_implementation: str, 
 
 
 def layer_map(field: str, given: LayerMap, *, student: int, teacher: int) -> dict[int, int]:
-    """Student's layer -> teacher's layer.
+    """Maps the student's layers to the teacher's.
 
     Args:
         field: name of the section, for the message.
-        given: what the config says. uniform: layer i of n with layer ceil((i + 1) N / n) - 1 of N, so that both have
+        given: the config's layer map. uniform: layer i of n with layer ceil((i + 1) N / n) - 1 of N, so that both have
             passed the same share of their depth, and the last are mapped to each other.
         student, teacher: number of decoder layers, n and N.
 
@@ -103,7 +103,7 @@ def check_models(
 
     Args:
         section: the config's `distill`.
-        student, teacher: their Hugging Face configs.
+        student, teacher: Hugging Face configs of the two models.
         topology: the mesh.
         last_stage: (first, end) of the student's layers on the last pipeline stage.
 

@@ -1,4 +1,4 @@
-"""How expert-parallel ranks exchange tokens: the key that says it, what a package's kernels combine with, and when."""
+"""Rules of the exchange of tokens between expert-parallel ranks: its key, and what a package's kernels combine with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OVERLAP = "parallel.ep_overlap"
 
 
 def expert_exchange(config: Config) -> str:
-    """`parallel.ep_exchange`, or what DeepSpeed's key says of it; all_to_all where neither is given.
+    """Returns `parallel.ep_exchange`, or the value of DeepSpeed's key for it; all_to_all where neither is given.
 
     Raises:
         ConfigError: the two keys contradict each other.

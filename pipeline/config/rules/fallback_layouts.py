@@ -26,7 +26,7 @@ class ChosenLayout:
 
     Attributes:
         config: the config with this layout in the place of its own.
-        text: which of the fallbacks it is, and why; None for the configured layout.
+        text: line that names the fallback and why it was chosen; None for the configured layout.
     """
 
     config: Config
@@ -34,7 +34,7 @@ class ChosenLayout:
 
 
 def apply_fallback(config: Config, layout: FallbackLayout) -> Config:
-    """A config with another layout; keys of DeepSpeed for an axis are removed."""
+    """Returns a config with another layout; DeepSpeed's keys for an axis are removed."""
     parallel = ParallelSection(**layout.model_dump(exclude=_OTHERS), elastic=True, shares=config.parallel.shares)
     update: dict[str, Any] = {
         "parallel": parallel,
@@ -53,7 +53,7 @@ def apply_fallback(config: Config, layout: FallbackLayout) -> Config:
 
 
 def choose_layout(config: Config, *, world_size: int, check: Callable[[str, Config, int], object]) -> ChosenLayout:
-    """The configured layout, or else the first fallback that fits the number of processes.
+    """Chooses the configured layout, or else the first fallback that fits the number of processes.
 
     Args:
         config: the config.
@@ -91,14 +91,14 @@ def fallback_fields(config: Config) -> dict[str, FallbackLayout]:
 
 @contextmanager
 def naming_fallback(field: str, config: Config) -> Iterator[None]:
-    """Has errors in a fallback layout name it, rather than the keys that it replaces.
+    """Context in which errors in a fallback layout name that layout, rather than the keys that it replaces.
 
     Args:
-        field: of the layout that is checked; errors of one that is no fallback stay as they are.
-        config: with the list of fallbacks.
+        field: config field of the layout that is checked; if it is not a fallback, errors stay as they are.
+        config: the config, with the list of fallbacks.
 
     Raises:
-        ConfigError: what was wrong in the block, in these words.
+        ConfigError: an error of the block, worded for the fallback.
     """
     layout = fallback_fields(config).get(field)
     if layout is None:

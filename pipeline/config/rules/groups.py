@@ -1,4 +1,4 @@
-"""Rules on `islands` and `replicas`: what may listen where, and what does not go together with them."""
+"""Rules on `islands` and `replicas`: addresses to listen on, and features that do not combine with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_remote_groups(config: Config) -> None:
 
 
 def check_islands(config: Config) -> None:
-    """Checks what belongs to `islands`.
+    """Checks the section `islands`, and what it combines with.
 
     Raises:
         ConfigError: an address without a secret, or a feature that an island cannot have.
@@ -57,12 +57,12 @@ def check_islands(config: Config) -> None:
 
 
 def check_addresses(section: QuorumSection, *, field: str, groups: str) -> None:
-    """Checks where a group of processes listens, and where it finds the others.
+    """Checks the addresses at which a group of processes listens and finds the others.
 
     Args:
-        section: of the config.
-        field: its name.
-        groups: what it calls them, "islands".
+        section: the config's `islands` or `replicas`.
+        field: name of the section.
+        groups: name of the groups in messages, e.g. "islands".
 
     Raises:
         ConfigError: an address without a secret, or none.
@@ -98,7 +98,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_replicas_section(config: Config) -> None:
-    """Checks what belongs to `replicas`.
+    """Checks the section `replicas`, and what it combines with.
 
     Raises:
         ConfigError: an address without a secret, or a feature that replicas cannot have.

@@ -21,7 +21,7 @@ from pipeline.config.topology import Topology, largest_divisor
 
 
 def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> Topology:
-    """The mesh: pp, cp and tp from the config, dp from the number of processes.
+    """Derives the mesh: pp, cp and tp from the config, dp from the number of processes.
 
     DeepSpeed's own keys for an axis mean the same as ours; if both are given, they have to be equal.
 
@@ -82,13 +82,13 @@ def _size(config: Config, axis: str, key: str, value: int | None) -> int:
 
 
 def _dp_unit(config: Config, sizes: Mapping[str, int]) -> int:
-    """dp has to be a multiple of it: dp x cp is one of the size of a hybrid shard group, dp x cp x tp one of ep."""
+    """Returns a divisor that dp must have: dp x cp is a multiple of a hybrid shard group, dp x cp x tp one of ep."""
     shard, ep = config.parallel.hybrid_shard_size or 1, _expert_size(config)
     return lcm(shard // gcd(shard, sizes["cp"]), ep // gcd(ep, sizes["cp"] * sizes["tp"]))
 
 
 def _with_experts(config: Config, topology: Topology) -> Topology:
-    """The mesh with its ep axis."""
+    """Adds the ep axis to the mesh."""
     ep, ranks = _expert_size(config), topology.stage_ranks
     if ranks % ep:
         why = f"it does not divide the {ranks} ranks of a pipeline stage (dp {topology.dp} x cp {topology.cp} x tp"
@@ -101,7 +101,7 @@ def _with_experts(config: Config, topology: Topology) -> Topology:
 
 
 def _experts(config: Config) -> int | None:
-    """The experts of a layer, where `model.config` says how many."""
+    """Number of experts of a layer; None where `model.config` does not say."""
     given = config.model.config or {}
     counts = (given.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
@@ -270,7 +270,7 @@ def _check_moments(config: Config, topology: Topology) -> None:
 
 
 def micro_batch_constraints(parallel: ParallelSection, topology: Topology) -> tuple[int, int]:
-    """The smallest number of micro-batches that the pipeline schedule needs, and what it has to be a multiple of."""
+    """Returns the smallest number of micro-batches for the pipeline schedule, and a divisor that it must have."""
     if topology.pp == 1 or parallel.schedule_kind.any_number:
         return 1, 1
     if parallel.schedule_kind.v_shaped:
@@ -312,7 +312,7 @@ def check_schedule(parallel: ParallelSection, topology: Topology, batch: BatchSi
 
 
 def _micro_batches(batch: BatchSizes, of: int, *, why: str) -> ConfigError:
-    """Names the nearest multiples of so many micro-batches."""
+    """Makes the error that names the nearest multiples of so many micro-batches."""
     each = batch.dp * batch.micro
     below, above = (n // of * of * each for n in (batch.accumulation, batch.accumulation + of))
     near = f"{below} or {above}" if below else str(above)

@@ -27,7 +27,7 @@ def check_precision(bf16: Bf16Section, fp16: Fp16Section, data_types: DataTypesS
 
 
 def block_of(section: Fp8Section) -> int:
-    """What the sizes of a matrix product must be multiples of: 16 bytes, or the 32 elements of a block of mxfp8."""
+    """Number of which the sizes of a matrix product must be multiples: 16 (bytes), or a block of mxfp8, 32 elements."""
     return 32 if section.recipe == "mxfp8" else 16
 
 
@@ -35,7 +35,7 @@ def check_fp8_precision(section: Fp8Section, *, bf16: Bf16Section, engine: str, 
     """Checks that fp8 has bf16 beside it, and that weights can be gathered in fp8 where that is wanted.
 
     Raises:
-        ConfigError: what fp8 does not combine with.
+        ConfigError: bf16 is off, or weights cannot be gathered in fp8 with this recipe, engine or ZeRO stage.
     """
     if not section.enabled:
         return
@@ -57,7 +57,7 @@ def check_fp8_tokens(section: Fp8Section, topology: Topology, batch: BatchSizes)
     """Checks the tokens of a micro-batch, over which the product of a weight's gradient sums.
 
     Raises:
-        ConfigError: they are not a multiple of what fp8 kernels take.
+        ConfigError: their number is not a multiple of the block of fp8 kernels.
     """
     # its weight gradients are computed in bf16
     if not section.enabled or section.recipe == "rowwise_with_gw_hp":

@@ -103,12 +103,12 @@ FEATURES: dict[str, Feature] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of the table: what one engine supports at one ZeRO stage.
+    """A row of the table: the features that one engine supports together at one ZeRO stage.
 
     Attributes:
         engine: deepspeed or torch.
         stage: `zero_optimization.stage`.
-        sharding: what is sharded at this stage, for messages.
+        sharding: name of the sharding at this stage, for messages.
         features: supported entries of `FEATURES`, in any combination.
     """
 
@@ -164,10 +164,11 @@ class ResolvedRun:
         steps: length of the run in optimizer steps.
         schedule: learning-rate schedule.
         spare: processes that are not part of the mesh and stand by.
-        fallback: which of `launch.fallback_layouts` was taken, and why; None in the configured layout.
+        fallback: line that names the fallback layout that was chosen, and why; None in the configured layout.
         layouts: field -> the run in the configured layout and in each fallback, each on the fewest processes that it
             takes; empty without fallbacks.
-        measured_devices: of the pipeline ranks, once `parallel.stage_speeds` "measured" has been; None before.
+        measured_devices: devices of the pipeline ranks, once they were measured (`parallel.stage_speeds` "measured");
+            None before.
         imbalance: rows of the fullest rank of an expert-parallel group over the mean, for the formulas of memory and
             time; None where they take one from `moe.balance`.
     """
@@ -206,9 +207,10 @@ class ResolvedRun:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks over which the experts of an expert-parallel rank are sharded; the others that hold the same copy them.
+        """Number of ranks over which the experts of an expert-parallel rank are sharded.
 
-        Of all ranks that hold the same: those of a replica with hybrid sharding, one where nothing is sharded.
+        Those are all ranks that hold the same experts, with hybrid sharding those of one replica; 1 where nothing is
+        sharded.
         """
         topology, shard = self.topology, self.shard_size
         if self.config.zero_optimization.stage == 0:
@@ -239,12 +241,12 @@ class ResolvedRun:
 
     @property
     def stage_devices(self) -> StageDevices:
-        """Speeds and memory of the pipeline ranks: measured, or as given."""
+        """Speeds and memory of the pipeline ranks, measured or from the config."""
         return self.measured_devices or given_devices(self.config.parallel, self.topology)
 
     @property
     def held_bytes_per_parameter(self) -> float | None:
-        """What engine torch holds of a parameter on one device, gradient included; None in other layouts.
+        """Bytes that engine torch holds per parameter on one device, gradient included; None in other layouts.
 
         Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches or replicas are
         added up), and the optimizer's states. Source: `engines.torch_native.single`.
@@ -358,7 +360,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
 
 
 def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, BatchSizes]:
-    """The mesh and the batch sizes on it: rules that build on each other."""
+    """Derives the mesh and the batch sizes on it, by rules that build on each other."""
     topology = topology_of(config, world_size=world_size, elastic=elastic)
     refuse_unsupported(config, topology)
     check_layout(config, topology)
@@ -372,7 +374,7 @@ def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, 
 
 
 def _check_reference(topology: Topology, selected: Mapping[str, object]) -> None:
-    """Refuses whatever the reference, one plain process, does not have."""
+    """Refuses features that the reference, one plain process, does not have."""
     if topology.world_size > 1:
         why = f"the reference is one process, and {topology.world_size} were started"
         raise ConfigError("engine", "reference", why=why, remedy="use engine torch or deepspeed, or one process")
@@ -456,7 +458,7 @@ def check_length(run: RunSection) -> None:
     """Refuses a run whose length is given twice or not at all.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: `run.steps` and `run.tokens` are both given, or neither.
     """
     if (run.steps is None) == (run.tokens is None):
         why = "neither is given" if run.steps is None else "both are given"
@@ -464,7 +466,7 @@ def check_length(run: RunSection) -> None:
 
 
 def steps_of(run: RunSection, batch: BatchSizes) -> int:
-    """Optimizer steps of a run, given as such or as tokens."""
+    """Number of optimizer steps of a run, from `run.steps` or `run.tokens`."""
     if run.steps is not None:
         return run.steps
     assert run.tokens is not None

@@ -1,4 +1,4 @@
-"""Rules of `parallel.shares`: in which layouts a step's samples may be divided unevenly, and the batch sizes then."""
+"""Rules of `parallel.shares`: layouts in which a step's samples may be divided unevenly, and the batch sizes then."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEY = "parallel.shares"
 
 
 def share_rule(config: Config, topology: Topology, batch: BatchSizes) -> ShareRule:
-    """How the samples of a step may be divided in a layout."""
+    """Returns the rule by which the samples of a step may be divided in a layout."""
     return _rule(config, topology, samples=batch.samples, micro=batch.micro)
 
 
 def shared_batch(config: Config, topology: Topology) -> BatchSizes:
-    """Batch sizes of a run with `parallel.shares`; with "auto" those before a speed was measured, which are even.
+    """Derives the batch sizes of a run with `parallel.shares`; with "auto" they are even until speeds are measured.
 
     Raises:
         ConfigError: the shares do not fit the mesh or the batch, or what else the config asks for.
@@ -51,7 +51,7 @@ def shared_batch(config: Config, topology: Topology) -> BatchSizes:
 
 
 def _rule(config: Config, topology: Topology, *, samples: int, micro: int) -> ShareRule:
-    """Stage 2 of engine torch reduces gradients after every micro-batch, but with a pipeline once per step."""
+    """Returns the rule: lockstep if gradients are reduced after every micro-batch, as at stage 2 without a pipeline."""
     lockstep = config.zero_optimization.stage >= 2 and topology.pp == 1
     least, multiple = micro_batch_constraints(config.parallel, topology)
     whole = topology.pp > 1 or (config.compile.enabled is True and not lockstep)
@@ -84,7 +84,7 @@ def _check_weights(config: Config, topology: Topology) -> None:
 
 
 def _check_features(config: Config, topology: Topology) -> None:
-    """Refuses what assumes that ranks take equally many samples."""
+    """Refuses features that assume equally many samples on all ranks."""
     given, stage = config.parallel.shares, config.zero_optimization.stage
     remove = f"remove {KEY}"
     if config.engine == "reference":
@@ -127,7 +127,7 @@ def _check_units(rule: ShareRule) -> None:
 
 
 def _check_lockstep(rule: ShareRule, weights: list[float]) -> None:
-    """With a list, the division has to be what was asked for; "auto" has even weights here, and so always passes."""
+    """Refuses a list of shares that lockstep cannot divide as asked; "auto" has even weights here: it always passes."""
     wanted = largest_remainder(weights, rule.samples, least=1)
     count = -(-max(wanted) // rule.micro)
     if min(wanted) < count:

@@ -21,7 +21,7 @@ class StageDevices:
     """Devices of the pipeline ranks, by which decoder layers are divided into stages.
 
     Attributes:
-        speeds: of every pipeline rank, in any unit.
+        speeds: speed of every pipeline rank, in any unit.
         memory: bytes of every pipeline rank's device that tensors may take; None where it limits nothing.
     """
 
@@ -30,7 +30,7 @@ class StageDevices:
 
 
 def given_devices(parallel: ParallelSection, topology: Topology) -> StageDevices:
-    """What the config says; equal speeds where they are measured or absent."""
+    """Returns the config's devices; equal speeds where they are measured or absent."""
     speeds, memory = parallel.stage_speeds, parallel.stage_memory_gb
     if speeds is None or speeds == "measured":
         speeds = (1.0,) * topology.pp

@@ -13,11 +13,11 @@ from headrace.base.paths import PathOrUrl
 from headrace.base.section import Count, Index, Section
 
 LayerMap = Literal["uniform", "last"] | dict[str, Index]
-"""Which layer of the teacher a layer of the student is matched with; see `rules.distillation.layer_map`."""
+"""Rule that maps the student's layers to the teacher's; see `rules.distillation.layer_map`."""
 
 
 class MatchingSection(Section):
-    """What both kinds of matching have."""
+    """Keys of both kinds of matching."""
 
     weight: PositiveFloat = Field(
         1.0, description="Factor on the matching loss, which is added to that of the distillation, e.g. 1.0"

@@ -52,7 +52,7 @@ class TaskSection(Section):
 
     @property
     def label(self) -> str:
-        """Its name in the metrics."""
+        """The task's name in the metrics."""
         return self.name or Path(self.file or "").stem
 
     @field_validator("name")

@@ -16,18 +16,19 @@ class PipelineKind:
     """A pipeline schedule as rules, memory sizes and the planner see it.
 
     Attributes:
-        torch: its class in `torch.distributed.pipelining.schedules`.
+        torch: class in `torch.distributed.pipelining.schedules`.
         virtual_stages: a rank runs several (model chunks), on multiples of pp micro-batches.
-        any_number: it runs any number of micro-batches, not pp or more.
+        any_number: the schedule runs any number of micro-batches, not only pp or more.
         v_shaped: a rank has two virtual stages, of which the second ones are placed from the last rank back to the
             first, and runs any number of micro-batches from 2 pp.
-        overlaps: it runs the forward pass of a micro-batch in one stage beside the backward pass of another one in the
+        overlaps: a rank runs the forward pass of a micro-batch in one stage beside the backward pass of another one in
+            the
             other stage of the rank, where `parallel.ep_overlap` says so.
         splits_backward: gradients of weights are computed apart from those of inputs, and later.
-        bubble: over that of 1F1B with as many virtual stages.
+        bubble: bubble divided by that of 1F1B with as many virtual stages.
         in_flight: micro-batches of a step and pp -> micro-batches whose activations a rank keeps at one time; None:
             as many as 1F1B, which depends on the rank.
-        searched: the planner looks at it.
+        searched: whether the planner tries it.
     """
 
     torch: str
@@ -41,7 +42,7 @@ class PipelineKind:
     searched: bool = True
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The pipeline rank, of so many, that has a (virtual) stage."""
+        """The pipeline rank, one of `ranks`, that has a (virtual) stage."""
         lap, place = divmod(stage, ranks)
         return ranks - 1 - place if self.v_shaped and lap % 2 else place
 
@@ -74,7 +75,7 @@ SCHEDULES = {
         searched=False,  # its formula of memory is low on the first rank (docs/log.md, DualPipeV)
     ),
 }
-"""By `parallel.schedule`."""
+"""Pipeline schedules by `parallel.schedule`."""
 
 
 class LayoutSection(Section):
@@ -150,7 +151,7 @@ class LayoutSection(Section):
 
     @property
     def schedule_kind(self) -> PipelineKind:
-        """What its schedule is to rules, memory sizes and the planner."""
+        """The pipeline schedule as rules, memory sizes and the planner see it."""
         return SCHEDULES[self.schedule]
 
 

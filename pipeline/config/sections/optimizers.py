@@ -1,4 +1,4 @@
-"""The optimizers of a run: section `optimizer`, and what an optimizer is to all code but its `step`. No torch.
+"""The optimizers of a run: section `optimizer`, and optimizers as all code but their `step` sees them. No torch.
 
 A type is an entry of `KINDS` and a module beside `pipeline/engines/optim/lion.py`, which builds it: nothing else names
 it. The decision: docs/decisions/0015-optimizers.md.
@@ -19,12 +19,12 @@ _FP32_BYTES = 4
 
 
 class UpdateScope(StrEnum):
-    """What the update of one element of a parameter depends on."""
+    """Values on which the update of one element of a parameter depends."""
 
     ELEMENT = "element"
-    """On the values, gradients and states of that element alone: exact on any piece of a parameter."""
+    """Value, gradient and states of that element alone: exact on any piece of a parameter."""
     MATRIX = "matrix"
-    """On the whole matrix it is in (Muon): every layout has to gather the matrix before the update."""
+    """The whole matrix of the element (Muon): every layout has to gather the matrix before the update."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,18 @@ class OptimizerKind:
     Attributes:
         name: the `optimizer.type`.
         states: names of its state tensors, each fp32 and of the parameter's shape, as the optimizer names them.
-        defaults: of the `optimizer.params` that it takes beside lr and weight_decay; None: absent.
+        defaults: defaults of the `optimizer.params` that it takes beside lr and weight_decay; None: absent.
         aliases: other names of the type.
         counts_steps: whether it keeps a step counter (bias correction), the scalar `optimizer_step` of a checkpoint.
-        scope: what the update of an element depends on.
+        scope: values on which the update of an element depends.
         states_need: the parameter without which it keeps no states; torch's fused kernel wants those of all parameters.
-        state_beta: which of its betas is the decay rate of its first state; None: the gradient is added to it unscaled.
+        state_beta: index of the beta that is the decay rate of its first state; None: the gradient is added to it
+            unscaled.
         l2_decay: weight decay is added to the gradient, so that the first state contains it; else it is decoupled.
         sign_like: an element's update does not grow with its gradient: the rules of CompleteP hold.
         proof_lr: bounds of the learning rate of a proof: the weights of a tiny model change noticeably in a few steps,
             and a curve at a higher rate is chaotic, so that rounding alone tells two layouts apart.
-        usual_betas: what a refusal of betas suggests.
+        usual_betas: betas that a refusal of other ones suggests.
         rest: the kind of the parameters that are no hidden matrices, where the scope is `MATRIX`.
     """
 
@@ -82,7 +83,7 @@ class OptimizerKind:
         return _FP32_BYTES * (1 + len(self.states))
 
     def state_bytes(self, *, parameters: float, matrices: float) -> float:
-        """As `bytes_per_parameter`, of all parameters, so many of which are elements of hidden matrices."""
+        """Bytes of master weights and states of all parameters, `matrices` of which are elements of hidden matrices."""
         return matrices * self.bytes_per_parameter + (parameters - matrices) * self.of(matrix=False).bytes_per_parameter
 
     def __str__(self) -> str:
@@ -91,7 +92,7 @@ class OptimizerKind:
 
 
 _BETAS = (0.9, 0.999)
-"""DeepSpeed's; Lion's in its paper are 0.9 and 0.99."""
+"""DeepSpeed's default betas; Lion's in its paper are 0.9 and 0.99."""
 
 ADAMW = OptimizerKind(
     "AdamW",
@@ -143,7 +144,7 @@ KINDS = (
     ),
 )
 OPTIMIZERS = {name: kind for kind in KINDS for name in (kind.name, *kind.aliases)}
-"""By `optimizer.type`."""
+"""Optimizer kinds by `optimizer.type`."""
 
 LISTED = f"{', '.join(kind.name for kind in KINDS[:-1])} or {KINDS[-1].name}"
 
@@ -154,7 +155,7 @@ MOMENTS_BYTES: dict[str | None, float] = {None: 4, "fp32": 4, "bf16": 2, "8bit":
 
 
 def kind_of(optimizer: Mapping[str, Any]) -> OptimizerKind:
-    """The kind of an `optimizer` section: of a config as JSON, or of the manifest of a run or checkpoint.
+    """Returns the kind of an `optimizer` section in a config as JSON, or in the manifest of a run or checkpoint.
 
     Args:
         optimizer: `type` (AdamW without one) and `params`.
@@ -257,7 +258,7 @@ class OptimizerSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults(cls, raw: Any) -> Any:
-        """Parameters that are not given have the defaults of the type."""
+        """Fills in the type's defaults for parameters that are not given."""
         params = raw.get("params", {}) if isinstance(raw, Mapping) else None
         kind = raw.get("type", "AdamW") if isinstance(raw, Mapping) else None
         if not isinstance(params, Mapping) or not isinstance(kind, str):
@@ -270,7 +271,7 @@ class OptimizerSection(Section):
 
     @property
     def kind(self) -> OptimizerKind:
-        """What it is to all code but its `step`."""
+        """The optimizer as all code but its `step` sees it."""
         return kind_of(self.model_dump())
 
     @property

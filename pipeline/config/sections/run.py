@@ -284,7 +284,7 @@ class RunSection(Section):
 
     @property
     def local_dir(self) -> Path:
-        """Where the run works on this host: `dir`, or of a URL a directory below HEADRACE_CACHE."""
+        """The run's directory on this host: `dir`, or for a URL a directory below HEADRACE_CACHE."""
         return working_directory(self.dir)
 
 

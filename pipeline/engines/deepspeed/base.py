@@ -48,7 +48,7 @@ class DeepSpeedBase(EngineBase):
     _host_sums: Sequence[float] = ()
     _limits = NO_LIMITS
     _outcome: StepOutcome | None = StepOutcome.APPLIED
-    """Of the current step; None until it is decided."""
+    """Outcome of the current step; None until it is decided."""
 
     def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:  # noqa: ARG002
         set_up_deepspeed()  # zero.Init would not take over the process group
@@ -161,7 +161,7 @@ class DeepSpeedBase(EngineBase):
         return norm if norm >= 0 else math.inf
 
     def _means(self, sums: Tensor, step: StepBatch, host_values: HostValues) -> list[float]:
-        """Sums over this rank's micro-batches -> means over the targets of the step, before its update."""
+        """Turns sums over this rank's micro-batches into means over the targets of the step, before its update."""
         if self._qk_clip is not None:
             self._qk_clip.reduce()
         own = sums.double() if self._reports_loss else torch.zeros_like(sums, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Expert parallelism under DeepSpeed: what tells its engine that ranks hold different experts.
+"""Expert parallelism under DeepSpeed: tells its engine that ranks hold different experts.
 
 Gradients of experts are reduced, and ZeRO partitions them, over the ranks that hold the same ones (edp). DeepSpeed
 divides the sum by the number of data ranks, as for all other parameters. Its engine asks for a layer of its own to
@@ -47,20 +47,20 @@ def mark_expert(parameter: nn.Parameter) -> None:
 
 
 class ExpertMarker(AutoEPMoELayer):  # type: ignore[misc]
-    """Tells DeepSpeed's engine that its module has marked parameters. It has none itself, and never runs."""
+    """A module that tells DeepSpeed's engine of marked parameters. It has none itself, and never runs."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.num_experts = 0
 
     def set_deepspeed_parallelism(self, *_args: Any, **_options: Any) -> None:
-        """Nothing to do: the groups are `set_expert_groups`'s."""
+        """Does nothing: `set_expert_groups` has set the groups."""
 
 
 def split_experts(parameter_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups with those of experts apart, as ZeRO takes them.
+    """Separates the parameters of experts into groups of their own, as ZeRO takes them.
 
-    With expert parallelism they are twice as many on every rank, of which some may be empty.
+    With expert parallelism that makes twice as many groups on every rank, some of which may be empty.
     """
     split = [{**g, "params": [p for p in g["params"] if not is_moe_param(p)]} for g in parameter_groups]
     for name in groups._EXPERT_DATA_PARALLEL_GROUP:

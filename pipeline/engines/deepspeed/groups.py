@@ -15,7 +15,7 @@ class ModelParallelUnit:
     """This rank's groups. Building it is not collective: groups of one rank are created locally.
 
     Args:
-        mesh: without pipeline parallelism; `PipelineModule` has its own unit.
+        mesh: a mesh without pipeline parallelism; `PipelineModule` has its own unit.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -30,7 +30,7 @@ class ModelParallelUnit:
         return self._data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their global ranks."""
+        """Global ranks of the data ranks."""
         return dist.get_process_group_ranks(self._data)
 
     def get_data_parallel_world_size(self) -> int:
@@ -38,7 +38,7 @@ class ModelParallelUnit:
         return dist.get_world_size(self._data)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's index among them."""
+        """This rank's index among the data ranks."""
         return dist.get_rank(self._data)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
@@ -50,7 +50,7 @@ class ModelParallelUnit:
         return dist.get_world_size(self._tensor)
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's index among them."""
+        """This rank's index among the model-parallel ranks."""
         return dist.get_rank(self._tensor)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
@@ -62,17 +62,17 @@ class ModelParallelUnit:
         return dist.get_world_size(self._tensor)
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's index among them."""
+        """This rank's index among the tp ranks."""
         return dist.get_rank(self._tensor)
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """This rank alone."""
+        """The group of this rank alone."""
         return self._pipe
 
     def get_pipe_parallel_world_size(self) -> int:
-        """One stage."""
+        """Number of pipeline stages: one."""
         return 1
 
     def get_pipe_parallel_rank(self) -> int:
-        """The only stage."""
+        """Index of the only stage."""
         return 0

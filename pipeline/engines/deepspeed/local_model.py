@@ -25,10 +25,10 @@ from pipeline.models.build.rectangle import Rectangle
 
 @dataclass(frozen=True)
 class Zero3:
-    """What shards a parameter over the data group with ZeRO-3.
+    """Settings with which ZeRO-3 shards a parameter over the data group.
 
     Attributes:
-        config: DeepSpeed's.
+        config: DeepSpeed's own config.
         unit: the model-parallel unit (mpu); None when all ranks are the data group.
     """
 
@@ -54,7 +54,7 @@ def build_local_model(
         model: the full model, on meta.
         values: initial values of its parameters.
         mesh: this rank's coordinates and groups; None for one process.
-        device: of this rank.
+        device: this rank's device.
         stage: the pipeline stage to build; the full model when None.
         balancer: observes the experts' routers; None for a dense model.
         zero3: shards every parameter over its data ranks; None for other stages.
@@ -127,7 +127,7 @@ class _OwnPartition(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 def _fill(values: ParameterValues, name: str, device: torch.device, full: torch.Tensor, start: int, stop: int) -> None:
-    """Writes the values from one flat index to another into a parameter; computed are the rows that they lie in."""
+    """Writes the values from one flat index to another into a parameter; computes only the rows they lie in."""
     if start == stop:
         return
     if not full.ndim:

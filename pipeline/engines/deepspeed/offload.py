@@ -23,8 +23,8 @@ def swapped_in(optimizer: Any, index: int, *, write: bool) -> Iterator[None]:
 
     Args:
         optimizer: the engine's `optimizer`.
-        index: of the flat tensor.
-        write: write changes back to the disk at the end; otherwise they are lost.
+        index: the flat tensor's index.
+        write: whether changes are written back to the disk at the end; otherwise they are lost.
     """
     swapped = is_swapped(optimizer, index)
     if swapped:

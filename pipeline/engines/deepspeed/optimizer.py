@@ -35,11 +35,11 @@ def make_optimizer(
     Args:
         run: the resolved config.
         local_model: this rank's part of the model, materialized.
-        scales: how every parameter is updated, by name.
+        scales: factors on the optimizer's hyperparameters, by parameter name.
         model_group: the ranks that together hold the whole model; None when this rank does.
         expert_group: the ranks that together hold a layer's experts; None when this rank does.
         counts_unsharded: this rank counts the gradients of parameters that all tp ranks hold in full in the norm.
-        update_allowed: called before every update, when the gradient norm is known.
+        update_allowed: decides on every update; called before it, when the gradient norm is known.
     """
     section, named = run.config.optimizer, local_model.decoder.parameters_by_name()
     if run.config.zero_optimization.stage > 0:
@@ -70,7 +70,7 @@ def with_update_gate(optimizer: Opt, update_allowed: Callable[[], bool]) -> Opt:
     The optimizer keeps its class: DeepSpeed recognizes supported optimizers by their exact type.
 
     Args:
-        optimizer: its `step` is replaced.
+        optimizer: the optimizer, whose `step` is replaced.
         update_allowed: whether to update; must return the same value for all calls of one step.
     """
     update = optimizer.step

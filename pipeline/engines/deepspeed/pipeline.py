@@ -100,14 +100,14 @@ class DeepSpeedPipeline(DeepSpeedBase):
         self._engine.reset_activation_shape()
 
     def _alike(self, batches: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
-        """The batches in groups of one shape: a schedule has one."""
+        """Groups the batches by shape: a schedule has one."""
         for _, alike in groupby(batches, key=lambda micro: micro.input_ids.shape):
             while part := [micro.to(self._device) for micro in islice(alike, _EVALUATION_MICRO_BATCHES)]:
                 yield part
 
 
 def _pairs(batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The data iterator for DeepSpeed: ids for the first stage and labels for the last, whose module has its own."""
+    """Makes DeepSpeed's data iterator: ids for the first stage, labels for the last, whose module has its own."""
     return iter([(batch.input_ids, batch.labels) for batch in batches])
 
 
@@ -124,11 +124,11 @@ class _StageModule(nn.Module):
     """One pipeline stage, which takes a step's micro-batches in the order of their forward passes.
 
     Args:
-        decoder: of the stage.
-        device: of this rank.
+        decoder: the stage's decoder.
+        device: this rank's device.
 
     Attributes:
-        sums: of the loss and its parts over the micro-batches so far; zeros but on the last stage.
+        sums: sums of the loss and its parts over the micro-batches so far; zeros except on the last stage.
     """
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
@@ -158,11 +158,11 @@ class _PipelineModule(PipelineModule):  # type: ignore[misc]
         topology: sizes of the axes.
         own: this rank's stage.
         local_model: this rank's part of the model.
-        index: of this stage.
-        tied_group: see `parallel.mesh.tied_weights_group`.
+        index: this stage's index.
+        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
 
     Attributes:
-        optimizer: DeepSpeed's, set once it exists; gives access to the gradients.
+        optimizer: DeepSpeed's optimizer, set once it exists; gives access to the gradients.
     """
 
     optimizer: Any = None

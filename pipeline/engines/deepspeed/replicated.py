@@ -51,15 +51,15 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     Args:
         local_model: this rank's part of the model, materialized.
-        scales: how every parameter is updated, by name.
+        scales: factors on the optimizer's hyperparameters, by parameter name.
         section: the config's `optimizer`.
         clip: largest norm of the gradient; 0 is off.
-        norm_scope: see `NormScope`.
-        update_allowed: called before every update, when the norm is known; must return False if it is not finite.
+        norm_scope: parameters that this rank counts in the global gradient norm, and the groups that sum it.
+        update_allowed: decides on every update, when the norm is known; must return False if the norm is not finite.
 
     Attributes:
         masters: the fp32 master weights by Hugging Face name.
-        updating: the torch optimizer of them.
+        updating: the torch optimizer of the master weights.
         scale: loss scale of the current step.
         overflow: whether the last update was skipped.
     """
@@ -96,7 +96,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         return master.grad
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """What DeepSpeed averages over the data ranks, once per step: (gradients, expert gradients by group)."""
+        """Returns what DeepSpeed averages over the data ranks once per step: (gradients, expert gradients by group)."""
         tensor = self._local_model.tensor
         if tensor is not None:
             partial = sorted(tensor.partial_gradients & self.masters.keys())

@@ -56,7 +56,7 @@ class LocalState:
     """This rank's state, to save from or load into.
 
     Attributes:
-        named: under the keys of `checkpoint.named_state`; values are views, or copies of what is offloaded to a disk.
+        named: shards and tensors by key of `checkpoint.named_state`: views, or copies of what is offloaded to a disk.
         copies: index of a flat tensor on a disk -> copies of it and of its states.
     """
 
@@ -67,12 +67,12 @@ class LocalState:
 def collect_local_state(
     optimizer: Any, local_model: LocalModel, kind: OptimizerKind, *, matrices: Container[str]
 ) -> LocalState:
-    """This rank's state. What is offloaded to a disk is read into host memory.
+    """Collects this rank's state; reads what is offloaded to a disk into host memory.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
-        kind: of the optimizer that it wraps.
+        kind: kind of the wrapped optimizer.
         matrices: names of the parameters that it treats as hidden matrices.
     """
     flats = [_weight_and_states(optimizer, index, kind) for index in range(len(flat_tensors(optimizer)))]
@@ -146,12 +146,12 @@ def _kind_of(optimizer: Any, index: int, kind: OptimizerKind) -> OptimizerKind:
 def held_shards(
     optimizer: Any, local_model: LocalModel, forms: Mapping[str, Form]
 ) -> list[tuple[Tensor, list[HeldShard[Form]]]]:
-    """What this rank has of some parameters, by flat tensor: the same tensors in the same order on all data ranks.
+    """Lists this rank's shards of some parameters by flat tensor: all data ranks have the same tensors in one order.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
-        forms: name of each of them -> what is known of it; of more parameters, perhaps.
+        forms: name of each of them -> its form, e.g. its matrices; may include parameters of other ranks.
     """
     flats = flat_tensors(optimizer)
     held: list[tuple[Tensor, list[HeldShard[Form]]]] = [(flat, []) for flat in flats]
@@ -187,7 +187,7 @@ def replicas(
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
         mesh: this rank's coordinates and groups; None for one process.
-        tied_group: see `parallel.mesh.tied_weights_group`.
+        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
     """
     if mesh is None:
         return

@@ -87,7 +87,7 @@ class DeepSpeedZero(DeepSpeedBase):
 
 
 def _gather_in_recomputations(offload: Any) -> None:
-    """Keeps what ZeRO-3's hooks within a layer do out of what selective activation checkpointing counts.
+    """Hides the operators of ZeRO-3's hooks within a layer from selective activation checkpointing.
 
     A recomputation gathers weights that the forward pass still had, and torch knows no results of those operators.
     """

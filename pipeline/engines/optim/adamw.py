@@ -10,11 +10,11 @@ from pipeline.config.sections.optimizers import OptimizerParams
 from pipeline.engines.optim.small_moments import AdamWSmallMoments
 
 _DTYPES = {"bf16": torch.bfloat16, "8bit": torch.uint8}
-"""`moments_dtype` -> that of the state tensors."""
+"""`moments_dtype` -> dtype of the state tensors."""
 
 
 def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, fused: bool) -> torch.optim.Optimizer:
-    """Builds it of parameter groups; small moments have no fused kernel."""
+    """Builds AdamW from parameter groups; small moments have no fused kernel."""
     assert params.betas is not None
     assert params.eps is not None
     if params.moments_dtype is not None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline.config.sections.optimizers import OptimizerParams
 
 LR_SCALE = "lr_scale"
-"""Key of a parameter group: its learning rate divided by the run's; 1 when absent."""
+"""Key of a parameter group for its learning rate divided by the run's; 1 when absent."""
 MATRICES = "matrices"
-"""Key of a parameter group: true where its parameters are hidden matrices, which Muon treats as such."""
+"""Key of a parameter group that is true where Muon treats its parameters as hidden matrices."""
 
 
 @dataclass(frozen=True, order=True)
@@ -26,10 +26,10 @@ class UpdateScale:
     """Factors on the optimizer's hyperparameters for one parameter.
 
     Attributes:
-        weight_decay: on `weight_decay`: 0 for vectors.
-        lr: on the learning rate of every step.
-        eps: on AdamW's epsilon.
-        matrix: whether the optimizer treats it as a hidden matrix; false with one that knows no matrices.
+        weight_decay: factor on `weight_decay`; 0 for vectors.
+        lr: factor on the learning rate of every step.
+        eps: factor on AdamW's epsilon.
+        matrix: whether the optimizer treats the parameter as a hidden matrix; only Muon does.
     """
 
     weight_decay: float = 1.0
@@ -48,11 +48,11 @@ def parameter_groups(
 
     Args:
         parameters: the tensors that the optimizer updates, by Hugging Face name.
-        scales: of every parameter in the model.
+        scales: update scale of every parameter in the model, by name.
         params: the config's `optimizer.params`.
 
     Returns:
-        First those with weight decay. The same number and order on every rank: one may have no parameter here.
+        The groups, those with weight decay first. Number and order are the same on every rank: some may be empty here.
     """
     return [
         {
@@ -73,7 +73,7 @@ def _own_rate(params: OptimizerParams, scale: UpdateScale) -> float:
 
 
 def without_empty_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As many groups, none of them empty: an empty one takes a parameter, and the options, of the largest.
+    """Fills every empty group with a parameter, and the options, of the largest group.
 
     DeepSpeed's ZeRO reduces a norm for each group over the ranks that share the model, so that pipeline stages have to
     have equally many, and it takes no empty ones. Which group a parameter is in does not change its update.

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.sections.optimizers import OptimizerParams
 
 _ELEMENTS_AT_ONCE = 1 << 24
-"""Bound on the temporary tensor of an update: 64 MiB in fp32. One of the size of all gradients would take the memory
-that Lion saves against AdamW."""
+"""Bound on the temporary tensor of an update: 64 MiB in fp32. One as large as all gradients would take the memory that
+Lion saves against AdamW."""
 
 
 def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, fused: bool) -> Lion:  # noqa: ARG001
-    """Builds it of parameter groups; there is no fused kernel."""
+    """Builds Lion from parameter groups; there is no fused kernel."""
     assert params.betas is not None
     return Lion(groups, lr=lr, betas=params.betas)
 

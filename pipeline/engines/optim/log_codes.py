@@ -29,9 +29,9 @@ def encode(values: Tensor, *, signed: bool, random: Tensor | None) -> tuple[Tens
     AdamW divide by nearly nothing.
 
     Args:
-        values: fp32 [N]; not negative unless signed. Of a block that is not finite, as in a step that is vetoed, the
-            codes mean nothing, and no index is out of range.
-        signed: whether there are negative ones.
+        values: fp32 [N]; not negative unless signed. The codes of a block that is not finite, as in a vetoed step, mean
+            nothing, but no index is out of range.
+        signed: whether there are negative numbers.
         random: int32 [N], of which the lower 16 bits are random: up or down with the probabilities whose mean is the
             value. None rounds to the nearest.
 
@@ -55,7 +55,7 @@ def encode(values: Tensor, *, signed: bool, random: Tensor | None) -> tuple[Tens
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The numbers of codes: uint8 [N], fp32 [ceil(N / 256)] -> fp32 [N], exactly the same on every device."""
+    """Decodes uint8 [N] with scales fp32 [ceil(N / 256)] to fp32 [N], exactly the same on every device."""
     levels = codes.int()
     sizes = _table(signed, codes.device)[levels & (_SIGN - 1) if signed else levels]
     values = sizes * scales.repeat_interleave(CODE_BLOCK)[: codes.numel()]
@@ -63,7 +63,7 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """fp32: the size of every level relative to the scale, from 0 to 1. Computed in fp64, so alike on all devices."""
+    """Returns the size of every level relative to the scale, 0 to 1: fp32, from fp64, so alike on all devices."""
     levels = _SIGN if signed else 2 * _SIGN
     octaves = torch.arange(2 - levels, 1, dtype=torch.float64, device=device) / _PER_OCTAVE
     return torch.cat([torch.zeros(1, device=device), torch.exp2(octaves).float()])

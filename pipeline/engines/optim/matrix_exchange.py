@@ -2,8 +2,8 @@
 
 An update that depends on whole matrices (Muon's) is computed once per matrix, by an owner: shards of matrices go to
 their owners in one all-to-all, results come back to everyone who holds a part in another. Matrices are dealt over the
-ranks by the work that they are. One that a rank holds whole is computed there and not sent, unless that rank would then
-have more than its share.
+ranks by their work. One that a rank holds whole is computed there and not sent, unless that rank would then have more
+than its share.
 
 The exchange knows of a layout only what every rank holds: a flat range of a box of a parameter. That names a shard of
 FSDP2, ZeRO, tensor and expert parallelism alike. Ranks may hold copies, of which one is sent.
@@ -28,7 +28,7 @@ from pipeline.models.hidden_matrices import MatrixForm
 _ELEMENTS_AT_ONCE = 1 << 27
 """Elements of a rank's shards that one exchange moves: each copy is 256 MiB in bf16."""
 _OVER_SHARE = 1.1
-"""A rank computes the matrices that it holds whole up to so many times its share of the work."""
+"""Multiple of a rank's share of the work up to which it computes the matrices it holds whole."""
 
 
 Form = TypeVar("Form")
@@ -39,9 +39,9 @@ class HeldShard(Generic[Form]):
     """A rank's part of a parameter within one of its tensors.
 
     Attributes:
-        name: of the parameter.
-        form: what is known of the whole parameter, e.g. its matrices.
-        box: of the parameter in which the flat range is; all of it when None.
+        name: Hugging Face name of the parameter.
+        form: description of the whole parameter, e.g. its matrices.
+        box: box of the parameter that contains the flat range; the whole parameter when None.
         start: first flat index within the box.
         offset: first index in the flattened tensor.
         length: number of elements.
@@ -56,7 +56,7 @@ class HeldShard(Generic[Form]):
 
 
 Stored = tuple[str, int]
-"""A matrix as it is stored: parameter, and number of the expert within it."""
+"""A stored matrix: parameter, and number of the expert within it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Part:
         return self.rows, self.columns
 
     def of(self, matrix: Tensor) -> Tensor:
-        """The rectangle of a whole matrix."""
+        """Views the rectangle within a whole matrix."""
         return matrix.narrow(0, *self.rows).narrow(1, *self.columns)
 
 
@@ -91,9 +91,9 @@ class MatrixExchange:
     """Gathers, changes and returns matrices. Every rank of the group has the same tensors by index. Collective.
 
     Args:
-        tensors: what this rank holds, by tensor; an empty list where it holds nothing of one.
+        tensors: this rank's shards by tensor; an empty list for a tensor in which it has none.
         group: the ranks that together hold every matrix; None for this process alone.
-        work: of a parameter's matrices: the measure by which they are dealt, e.g. FLOPs.
+        work: form of a parameter -> work of each of its stored matrices, e.g. FLOPs, by which they are dealt.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class MatrixExchange:
             yield made
 
     def _divided(self, indices: Sequence[int]) -> Iterator[set[str]]:
-        """Parameters that are exchanged together: no rank has over `_ELEMENTS_AT_ONCE` of them, or it is one alone."""
+        """Yields parameters to exchange together: one alone, or at most `_ELEMENTS_AT_ONCE` elements on any rank."""
         sizes: dict[str, list[int]] = {}
         for rank, _, shard in self._shards(indices):
             sizes.setdefault(shard.name, [0] * len(self._held))[rank] += shard.length
@@ -153,7 +153,7 @@ class MatrixExchange:
         yield chosen
 
     def _shards(self, indices: Sequence[int]) -> Iterator[tuple[int, int, HeldShard[MatrixForm]]]:
-        """(rank, index of its tensor, shard), tensor by tensor."""
+        """Yields (rank, index of its tensor, shard), tensor by tensor."""
         for index in indices:
             yield from ((rank, index, shard) for rank, held in enumerate(self._held) for shard in held[index])
 
@@ -170,7 +170,7 @@ class MatrixExchange:
 
 
 def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored, _Part]]:
-    """The parts of matrices that a shard is, which lies in tensor `index`."""
+    """Divides a shard, which lies in tensor `index`, into parts of stored matrices."""
     inner, offset = shard.box.sizes if shard.box else shard.form.shape, shard.offset
     for rectangle in split_flat_range(inner, shard.start, shard.length):
         box = rectangle.shifted(shard.box.offsets) if shard.box else rectangle
@@ -186,9 +186,9 @@ class _Round:
 
     Args:
         holders: stored matrix -> rank -> its parts there.
-        forms: of the parameters.
-        work: that each matrix of a parameter is.
-        rank: this one, within the group.
+        forms: form of each parameter, by name.
+        work: parameter name -> work of each of its stored matrices, e.g. FLOPs.
+        rank: this process's rank within the group.
         load: the work of every rank in the rounds before.
 
     Attributes:
@@ -213,7 +213,7 @@ class _Round:
         self._owned = [stored for stored, owner in owners.items() if owner == rank]
 
     def _deal(self, work: dict[str, float]) -> dict[Stored, int]:
-        """Stored matrix -> its owner, the largest first. The same on all ranks."""
+        """Assigns every stored matrix to an owner, the largest first. The same on all ranks."""
         total = sum(self.load) + sum(work[name] for name, _ in self._holders)
         limit = _OVER_SHARE * total / len(self.load)
         least = [(load, rank) for rank, load in enumerate(self.load)]
@@ -236,7 +236,7 @@ class _Round:
         return len(parts) == 1 and parts[0].rectangle == ((0, m), (0, n))
 
     def _senders(self, stored: Stored, owner: int, *, ranks: int) -> Iterator[_Sent]:
-        """The parts that together are the matrix; nothing where the owner has it whole."""
+        """Yields the parts that make up the matrix; nothing where the owner has it whole."""
         if self._is_whole(owner, stored):
             return
         taken: set[tuple[tuple[int, int], tuple[int, int]]] = set()
@@ -247,7 +247,7 @@ class _Round:
                     yield rank, owner, stored, part
 
     def _receivers(self, stored: Stored, owner: int) -> Iterator[_Sent]:
-        """The parts of everyone who has one, but for an owner that has the matrix whole."""
+        """Yields the parts of every rank that has one, except an owner that has the matrix whole."""
         for rank, parts in self._holders[stored].items():
             if rank != owner or not self._is_whole(owner, stored):
                 yield from ((owner, rank, stored, part) for part in parts)
@@ -289,16 +289,16 @@ def _values(tensors: dict[int, Tensor], part: _Part) -> Tensor:
 
 
 _Sent = tuple[int, int, Stored, _Part]
-"""(from rank, to rank, matrix, part of it)."""
+"""One transfer: (from rank, to rank, matrix, part of it)."""
 
 
 class _Leg:
     """One all-to-all of parts.
 
     Args:
-        rank: this one.
-        ranks: of the group.
-        rows: what all ranks send, in an order that is the same on all of them.
+        rank: this process's rank within the group.
+        ranks: number of ranks in the group.
+        rows: transfers between all ranks, in the same order on all of them.
     """
 
     def __init__(self, rank: int, ranks: int, rows: Iterator[_Sent]) -> None:
@@ -324,7 +324,7 @@ class _Leg:
         like: Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Sends what `read` returns of every part; gives what came to `write`, in the shape of the part."""
+        """Sends what `read` returns for every part, and passes what arrives to `write`, in the shape of the part."""
         if not self._used:
             return
         sent = [read(stored, part).reshape(-1) for stored, part in self._out]

@@ -32,12 +32,12 @@ MOMENTUM, STEP = "momentum_buffer", "step"
 
 
 def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, fused: bool) -> Muon:
-    """Builds it of parameter groups."""
+    """Builds Muon from parameter groups."""
     return Muon(groups, params, lr=lr, fused=fused)
 
 
 class Muon(torch.optim.AdamW):
-    """Groups with a true `matrices` get Muon's update, the others AdamW's.
+    """Muon for groups with a true `matrices`, AdamW for the others.
 
     Until `bind_matrices` has said what its tensors hold, a step changes nothing: DeepSpeed makes one to allocate state.
 
@@ -48,7 +48,8 @@ class Muon(torch.optim.AdamW):
         fused: use torch's fused AdamW.
 
     Attributes:
-        grad_scale, found_inf: as torch's fused optimizers take them, for both parts.
+        grad_scale, found_inf: fp32 scalars on the device, or None: divisor of all gradients, and 1 where nothing
+            changes.
     """
 
     grad_scale: Tensor | None = None
@@ -71,22 +72,22 @@ class Muon(torch.optim.AdamW):
     def bind_matrices(
         self, held: Sequence[tuple[Tensor, Sequence[HeldShard[MatrixForm]]]], group: dist.ProcessGroup | None
     ) -> None:
-        """Says what of which matrices the tensors of the groups hold. Collective.
+        """Sets which parts of which matrices the tensors of the groups hold. Collective.
 
         Args:
-            held: the tensors that have a gradient, the same in the same order on all ranks of the group, and what this
-                rank has in each. Those of other groups have none.
+            held: the tensors that have a gradient, in the same order on all ranks of the group, and this rank's shards
+                in each; none in tensors of other groups.
             group: the ranks that together have every matrix; None for one process.
         """
         self._index = {id(tensor): index for index, (tensor, _) in enumerate(held)}
         self._exchange = MatrixExchange([shards for _, shards in held], group, work=self._work)
 
     def bind_whole(self, parameters: Mapping[str, Tensor], matrices: Mapping[str, MatrixForm]) -> None:
-        """Says the same where this process has all parameters whole.
+        """Calls `bind_matrices` for a process that has all parameters whole.
 
         Args:
             parameters: the tensors of the groups by parameter name; those that require no gradient stay as they are.
-            matrices: see `models.hidden_matrices`.
+            matrices: forms of the hidden matrices, by parameter name.
         """
         trained = {name: p for name, p in parameters.items() if name in matrices and p.requires_grad}
         held = [
@@ -96,11 +97,11 @@ class Muon(torch.optim.AdamW):
         self.bind_matrices(held, None)
 
     def bind_clip(self, clip: QkClip, held: Sequence[tuple[Tensor, Sequence[HeldShard[HeadRows]]]]) -> None:
-        """Says what of queries and keys the tensors of the groups hold, which QK-Clip scales after each step.
+        """Sets which rows of queries and keys the tensors of the groups hold, for QK-Clip to scale after each step.
 
         Args:
-            clip: has the largest logits before a step.
-            held: tensors of the groups, and what this rank has in each.
+            clip: the run's QK-Clip, which has the largest logits before a step.
+            held: tensors of the groups, and this rank's shards in each.
         """
         self._clip, self._clipped = clip, {id(tensor): shards for tensor, shards in held}
 
@@ -138,7 +139,7 @@ class Muon(torch.optim.AdamW):
             parameter.copy_(new if vetoed is None else torch.where(vetoed, parameter, new))
 
     def _direction(self, parameter: Tensor, vetoed: Tensor | None) -> Tensor:
-        """u, after the momentum has taken in the gradient; what is sent of it."""
+        """Updates the momentum with the gradient; returns u in the dtype in which it is sent."""
         state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -15,14 +15,14 @@ from torch import Tensor
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the polynomial: the steepest slope at zero (Jordan et al.)."""
 NS_STEPS = 5
-"""As published."""
+"""Iterations, as published."""
 _SMALLEST_NORM = 1e-7
 _ELEMENTS_AT_ONCE = 1 << 27
-"""Bound on a batch of matrices: the iteration holds it, a product of it and two squares of its smaller dim."""
+"""Bound on the elements of a batch: the iteration holds it, a product of it and two squares of its smaller dim."""
 
 
 def newton_schulz(matrices: Tensor, *, steps: int) -> Tensor:
-    """[..., m, n] -> about the nearest semi-orthogonal matrices, of the same shape and dtype, in which it computes.
+    """Approximates the nearest semi-orthogonal matrices of [..., m, n], in its shape and dtype.
 
     Norms are in fp32. A matrix of zeros stays one.
     """
@@ -37,7 +37,7 @@ def newton_schulz(matrices: Tensor, *, steps: int) -> Tensor:
 
 
 def orthogonalize(matrices: Sequence[Tensor], *, steps: int) -> list[Tensor]:
-    """The same of many matrices [..., m, n], those of equal shape in one batch of products."""
+    """Orthogonalizes many matrices [..., m, n], those of equal shape in one batch of products."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(tuple(matrix.shape[-2:]), []).append(index)
@@ -52,7 +52,7 @@ def orthogonalize(matrices: Sequence[Tensor], *, steps: int) -> list[Tensor]:
 
 
 def flops(outputs: int, inputs: int, *, steps: int = NS_STEPS) -> int:
-    """Floating-point operations of one matrix: of m x n, m <= n, each step takes 4 m^2 n + 2 m^3."""
+    """Floating-point operations for one matrix: with m x n, m <= n, each step takes 4 m^2 n + 2 m^3."""
     m, n = sorted((outputs, inputs))
     return steps * (4 * m * m * n + 2 * m**3)
 
@@ -62,7 +62,7 @@ def update_scale(outputs: int, inputs: int, *, rule: str) -> float:
 
     Args:
         outputs: rows of the matrix.
-        inputs: its columns.
+        inputs: columns of the matrix.
         rule: `match_rms_adamw`: a step as large as AdamW's, so that its learning rates and weight decays hold (Liu et
             al. 2025, Moonlight, arXiv:2502.16982, section 2.2); `original`: that of Jordan et al.
     """

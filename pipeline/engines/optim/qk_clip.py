@@ -31,12 +31,12 @@ _METRICS = ("largest_attention_logit", "clipped_heads")
 
 
 class QkClip:
-    """The largest logits of a step, and what they do to the weights.
+    """Largest attention logits of a step, and the scaling of weights that they cause.
 
     Args:
-        model: whole, on meta.
-        threshold: of the largest logits.
-        device: of this rank.
+        model: the full model, on meta.
+        threshold: largest logit of a head that is not clipped.
+        device: this rank's device.
         tp: (size of the tp axis, this rank's coordinate on it).
 
     Attributes:
@@ -57,7 +57,7 @@ class QkClip:
             }
         self._own: list[tuple[int, Tensor]] = []
         self._largest = torch.empty((len(modules), max(each.key_heads for each in modules)), device=device)
-        """fp32 [L, K]: of the current step, over all ranks, once it is reduced."""
+        """Largest logits of the current step, fp32 [L, K]; over all ranks once `reduce` was called."""
 
     def attach(self, causal: nn.Module) -> None:
         """Watches the attention modules of this rank's part of the model."""
@@ -76,7 +76,7 @@ class QkClip:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """The largest logits of the step's forward passes over all ranks; before its update. Collective."""
+        """Reduces the largest logits of the step's forward passes over all ranks, before the update. Collective."""
         self._largest.fill_(-torch.inf)
         for index, largest in self._own:
             self._largest[index].narrow(0, self._tp_rank * len(largest), len(largest)).copy_(largest)
@@ -84,12 +84,12 @@ class QkClip:
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
 
     def scale(self, tensor: Tensor, shards: Sequence[HeldShard[HeadRows]], *, vetoed: Tensor | None) -> None:
-        """Scales what a tensor of the optimizer has of queries and keys, in place.
+        """Scales the queries and keys that a tensor of the optimizer holds, in place.
 
         Args:
-            tensor: fp32, contiguous.
-            shards: what it has.
-            vetoed: bool scalar: the step changes nothing; None: it does.
+            tensor: the optimizer's tensor, fp32, contiguous.
+            shards: parts of query and key parameters that the tensor holds.
+            vetoed: whether the step changes nothing, bool scalar; None: it is applied.
         """
         factors = torch.where(self._clipped(vetoed), self._threshold / self._largest, 1.0)
         flat = tensor.view(-1)
@@ -104,13 +104,13 @@ class QkClip:
                 part.mul_(of_module[heads].pow(powers).view(shape))
 
     def end_step(self, *, targets: int, vetoed: Tensor | bool) -> Tensor:  # noqa: ARG002
-        """fp64 [2] on the device, which `parts` names. See `base.StepMeasure`."""
+        """Returns fp64 [2] on the device, which `parts` names. See `base.StepMeasure`."""
         kept = torch.as_tensor(vetoed, device=self._device)
         return torch.stack([self._largest.max().double(), self._clipped(kept).sum().double()])
 
     @staticmethod
     def parts(values: Sequence[float]) -> dict[str, float]:
-        """What `end_step` returned, by name.
+        """Names the values that `end_step` returned.
 
         `largest_attention_logit` (of all heads, over the global batch, with the weights before the update) and
         `clipped_heads` (key heads whose weights were scaled).
@@ -118,7 +118,7 @@ class QkClip:
         return dict(zip(_METRICS, values, strict=True))
 
     def _clipped(self, vetoed: Tensor | None) -> Tensor:
-        """bool [L, K]. No comparison is true of NaN, with which no step is applied."""
+        """Returns the heads to scale, bool [L, K]; none where the logit is NaN, with which no step is applied."""
         over = self._largest > self._threshold
         return over if vetoed is None else over & ~vetoed
 
@@ -131,7 +131,7 @@ def make_qk_clip(
     Args:
         section: the config's `optimizer`.
         model: the full model, on meta.
-        device: of this rank.
+        device: this rank's device.
         mesh: this rank's coordinates; None for one process.
     """
     threshold = section.params.qk_clip
@@ -142,7 +142,7 @@ def make_qk_clip(
 
 
 def whole_rows(parameters: Mapping[str, Tensor], clip: QkClip) -> list[tuple[Tensor, list[HeldShard[HeadRows]]]]:
-    """What a process has of queries and keys that has all of these parameters whole, as `Muon.bind_clip` takes it."""
+    """Lists the queries and keys of a process that has all of these parameters whole, for `Muon.bind_clip`."""
     return [
         (tensor, [HeldShard(name, clip.rows[name], None, 0, 0, clip.rows[name].numel)])
         for name, tensor in parameters.items()

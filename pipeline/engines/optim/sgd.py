@@ -10,6 +10,6 @@ from pipeline.config.sections.optimizers import OptimizerParams
 
 
 def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, fused: bool) -> torch.optim.Optimizer:
-    """Builds it of parameter groups."""
+    """Builds SGD from parameter groups."""
     momentum, nesterov = params.momentum or 0.0, bool(params.nesterov)
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused or None)

@@ -32,8 +32,8 @@ class AdamWSmallMoments(torch.optim.Optimizer):
     As fused AdamW it takes two attributes, fp32 tensors with one element on the parameters' device, or None:
 
     Attributes:
-        grad_scale: gradients are divided by it.
-        found_inf: where it is 1, a step changes nothing. The host reads neither.
+        grad_scale: divisor of the gradients.
+        found_inf: 1 where a step changes nothing. The host reads neither.
 
     Args:
         params: parameters or parameter groups; each parameter whole.
@@ -79,7 +79,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
         return states
 
     def moment(self, parameter: Tensor, name: str) -> Tensor:
-        """A moment as a checkpoint has it: an exact copy, fp32 of the parameter's shape, on the CPU."""
+        """Returns a moment as checkpoints store it: an exact copy, fp32 of the parameter's shape, on the CPU."""
         state = self.state[parameter]
         held: Tensor = state[name].cpu()
         if held.dtype != torch.uint8:
@@ -91,7 +91,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
         """Replaces a moment. What `moment` returned is held exactly; other numbers are rounded to the nearest.
 
         Args:
-            parameter: whose moment it is.
+            parameter: the parameter of the moment.
             name: `exp_avg` or `exp_avg_sq`.
             values: fp32, as many as the parameter has elements, on any device.
         """
@@ -138,7 +138,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
         skipped: Tensor | None,
         group: dict[str, Any],
     ) -> None:
-        """The update of elements `first` to `first + n - 1` of a parameter; all tensors are flat."""
+        """Updates elements `first` to `first + n - 1` of a parameter; all tensors are flat."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
@@ -163,7 +163,7 @@ class _Moment:
 
     @classmethod
     def of(cls, state: dict[str, Tensor], name: str, *, first: int) -> _Moment:
-        """The elements of an update that begins with element `first`."""
+        """Takes the piece of a moment for the update that begins with element `first`."""
         held = [state[name].view(-1)[first : first + _ELEMENTS_AT_ONCE]]
         if _scales(name) in state:
             assert _ELEMENTS_AT_ONCE % CODE_BLOCK == 0
@@ -171,13 +171,13 @@ class _Moment:
         return cls(tuple(held), name == _MEAN)
 
     def values(self) -> Tensor:
-        """The numbers, fp32: a tensor of its own."""
+        """Returns the numbers as a new fp32 tensor."""
         if len(self.held) == 1:
             return self.held[0].float()
         return decode(*self.held, signed=self.signed)
 
     def rounded(self, values: Tensor, random: Tensor) -> tuple[Tensor, ...]:
-        """What would be held of other numbers."""
+        """Rounds other numbers to what is held in their place."""
         if len(self.held) == 1:
             return (round_stochastically(values, random),)
         return encode(values, signed=self.signed, random=random)
@@ -193,9 +193,9 @@ def random_bits(count: int, *, first: int, step: Tensor) -> Tensor:
     A finalizer of 32 bits with two multiplications, "lowbias32" by C. Wellons; arithmetic wraps around.
 
     Args:
-        count: of elements.
-        first: number of the first.
-        step: whole number, scalar on the device.
+        count: number of elements.
+        first: index of the first element.
+        step: step counter, a scalar on the device.
     """
     numbers = torch.arange(first, first + count, device=step.device, dtype=torch.int64)
     bits = (numbers * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA6B).to(torch.int32)

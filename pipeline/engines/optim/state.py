@@ -1,4 +1,4 @@
-"""The state of an optimizer: created before its first step, its step counter, what a checkpoint has of it."""
+"""The state of an optimizer: its creation before the first step, and its step counter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTER = "step"
 def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: OptimizerKind) -> dict[str, Tensor]:
     """The state of one parameter; created as torch does at the first step if it does not exist yet.
 
-    Zeros are what every optimizer of `config.optimizers` begins with: SGD's first momentum is the gradient itself,
+    Every optimizer of `config.sections.optimizers` begins with zeros: SGD's first momentum is the gradient itself,
     which momentum x 0 + gradient is too, as it has no dampening here.
     """
     state: dict[str, Tensor] = optimizer.state[parameter]

@@ -41,9 +41,9 @@ _SAVED_OPERATORS = {
     torch.ops._c10d_functional.all_to_all_single.default,
     host_sizes._opoverload,
 }
-"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. Repeated are the
-all-gathers of tensor parallelism, whose outputs are tp times what a rank has (for tp 8 more than all other
-recomputation saves), and the messages of ring attention, whose keys and values of other ranks nothing keeps."""
+"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. Recomputation
+repeats the all-gathers of tensor parallelism, whose outputs are tp times what a rank has (for tp 8 more than all other
+recomputation saves), and the messages of ring attention, since nothing keeps keys and values of other ranks."""
 
 
 WITHIN = "forward_within_checkpoint"
@@ -54,7 +54,7 @@ def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> N
     """Refuses activation checkpointing for a model whose layers do not support it.
 
     Raises:
-        ConfigError: it is enabled and not supported.
+        ConfigError: activation checkpointing is enabled and not supported.
     """
     if memory.activation_checkpointing != "none" and not _layers(model):
         kind = model.config.model_type  # type: ignore[union-attr]
@@ -68,12 +68,9 @@ def apply_activation_checkpointing(model: nn.Module, memory: MemorySection, *, r
     """Enables activation checkpointing in every n-th decoder layer of a model.
 
     Args:
-        model: whose layers are changed in place.
+        model: the model; its layers are changed in place.
         memory: the config's section.
-        random: its layers may draw random numbers (dropout, jitter of a router), which recomputation draws again.
-
-    Raises:
-        ConfigError: as `check_activation_checkpointing`.
+        random: the layers may draw random numbers (dropout, jitter of a router), which recomputation draws again.
     """
     if memory.activation_checkpointing == "none":
         return
@@ -104,7 +101,7 @@ def restores_results() -> bool:
 
 
 def not_restored() -> AbstractContextManager[Any]:
-    """Operators in this context are run in a recomputation, too, whether or not the forward pass has run them."""
+    """Context in which a recomputation runs operators again, whether or not the forward pass has run them."""
     return _pop_mode_temporarily() if restores_results() else nullcontext()
 
 

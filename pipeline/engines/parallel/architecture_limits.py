@@ -78,7 +78,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
 
 
 def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequence[StageLayers]) -> None:
-    """Refuses a pipeline stage without experts where the others would wait for its part of their norm for ever."""
+    """Refuses a pipeline stage without experts where the others would wait forever for its part of their norm."""
     config = run.config
     zero_1_in_bf16 = config.engine == "deepspeed" and config.zero_optimization.stage == 1 and config.bf16.enabled
     if run.topology.ep == 1 or not zero_1_in_bf16:

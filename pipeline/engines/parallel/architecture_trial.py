@@ -40,7 +40,8 @@ from pipeline.models.resize.shrink import shrink
 from pipeline.models.routers import has_experts
 
 TOLERANCE = 1e-4
-"""Relative to the largest logit, in fp32: another order of summation differs by 1e-6, another formula by 1e-2."""
+"""Largest difference as a share of the largest logit, in fp32: another order of summation differs by 1e-6, another
+formula by 1e-2."""
 
 _V, _T = 32, 16
 _BOUNDARY = 6
@@ -50,11 +51,11 @@ _DENSE = "use ZeRO or FSDP2 (parallel.tp 1, parallel.pp 1) without loss.chunk"
 
 
 def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
-    """Checks what the layout and features of a run need.
+    """Checks that the layout and features of a run compute a tiny model correctly.
 
     Args:
         run: the resolved config.
-        config: of the real model.
+        config: the real model's Hugging Face config.
 
     Raises:
         ConfigError: names what differs, and what to use instead.
@@ -131,7 +132,7 @@ def _tiny_model(config: PretrainedConfig, attention: str, *, length: int, needed
     """A tiny model of the architecture; None where none can be built and nothing depends on it.
 
     Raises:
-        ConfigError: it cannot be built, and the layout needs it.
+        ConfigError: the tiny model cannot be built, and the layout needs it.
     """
     try:
         return _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V, lengths=(length, _T)), attention)
@@ -158,7 +159,7 @@ def _check_causal(run: ResolvedRun, config: PretrainedConfig, tiny: _TinyModel) 
     """Refuses a model that sees later tokens. `is_decoder` does not tell: GPT-NeoX is a decoder, and has it false.
 
     Raises:
-        ConfigError: it does, or its forward pass fails.
+        ConfigError: the model sees later tokens, or its forward pass fails.
     """
     try:
         if not tiny.sees_later_tokens():
@@ -282,13 +283,13 @@ class _TinyModel:
             raise ConfigError(field, value, why=why, remedy=remedy)
 
     def logits(self, layout: DecoderLayout) -> Tensor:
-        """Computed by the decoder with a layout."""
+        """Computes the logits with the decoder in a layout."""
         model = self._build_for(layout)
         return self._decoder_logits(model, layout, MicroBatch(self._ids, self._ids))
 
     @torch.no_grad()
     def pipelined_logits(self, layout: DecoderLayout) -> Tensor:
-        """Computed by two pipeline stages."""
+        """Computes the logits in two pipeline stages."""
         layers = self._config.num_hidden_layers
         hidden, recorder = self._ids, _LogitsRecorder()
         for stage in split_layers([1.0] * layers, head=0.0, stages=2):
@@ -300,7 +301,7 @@ class _TinyModel:
         return recorder.logits
 
     def exchanged_logits(self) -> Tensor:
-        """Computed by the experts of expert parallelism, all on one rank."""
+        """Computes the logits with the experts of expert parallelism, all on one rank."""
         model = self._build(self._hf_attention)
         apply_expert_parallel(model, None, names={})
         return self._hf_logits(model, self._ids)
@@ -332,7 +333,7 @@ class _TinyModel:
         raise AssertionError("unreachable: a failure is raised as ConfigError")
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sequences that differ in their last token; also with end-of-text as both, should it be padding, too.
+        """Yields two sequences that differ in their last token; two more with padding, if end-of-text is padding, too.
 
         XLM takes any number of padding tokens for the end of a text, wherever they are.
         """
@@ -373,7 +374,7 @@ class _TinyModel:
         return self._build(ATTENTION_NAME if layout.own_attention else self._hf_attention)
 
     def _build(self, attention: str) -> nn.Module:
-        """A model of its own for the caller, who may change it."""
+        """Returns a model of the caller's own, which it may change."""
         if attention not in self._built:
             config = copy.deepcopy(self._config)  # which remembers the attention that a model is built with
             self._built[attention] = random_model(config, attention=attention).eval()

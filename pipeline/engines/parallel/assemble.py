@@ -40,10 +40,10 @@ class LocalModel:
 
     Attributes:
         decoder: the root module.
-        tensor: its tensor-parallel shards, or None.
+        tensor: tensor-parallel shards of this rank, or None.
         shapes: Hugging Face name -> full shape of every parameter of the decoder.
         experts: Hugging Face name -> this rank's experts, of every parameter that expert parallelism shards.
-        tied: names of which another pipeline stage holds a copy too (a head tied to the embedding).
+        tied: names of the parameters of which another pipeline stage holds a copy (a head tied to the embedding).
     """
 
     decoder: Decoder
@@ -129,7 +129,8 @@ def loss_chunk(run: ResolvedRun, config: PretrainedConfig) -> int | None:
 
     Args:
         run: the resolved config.
-        config: of the model; in a distillation the loss is chunked by default if its logits are its head's output.
+        config: the model's Hugging Face config; a distillation chunks the loss by default if the model's logits are its
+            head's output.
     """
     if run.config.loss.chunk is not None or run.config.distill is None or run.plain:
         return run.config.loss.chunk
@@ -144,7 +145,7 @@ class ShardedValues:
     """Values of this rank's tensor-parallel shards.
 
     Args:
-        values: of the full parameters.
+        values: values of the full parameters.
         local_model: defines the shards.
     """
 

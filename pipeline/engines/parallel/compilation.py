@@ -37,7 +37,7 @@ def compiles(section: CompileSection) -> bool:
 
 
 def eager(*, compiled: bool) -> AbstractContextManager[Any]:
-    """A block in which compiled layers run as they are: its passes have shapes that no graph was compiled for."""
+    """Context in which compiled layers run eagerly: its passes have shapes that no graph was compiled for."""
     stance: Any = torch.compiler.set_stance
     return stance("force_eager") if compiled else nullcontext()
 
@@ -63,7 +63,7 @@ def check_compile(section: CompileSection) -> None:
 
 
 def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
-    """What inductor would not find at the first step, and the package that has it."""
+    """Returns what inductor would not find at the first step, and the package that has it; None if nothing."""
     if on_gpu and importlib.util.find_spec("triton") is None:
         return "inductor writes GPU kernels in Triton, which is not installed", "triton"
     if on_gpu and "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
@@ -85,7 +85,7 @@ def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: boo
     Call it after all other changes but sharding.
 
     Args:
-        model: this rank's part, on any device.
+        model: this rank's part of the model, on any device.
         section: the config's `compile`.
         whole_graph: each layer must be one graph: a graph break is an error, since it would cost time in silence.
     """
@@ -103,7 +103,7 @@ def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: boo
 
 
 def compilation_clock(section: CompileSection) -> Callable[[], tuple[int, float]]:
-    """A function that returns the graphs compiled since its last call, and the seconds that took."""
+    """Makes a function that returns the graphs compiled since its last call, and the seconds that took."""
     return _clock().take if compiles(section) else lambda: (0, 0.0)
 
 

@@ -23,14 +23,14 @@ _LAYER: ContextVar[str] = ContextVar("layer")
 
 @dataclass(frozen=True)
 class NamingBackend:
-    """A backend of torch.compile that does what torch's of that name does, with errors that name the layer.
+    """A backend of torch.compile that wraps one of torch's, with errors that name the layer.
 
-    Equal ones share their graphs.
+    Equal backends share their graphs.
 
     Attributes:
         backend: a name that torch knows. The backward pass is named with inductor alone: other backends of torch make
             no kernels for it, so that there is nothing to fail.
-        mode: of inductor.
+        mode: inductor's mode, e.g. default.
     """
 
     backend: str
@@ -48,7 +48,7 @@ class NamingBackend:
 
 
 def _naming_compiler(layer: str) -> Callable[..., Any]:
-    """Inductor's compiler of one graph, whose failure in a backward graph names the layer."""
+    """Wraps inductor's compiler of one graph: a failure in a backward graph names the layer."""
     from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
@@ -63,10 +63,10 @@ def _naming_compiler(layer: str) -> Callable[..., Any]:
 
 
 def named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
-    """A compiled call with a `NamingBackend` whose failure names the layer, and the key that turns compilation off.
+    """Wraps a call compiled by a `NamingBackend`: a failure names the layer, and the key that turns compilation off.
 
     Raises:
-        ConfigError: when called; of a backward pass, when that is run.
+        ConfigError: the compilation fails, in the call; that of a backward pass, when it is run.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _refusal(what: str, error: Exception) -> ConfigError:
 
 
 def _without_incomplete_files(error: str) -> str:
-    """What to do about a file of inductor's cache that cannot be loaded: a compiler that was killed leaves one."""
+    """Returns a remedy if the error is a damaged file of inductor's cache: a compiler that was killed leaves one."""
     from torch._inductor.runtime.runtime_utils import cache_dir  # noqa: PLC0415
 
     folder = cache_dir()

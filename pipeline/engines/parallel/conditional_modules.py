@@ -30,7 +30,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
-    """The modules within a layer, an element of a list, that have a list of modules themselves: experts, perhaps."""
+    """Finds modules within a layer (an element of a list) that have a list of modules themselves: experts, perhaps."""
     stacks = [module for module in model.modules() if isinstance(module, (*_LISTS, nn.Sequential))]
     within = {part for each in stacks for layer in each.children() for part in layer.modules()}
     return [m for m in model.modules() if m in within and any(isinstance(child, _LISTS) for child in m.children())]
@@ -43,9 +43,9 @@ def complete_gradients(model: nn.Module) -> None:
 
 
 def _use_all(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A pre-hook: the backward pass of the block's input, its last part, finishes the gradients of all parameters.
+    """Pre-hook: the backward pass of the block's input, its last part, finishes the gradients of all parameters.
 
-    So they are finished in the same order on every rank, in which ZeRO-2 puts them into buckets.
+    They are finished in the same order on every rank, in which ZeRO-2 puts them into buckets.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     at = next((key for key, each in given.items() if isinstance(each, Tensor) and each.is_floating_point()), None)
@@ -56,7 +56,7 @@ def _use_all(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class _Used(torch.autograd.Function):
-    """Its first argument; the gradients of the others are zeros."""
+    """Returns its first argument; the gradients of the others are zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
@@ -69,10 +69,10 @@ class _Used(torch.autograd.Function):
 
 
 def conditional_blocks(config: PretrainedConfig) -> list[type[nn.Module]]:
-    """Classes of the smallest modules that run once whatever the data, and call others that depend on it.
+    """Finds the classes of the smallest modules that run once whatever the data, and call others depending on it.
 
     Args:
-        config: of the real model. Empty where no tiny model of its architecture can be built or run.
+        config: the real model's Hugging Face config. No class is found if no tiny model of it can be built or run.
     """
     try:
         tiny = random_model(shrink(config, divide=1, layers=2, vocab_size=_V))
@@ -95,7 +95,7 @@ def conditional_blocks(config: PretrainedConfig) -> list[type[nn.Module]]:
 
 @torch.no_grad()
 def _calls(model: nn.Module) -> list[Counter[str]]:
-    """For every input, how often each module is called."""
+    """Counts the calls of each module, for every input."""
     found: list[Counter[str]] = []
     hooks = [module.register_forward_pre_hook(partial(_count, found, name)) for name, module in model.named_modules()]
     for number in range(_INPUTS):

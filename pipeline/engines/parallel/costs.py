@@ -17,7 +17,7 @@ UPDATE_BYTES = {True: 54, False: 32}
 states: weight, gradient and two moments are read and written. One device in bf16 also joins and splits the master
 weights (8), widens the gradient (6) and writes the result (8)."""
 SMALL_MOMENTS_BYTES = 8
-"""How many fewer with moments in bf16."""
+"""Bytes fewer than `UPDATE_BYTES` with moments in bf16."""
 ACCUMULATION_BYTES = 10
 """Bytes per parameter and micro-batch where gradients of several are added up unsharded: one in bf16 to a sum in fp32.
 FSDP2 and ZeRO do so in a pipeline; elsewhere they reduce every micro-batch's."""
@@ -29,7 +29,7 @@ def update_bytes(run: ResolvedRun, parameters: int, experts: int = 0) -> float:
     Args:
         run: the resolved config.
         parameters: elements of the rank's part of the model, before it is sharded over data ranks.
-        experts: the same, of those that expert parallelism divides: they are sharded over the ranks that hold the same.
+        experts: elements that expert parallelism divides, which are sharded over the ranks that hold the same experts.
     """
     topology, count = run.topology, run.batch.accumulation
     each = UPDATE_BYTES[run.alone]
@@ -50,7 +50,7 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
     only the active experts of a token count. Source: as `models.count.measure`, forward pass only.
 
     Args:
-        model: on any device.
+        model: the full model, on any device.
         sequence_length: s.
     """
     config: Any = model.config
@@ -95,7 +95,7 @@ def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str
 
     Args:
         model: the full model, on any device.
-        stages: of the model, with their costs.
+        stages: the model's pipeline stages, with their costs.
     """
     total = sum(stage.cost for stage in stages)
     bytes_each = next(model.parameters()).element_size()

@@ -37,18 +37,18 @@ class TokenCounter(Protocol):
 
 @dataclass(frozen=True)
 class DecoderLayout:
-    """How a decoder is computed; none of it changes the result.
+    """Settings by which a decoder is computed; none changes the result.
 
     Attributes:
-        first: it has the embedding: its input is ids.
-        last: it has the head: its output is the loss.
-        tensor: its tensor-parallel shards, or None.
+        first: the decoder has the embedding: its input is ids.
+        last: the decoder has the head: its output is the loss.
+        tensor: tensor-parallel shards of this rank, or None.
         cp_attention: attention across the ranks of a sequence (context parallelism), or None.
         chunks: positions of the sequence that this rank holds (`topology.sequence_chunks`); all when empty.
         cp_size: ranks that share a sequence (cp).
         chunk: positions of each sample whose logits exist at the same time (chunked loss); all when None.
         own_attention: whether attention is that of `models.attention`, which takes a context, or Hugging Face's.
-        dtype: of queries, in which masks are made.
+        dtype: dtype of queries, in which masks are made.
     """
 
     first: bool = True
@@ -67,15 +67,15 @@ class Decoder(nn.Module):
 
     Args:
         causal: Hugging Face's `...ForCausalLM`, possibly sharded by `parallel.tensor` and `parallel.stages`.
-        layout: how it is computed.
+        layout: settings by which the decoder is computed.
         owners: canonical Hugging Face name -> the (module, attribute) pairs that hold the parameter.
 
     Raises:
         ValueError: a chunked loss, of a model whose head is no linear layer.
 
     Attributes:
-        balancer: told which tokens count, before every forward pass; None for a dense model.
-        record_attention: told what attention sees; see `features.recording`.
+        balancer: counter that is told before every forward pass which tokens count; None for a dense model.
+        record_attention: callback for the queries, keys and values of attention (`features.recording`); None otherwise.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
         return self._loss(self.gathered(hidden), batch, objective)
 
     def logits(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
-        """The logits [B, T, V], by the model's own forward pass: of a model that is not split over ranks."""
+        """Computes the logits [B, T, V] by the forward pass of the model, which must not be split over ranks."""
         arguments = self._attention_arguments(batch, inputs)
         logits: Tensor = self.causal(input_ids=inputs, **_cache_arguments(batch), **arguments).logits
         return logits
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
         return layout.first and layout.last and layout.tensor is None and layout.chunk is None
 
     def _routed_tokens(self, batch: MicroBatch) -> Tensor:
-        """Which tokens between the blocks are targets, bool [B, T / tp]: routers see hidden states of this shape."""
+        """Marks the tokens between the blocks that are targets, bool [B, T / tp]: the shape that routers see."""
         counted = batch.labels != IGNORE
         tensor = self.layout.tensor
         if tensor is None:

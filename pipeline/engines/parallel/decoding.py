@@ -34,11 +34,11 @@ class DecodingBatch(MicroBatch):
     cache: DynamicCache | None = None
 
     def to(self, _device: torch.device) -> DecodingBatch:
-        """Itself: it is made on its device."""
+        """Returns itself: it was made on its device."""
         return self
 
     def cache_arguments(self) -> dict[str, Any]:
-        """Arguments of a Hugging Face model."""
+        """Arguments of a Hugging Face model for its cache."""
         return {"use_cache": False} if self.cache is None else {"use_cache": True, "past_key_values": self.cache}
 
     def context(self, dtype: torch.dtype) -> AttentionContext:
@@ -48,7 +48,7 @@ class DecodingBatch(MicroBatch):
 
 @dataclass(frozen=True)
 class _DecodingContext(AttentionContext):
-    """Masks are made by the first layer of a kind, and kept in `masks`."""
+    """An attention context whose masks are made by the first layer of a kind, and kept in `masks`."""
 
     first: int = 0
     dtype: torch.dtype = torch.float32
@@ -71,15 +71,15 @@ def decoding_batch(
     cache: DynamicCache | None,
     multiple: int,
 ) -> DecodingBatch:
-    """The next forward pass, padded at its end to a multiple of positions, which tensor parallelism divides.
+    """Makes the input of the next forward pass, padded at its end so that `multiple` divides its positions.
 
     Args:
         ids: int64 [B, T], the new tokens.
-        positions: int64 [B, T], of the new tokens in their documents.
+        positions: int64 [B, T], positions of the new tokens in their documents.
         documents: int32 [B, first + T], or None for one document.
         first: position of the first new token in the sequence.
-        cache: see `DecodingBatch`; the caller crops the keys of the padding.
-        multiple: tp.
+        cache: keys and values of the positions before; the caller crops those of the padding. None without a cache.
+        multiple: number of tensor-parallel ranks.
     """
     padding = -ids.shape[1] % multiple
 

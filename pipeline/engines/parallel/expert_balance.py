@@ -48,8 +48,8 @@ class ExpertBalancer:
 
     Args:
         section: the config's `moe`.
-        routers: of the full model.
-        device: of this rank.
+        routers: the full model's routers.
+        device: this rank's device.
         exchanged: whether tokens go to other ranks' experts (expert parallelism).
     """
 
@@ -61,9 +61,9 @@ class ExpertBalancer:
         self._experts, self._device = routers[0].experts, device
         shape = (len(routers), self._experts)
         self._load = torch.full(shape, 1.0 / self._experts, device=device)
-        """fp32 [L, E]: f of the last applied step; uniform before the first."""
+        """Load f of the last applied step, fp32 [L, E]; uniform before the first."""
         self._sums = torch.zeros((2, *shape), dtype=torch.float64, device=device)
-        """Routed tokens and sums of probabilities of the current step."""
+        """Routed tokens and sums of probabilities of the current step, fp64 [2, L, E]."""
         self._biases: dict[str, tuple[int, nn.Module, Tensor]] = {}
         self._tokens: Tensor | None = None
         self._scale = 0.0
@@ -84,7 +84,8 @@ class ExpertBalancer:
         """Begins a step.
 
         Args:
-            scale: factor on the gradient of a sum over tokens in this step's backward passes, as that on the objective.
+            scale: factor on the gradient of a sum over tokens in this step's backward passes, the same as on the
+                objective.
         """
         self._scale = scale
         self._sums.zero_()
@@ -99,7 +100,7 @@ class ExpertBalancer:
         """Sums over all ranks; updates the state unless the step was vetoed. Collective; the host waits for nothing.
 
         Args:
-            targets: of the whole step.
+            targets: number of target tokens in the whole step.
             vetoed: whether the weights were left unchanged, bool scalar. The state stays as it was then, too.
 
         Returns:
@@ -117,7 +118,7 @@ class ExpertBalancer:
         return metrics if self._exchanges is None else torch.cat([metrics, self._most_rows(self._exchanges)])
 
     def _most_rows(self, own: Sequence[ExpertExchange]) -> Tensor:
-        """fp64 [1]: the rows of the busiest rank's experts, of all ranks, layers and micro-batches of the step."""
+        """Returns the most rows that any rank's experts got in a layer of a micro-batch of the step, fp64 [1]."""
         most = to_device([max((each.largest for each in own), default=0)], self._device)
         for each in own:
             each.largest = 0
@@ -126,7 +127,7 @@ class ExpertBalancer:
 
     @staticmethod
     def parts(values: Sequence[float]) -> dict[str, float]:
-        """What `end_step` returned, by name; empty where no token was routed.
+        """Names the values that `end_step` returned; empty where no token was routed.
 
         `load_balance_loss` (mean over layers, without its coefficient; 1 is uniform), `expert_max_violation` and
         `expert_mean_violation` (largest load / mean load - 1: of the worst layer, and the mean over layers; source:
@@ -197,7 +198,7 @@ class ExpertBalancer:
         self._sums[1, index] += (logits.float().softmax(-1) * tokens[:, None].float()).sum(0)
 
     def _metrics(self, load: Tensor, probabilities: Tensor, seen: Tensor) -> Tensor:
-        """fp64 [6]: the metrics of the layers that have routed tokens, and the number of these layers."""
+        """Returns the metrics of the layers that have routed tokens, and the number of these layers, fp64 [6]."""
         layers = seen.sum()
 
         def mean(values: Tensor) -> Tensor:
@@ -219,8 +220,8 @@ def make_balancer(
     Args:
         section: the config's `moe`.
         model: the full model, on meta.
-        device: of this rank.
-        exchanged: see `ExpertBalancer`.
+        device: this rank's device.
+        exchanged: whether tokens go to other ranks' experts (expert parallelism).
     """
     routers = find_routers(model)
     if not routers or len({router.experts for router in routers}) > 1:

@@ -27,7 +27,7 @@ _V, _T = 32, 16
 
 
 def check_experts(section: MoeSection, model: nn.Module) -> None:
-    """Checks that `moe.balance` can be done.
+    """Checks that `moe.balance` works for the model's architecture.
 
     Args:
         section: the config's `moe`.
@@ -61,8 +61,8 @@ def check_experts(section: MoeSection, model: nn.Module) -> None:
 
 
 def _failure(section: MoeSection, config: PretrainedConfig) -> str | None:
-    """Why a step of a tiny model does not count its tokens once per layer, or does not reach its routers; None if it
-    does."""
+    """Returns why a step of a tiny model does not count its tokens once per layer, or does not reach its routers; None
+    if it does."""
     try:
         tiny: Any = build_meta(
             shrink(config, divide=1, layers=2, vocab_size=_V), dtype=torch.float32, attn_implementation="eager"

@@ -40,14 +40,14 @@ from pipeline.models.build.rectangle import Rectangle
 from pipeline.models.routers import has_experts
 
 NAME = "headrace_ep"
-"""The `_experts_implementation`."""
+"""Name of our function for `_experts_implementation`."""
 
 _EXCHANGE = "expert_exchange"
 """Attribute of a module of experts: its `ExpertExchange`."""
 
 
 _ALIGNMENT = 16
-"""Bytes of which a row of both operands of `grouped_mm` is a multiple."""
+"""Bytes of which a row of either operand of `grouped_mm` has to be a multiple."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -97,15 +97,15 @@ class ExpertExchange(ABC):
     """The exchange of one layer's rows between the ranks that hold its experts.
 
     Args:
-        name: of the module of experts, for messages.
-        group: the ranks; None for this one alone.
+        name: name of the module of experts, for messages.
+        group: the ep ranks; None for this one alone.
         experts: E.
 
     Attributes:
-        product: of rows and experts; see `grouped_product`.
-        largest: rows of the largest M of a forward pass since it was set to 0.
+        product: function that multiplies rows by their experts' matrices; `grouped_product` by default.
+        largest: largest M of a forward pass since it was set to 0.
         imbalance: M / (N K) to assume on tensors without values (fake ones); None: M is read.
-        passes: another micro-batch's pass runs while rows are exchanged; None: the layer waits for them.
+        passes: runs another micro-batch's pass while rows are exchanged; None: the layer waits for them.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, *, experts: int) -> None:
@@ -124,17 +124,17 @@ class ExpertExchange(ABC):
 
         Args:
             hidden: tokens [N, D].
-            chosen: their experts, int64 [N, K].
-            weights: of these experts [N, K].
+            chosen: experts of the tokens, int64 [N, K].
+            weights: the router's weights of these experts [N, K].
 
         Returns:
             Rows [M, D] for the experts of this rank, sorted by expert; the number of each expert's rows, int64 [L]; and
-            what `combine` needs to know.
+            the argument `dispatched` of `combine`.
         """
 
     @abstractmethod
     def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
-        """What experts made of the rows [M, D] -> the tokens' weighted sums [N, D], on the ranks they came from."""
+        """Experts' outputs [M, D] -> the tokens' weighted sums [N, D], on the ranks that the tokens came from."""
 
     def received(self, rows: Tensor) -> Tensor:
         """Counts the rows [M, D] that this rank got, and returns them."""
@@ -156,7 +156,7 @@ class ExpertExchange(ABC):
             raise
 
     def _computed(self, module: Any, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [M, D] sorted by expert, of which each has `counts` [L] -> what the experts make of them."""
+        """Rows [M, D] sorted by expert, `counts` [L] for each -> the experts' outputs [M, D]."""
         ends = counts.cumsum(0, dtype=torch.int32)
         experts = torch.arange(self._local, device=rows.device)
         experts = experts.repeat_interleave(counts, output_size=len(rows)) if module.has_bias else experts
@@ -166,7 +166,7 @@ class ExpertExchange(ABC):
 
 
 class AllToAll(ExpertExchange):
-    """All-to-alls of torch.distributed; see `ExpertExchange`."""
+    """Exchange by all-to-alls of torch.distributed."""
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
         """See `ExpertExchange.dispatch`: rows by rank, and for each rank by expert, are sorted here."""
@@ -248,7 +248,7 @@ def attach_exchange(
     *,
     exchange: Callable[..., ExpertExchange] = AllToAll,
 ) -> ExpertExchange:
-    """Makes a module of experts compute by our function; the exchange that it has, where it does already."""
+    """Makes a module of experts compute by our function; returns its exchange, which may exist already."""
     if not hasattr(module, _EXCHANGE):
         setattr(module, _EXCHANGE, exchange(name, group, experts=module.num_experts))
         module.config = copy.copy(module.config)  # which other models may share
@@ -351,7 +351,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Rows in an order, whose inverse is given."""
+    """Puts rows in an order, whose inverse is given."""
     found: Tensor = _Permuted.apply(rows, order, inverse)
     return found
 

@@ -1,4 +1,4 @@
-"""What a decoder computes on the way, recorded during a forward pass: hidden states, queries, keys and values.
+"""Intermediate results of a decoder, recorded during a forward pass: hidden states, queries, keys and values.
 
 Recorded tensors are part of the autograd graph, so that a loss of them trains the layers before. With activation
 checkpointing they are kept all the same, and the recomputation in the backward pass records nothing.
@@ -23,11 +23,11 @@ from pipeline.models.decoder_layers import decoder_layers
 
 @dataclass(frozen=True)
 class WantedFeatures:
-    """Which layers are recorded.
+    """Layers that are recorded.
 
     Attributes:
-        hidden: layers of which the output is wanted.
-        attention: layers of which queries, keys and values are.
+        hidden: layers whose output is recorded.
+        attention: layers whose queries, keys and values are recorded.
     """
 
     hidden: frozenset[int] = frozenset()
@@ -52,10 +52,10 @@ class FeatureLoss(Protocol):
     """An objective that also compares features of the student; the decoder calls it after the loss of the logits."""
 
     wanted: WantedFeatures
-    """What is recorded of the student."""
+    """Layers of the student that are recorded."""
 
     def matched(self, features: Features, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What is added to the total, and the parts to report after those of the logits, detached."""
+        """Returns the loss to add to the total, and the parts to report after those of the logits, detached."""
         ...
 
 
@@ -68,7 +68,7 @@ class Recorded(Protocol):
 
 @contextmanager
 def recording(decoder: Recorded, wanted: WantedFeatures) -> Iterator[Features]:
-    """The features of the forward passes in this context; of several, those of the last."""
+    """Records the features of forward passes in this context; after several, those of the last."""
     features, layers = Features(), decoder_layers(decoder.causal)
     still = [True]
 

@@ -33,7 +33,7 @@ _EXPERTS_CAPABILITY = 9
 an error on Blackwell (pytorch/pytorch#187095, of compute capability 10.3)."""
 
 _EXPERTS_BLOCK = 16
-"""What the sizes of an expert's matrices are multiples of, in every recipe."""
+"""Number of which the sizes of an expert's matrices have to be multiples, in every recipe."""
 
 _EXPERTS = "fp8.experts"
 
@@ -42,13 +42,13 @@ _INSTALL = "pip install torchao (or headrace[fp8])"
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """The linear layers within decoder layers, and the modules of stacked experts.
+    """Division of linear layers and stacked experts within decoder layers into those that multiply in fp8 and others.
 
     Attributes:
         converted: names of the linear layers that multiply in fp8.
-        excluded: names of those whose sizes fp8 kernels do not take, and routers.
+        excluded: names of the linear layers whose sizes fp8 kernels do not take, and of routers.
         experts: names of the modules of experts whose grouped products are in fp8.
-        excluded_experts: names of the others; `experts` alone where they are no modules.
+        excluded_experts: names of the other modules of experts; `experts` alone where they are no modules.
     """
 
     converted: tuple[str, ...]
@@ -58,7 +58,7 @@ class Fp8Layers:
 
     @property
     def text(self) -> str:
-        """One line; numbers of layers are `*`."""
+        """One line on the layers; their numbers are `*`."""
         total = len(self.converted) + len(self.excluded)
         shown = f"{len(self.converted)} of {total} linear layers in decoder layers"
         if self.experts:
@@ -69,7 +69,7 @@ class Fp8Layers:
 
 
 def fp8_layers(section: Fp8Section, model: nn.Module, *, tp: int) -> Fp8Layers:
-    """Which layers of a full model multiply in fp8 in a layout. Tensor parallelism makes their sizes smaller."""
+    """Finds the layers of a full model that multiply in fp8 in a layout. Tensor parallelism makes them smaller."""
     styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
     divisors = {"colwise": (tp, 1), "rowwise": (1, tp)}
     block, converted, excluded = block_of(section), list[str](), list[str]()
@@ -91,7 +91,7 @@ def experts_in_fp8(section: Fp8Section, model: nn.Module) -> bool:
 
 
 def torchao_note() -> str | None:
-    """What a plan says of fp8 where torchao is not installed; None where it is."""
+    """Returns a plan's note on fp8 where torchao is not installed; None where it is."""
     return None if find_spec("torchao") else f"fp8 needs torchao, which is not installed here: {_INSTALL}."
 
 
@@ -100,7 +100,7 @@ def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool 
 
     Args:
         section: the config's `fp8`.
-        model: on meta.
+        model: the full model, on meta.
         tp: tensor-parallel ranks.
         packages: whether torchao has to be installed here.
 
@@ -129,8 +129,8 @@ def check_fp8_device(section: Fp8Section, device: torch.device, *, experts: bool
 
     Args:
         section: the config's `fp8`.
-        device: this rank's.
-        experts: see `experts_in_fp8`.
+        device: this rank's device.
+        experts: whether grouped products of experts are in fp8.
 
     Raises:
         ConfigError: the device is no GPU, too old for the recipe, or has no kernel for experts.
@@ -151,11 +151,11 @@ def check_fp8_capability(section: Fp8Section, found: tuple[int, int], *, name: s
     Args:
         section: the config's `fp8`.
         found: CUDA compute capability of the GPU.
-        name: of the GPU.
-        experts: see `experts_in_fp8`.
+        name: the GPU's name.
+        experts: whether grouped products of experts are in fp8.
 
     Raises:
-        ConfigError: it is too old for the recipe, or has no kernel for experts.
+        ConfigError: the GPU is too old for the recipe, or has no kernel for experts.
     """
     if not section.enabled or section.emulate:
         return
@@ -179,7 +179,7 @@ def apply_fp8(model: nn.Module, section: Fp8Section) -> None:
     sharding. Experts in fp8 compute by the function of expert parallelism without it, too.
 
     Args:
-        model: this rank's part, on any device.
+        model: this rank's part of the model, on any device.
         section: the config's `fp8`.
     """
     if not section.enabled:
@@ -200,7 +200,7 @@ def apply_fp8(model: nn.Module, section: Fp8Section) -> None:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
-    """Every linear layer within decoder layers, once, and whether it sees all tokens and chooses no experts."""
+    """Yields every linear layer within decoder layers once, and whether it sees all tokens and chooses no experts."""
     routers = {id(part) for router in find_routers(model) for part in router.module.modules()}
     seen: set[int] = set()
     for prefix, layer in model.named_modules():

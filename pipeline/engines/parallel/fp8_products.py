@@ -71,12 +71,12 @@ class Float8Scaling:
         self._products = convert_to_float8_training(template, config=self._config)[0].linear_mm_config
 
     def __call__(self, features: Tensor, weight: Tensor) -> Tensor:
-        """Their product; differentiable."""
+        """Multiplies features by a weight; differentiable."""
         output: Tensor = _ScaledProduct.apply(features, weight, self._products, self._config)
         return output
 
     def gathered_in_fp8(self, shard: Tensor) -> Tensor:
-        """A shard of a weight that FSDP2 gathers in fp8; it holds the same memory."""
+        """Wraps a shard of a weight, in the same memory, so that FSDP2 gathers it in fp8."""
         dtype = self._config.cast_config_weight.target_dtype
         wrapped: Tensor = WeightWithDynamicFloat8CastTensor(shard, self._products, dtype)
         return wrapped
@@ -90,7 +90,7 @@ class MxScaling:
         self._dim1 = MXFP8Dim1CastKernelChoice.TORCH if section.emulate else MXFP8Dim1CastKernelChoice.CUDA
 
     def __call__(self, features: Tensor, weight: Tensor) -> Tensor:
-        """Their product; differentiable. All operands are e4m3."""
+        """Multiplies features by a weight; differentiable. All operands are e4m3."""
         dtypes = (torch.float8_e4m3fn,) * 3
         kernels = (self._preference, MXFP8Dim0CastKernelChoice.TRITON, self._dim1)
         output: Tensor = mx_mm.apply(features, weight, *dtypes, 32, *kernels, ScaleCalculationMode.RCEIL, False)
@@ -98,7 +98,7 @@ class MxScaling:
 
 
 class GroupedScaling:
-    """Grouped products of experts, with one scale per row of what is multiplied, a power of two.
+    """Grouped products of experts, with one scale per row of either operand, a power of two.
 
     Output and gradient of the rows are in fp8 (e4m3). The gradient of the weights is in bf16: tensor cores take fp8
     operands with the dim that is summed over in order, here the rows of an expert, which would have to begin at a
@@ -151,7 +151,7 @@ def _scaled(rows: Tensor, weight: Tensor, ends: Tensor, *, emulate: bool, fast: 
 
 
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [..., I] -> in e4m3, row by row in memory, and what each row is to be multiplied by, fp32 [..., 1]."""
+    """Values [..., I] -> e4m3, row by row in memory, and the factor to multiply each row by, fp32 [..., 1]."""
     scale = tensor_to_scale(
         values,
         torch.float8_e4m3fn,
@@ -164,12 +164,12 @@ def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer with fp8 products; what a layer becomes, in place."""
+    """A linear layer with fp8 products, made from a layer in place."""
 
     scaling: Float8Scaling | MxScaling
 
     def forward(self, features: Tensor) -> Tensor:
-        """The product in the dtype of the features, and the bias in that dtype."""
+        """Features [..., I] -> outputs [..., O] in the dtype of the features, bias included."""
         out = self.scaling(features, self.weight)
         return out if self.bias is None else out + self.bias
 
@@ -185,7 +185,7 @@ class Fp8RowwiseLinear(RowwiseLinear):
 
 
 def to_fp8(linear: nn.Linear, scaling: Float8Scaling | MxScaling) -> None:
-    """Changes a layer in place."""
+    """Makes a layer compute its products in fp8, in place."""
     linear.__class__ = Fp8RowwiseLinear if isinstance(linear, RowwiseLinear) else Fp8Linear
     linear.scaling = scaling  # type: ignore[assignment]
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from pipeline.engines.parallel.experts import ExpertExchange
 
 Handle = tuple[Any, ...]
-"""Tensors and other values, which depend on the routing alone."""
+"""A kernel's record of a routing: tensors and other values, which depend on the routing alone."""
 
 
 class RowKernels(Protocol):
     """Kernels that exchange rows between the ranks of a group, for layers of equal sizes.
 
     Attributes:
-        dtype: of rows; weights are in fp32.
+        dtype: dtype of rows; weights are in fp32.
     """
 
     dtype: torch.dtype
@@ -52,13 +52,13 @@ class RowKernels(Protocol):
 
 
 class FusedExchange(ExpertExchange):
-    """The exchange by kernels.
+    """Exchange by kernels.
 
     Args:
-        name: see `ExpertExchange`.
-        group: the ranks.
+        name: name of the module of experts, for messages.
+        group: the ep ranks.
         experts: E.
-        kernels: of these ranks and experts.
+        kernels: kernels for these ranks and experts.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, *, experts: int, kernels: RowKernels) -> None:
@@ -108,7 +108,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _keep(ctx: Any, handle: Handle) -> None:
-    """Keeps a handle for the backward pass; its tensors as activations, of which a recomputation makes others."""
+    """Keeps a handle for the backward pass; its tensors as activations, which a recomputation replaces."""
     ctx.save_for_backward(*(part for part in handle if isinstance(part, Tensor)))
     ctx.handle = tuple(_TENSOR if isinstance(part, Tensor) else part for part in handle)
 
@@ -119,4 +119,4 @@ def _kept(ctx: Any) -> Handle:
 
 
 _TENSOR = object()
-"""In the place of a handle's tensor."""
+"""Placeholder for a handle's tensor."""

@@ -31,7 +31,7 @@ FP16_SCALE = 64.0
 
 
 class LossSums(Protocol):
-    """What an objective returns; see `engines.objective.Loss`."""
+    """Sums that an objective returns; see `engines.objective.Loss`."""
 
     @property
     def total(self) -> Tensor:
@@ -65,7 +65,7 @@ class LossFunction(Protocol):
 
 
 def total_and_parts(loss: LossSums) -> tuple[Tensor, ...]:
-    """(total, *parts)."""
+    """Returns (total, *parts)."""
     return (loss.total, *loss.parts)
 
 
@@ -76,7 +76,7 @@ class LossTask:
     Attributes:
         objective: the loss.
         labels: int64 [B, T].
-        extra_targets: of the objective, each [B, T, ...].
+        extra_targets: the objective's targets besides the labels, each [B, T, ...].
         vocabulary: this rank's shard of the vocabulary.
         rows: rows whose logits exist at a time.
     """
@@ -89,7 +89,7 @@ class LossTask:
 
 
 class FusedHead(nn.Linear):
-    """A head that returns logits, or when it is called with a `LossTask` the loss. What a linear layer becomes."""
+    """A head, made from a linear layer in place, that returns logits, or the loss when called with a `LossTask`."""
 
     compiled: Callable[..., Any] | None = None
     """The compiled `loss_and_gradient`; see `parallel.compilation`."""
@@ -110,7 +110,7 @@ def fuse_head(head: nn.Module) -> None:
     """Turns a linear layer into a `FusedHead`, in place: its parameters, names and hooks stay.
 
     Raises:
-        ValueError: it is not a linear layer.
+        ValueError: the head is not a linear layer.
     """
     if not isinstance(head, FusedHead):
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -126,7 +126,7 @@ def loss_and_gradient(
     vocabulary: VocabularyShard,
     scale: float,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(total, *parts), and `scale` times the gradient of the total in the dtype of the logits."""
+    """Returns (total, *parts), and `scale` times the gradient of the total in the dtype of the logits."""
     loss, gradient = objective.with_gradient(logits, labels, *extra_targets, vocabulary=vocabulary)
     if scale != 1.0:
         gradient.mul_(scale)
@@ -134,7 +134,7 @@ def loss_and_gradient(
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Its gradients are made in the forward pass; a backward pass only scales them, and can be repeated.
+    """A loss whose gradients are made in the forward pass; a backward pass only scales them, and can be repeated.
 
     A zero-bubble schedule runs it twice, for the gradients of the hidden states and of the weight.
     """
@@ -182,7 +182,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: LossTask) -> tuple[Tensor, ...]:
-    """(total, *parts), without any work for gradients."""
+    """Computes (total, *parts), without any work for gradients."""
     sums = []
     for rows, labels, *extra_targets in _chunks(hidden, task):
         logits = F.linear(rows, weight, bias).unsqueeze(0)
@@ -191,7 +191,7 @@ def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: LossTask) -
 
 
 def _chunks(hidden: Tensor, task: LossTask) -> list[tuple[Tensor, ...]]:
-    """(hidden states [r, D], labels [1, r], extra targets [1, r, ...]) of chunks that differ by few rows in size."""
+    """Splits into chunks of nearly equal size: (hidden states [r, D], labels [1, r], extra targets [1, r, ...])."""
     count = hidden.shape[:-1].numel()
     pieces = -(-count // task.rows)
     size = -(-count // pieces)
@@ -211,7 +211,7 @@ def _scaled(saved: Tensor | None, dtype: torch.dtype, factor: Tensor) -> Tensor 
 
 
 def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`total` plus left @ right, in `dtype`; of half precision, sums in fp32."""
+    """Adds left @ right to `total`, in `dtype`; with operands of half precision, sums are in fp32."""
     if left.dtype == dtype:
         # not addmm_, which torch's FLOP counter does not count
         return left @ right if total is None else torch.addmm(total, left, right, out=total)

@@ -29,7 +29,7 @@ from pipeline.engines.parallel.experts import AllToAll, ExpertExchange, expert_m
 from pipeline.engines.parallel.fused_exchange import FusedExchange, Handle, RowKernels
 
 _CAPABILITY = (9, 0)
-"""Both are written for Hopper's instructions (TMA)."""
+"""CUDA compute capability that both need: they are written for Hopper's instructions (TMA)."""
 
 
 class DeepEP:
@@ -148,11 +148,11 @@ class Package:
     """An exchange of a package.
 
     Attributes:
-        kernels: made of a group, `experts` and `tokens`.
-        file: within the package deep_ep, by which it is known without an import.
-        install: how to get it.
-        hidden: D is a multiple of it.
-        experts: E is a multiple of it.
+        kernels: makes the kernels from a group, `experts` and `tokens`.
+        file: file of the package deep_ep that shows, without an import, whether the exchange is installed.
+        install: source to install it from.
+        hidden: number of which D has to be a multiple.
+        experts: number of which E has to be a multiple.
         most_chosen: the largest K; None without one.
     """
 
@@ -172,7 +172,7 @@ PACKAGES = {
         HybridEP, "hybrid_ep_buffer.py", "branch hybrid-ep of github.com/deepseek-ai/DeepEP", hidden=16, experts=4
     ),
 }
-"""By `parallel.ep_exchange`; `all_to_all` is `AllToAll`."""
+"""Exchanges by `parallel.ep_exchange`; `all_to_all` is `AllToAll`."""
 
 _KEY = "parallel.ep_exchange"
 
@@ -242,7 +242,7 @@ def check_exchange_device(run: ResolvedRun, device: torch.device) -> None:
 
 
 def _package() -> Any:
-    """The package that has either, which few machines have."""
+    """Imports the package that has both exchanges, which few machines have."""
     return import_module("deep_ep")
 
 

@@ -31,12 +31,12 @@ def check_kept_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Refuses layers whose computation changes with their position.
 
     Args:
-        config: of the original model. One of which no tiny model can be built is left to other checks.
-        layers: `model.keep_layers`; in another order than the original's the logits are compared in the
-            original's, and in theirs that every layer finds its parameters.
+        config: the original model's Hugging Face config. If no tiny model of it can be built, other checks decide.
+        layers: `model.keep_layers`. Logits are compared in the original's order; in another order, it is only checked
+            that every layer finds its parameters.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: a tiny model with only these layers fails, or its logits differ.
     """
     wanted = sorted(layers)
     try:

@@ -36,9 +36,9 @@ def attention_forward(
     """Output [B, H, T, e] and log-sum-exp of the scores; 0 and minus infinity for a query that attends to no key.
 
     Args:
-        query, key, value: of a block.
+        query, key, value: queries, and keys and values of a block.
         scale: factor on the scores.
-        mask: which query attends to which key. `CAUSAL`: query t to keys 0 to t; T' is T then.
+        mask: keys that each query attends to. `CAUSAL`: query t to keys 0 to t; T' is T then.
     """
     if mask.blocks is not None:
         return flex_forward(query, key, value, scale=scale, mask=mask)
@@ -74,9 +74,9 @@ def attention_backward(
     """Gradients of query, key and value from one block of the keys; those of keys and values are fp32.
 
     Args:
-        grad: of `out`.
-        query, key, value, scale, mask: see `attention_forward`.
-        out, log_sum: of attention to all blocks: a probability is exp(score - log_sum), whatever its block.
+        grad: gradient of `out`.
+        query, key, value, scale, mask: arguments of `attention_forward`.
+        out, log_sum: results of attention to all blocks: a probability is exp(score - log_sum), whatever its block.
     """
     if mask.blocks is not None:
         flex = partial(flex_forward, scale=scale, mask=mask)
@@ -106,7 +106,7 @@ def attention_backward(
 def flex_forward(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask
 ) -> tuple[Tensor, Tensor]:
-    """As `attention_forward`, by FlexAttention. Differentiable on a GPU, in both outputs."""
+    """Computes `attention_forward` by FlexAttention. Differentiable on a GPU, in both outputs."""
     run, grouped = compiled_flex_attention(query, key), query.shape[1] != key.shape[1]
     lse = AuxRequest(lse=True)
     out, aux = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped, return_aux=lse)
@@ -123,14 +123,14 @@ def merged_backward(
     *,
     forward: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attention_backward`, of a kernel whose backward pass does not take the log-sum-exp of all blocks.
+    """Computes `attention_backward` by a kernel whose backward pass does not take the log-sum-exp of all blocks.
 
     FlexAttention's is for its own output and log-sum-exp, o_i and l_i. So they are computed again, and differentiated
     with the gradients that merging gives them: with w_i = exp(l_i - log_sum) and out = sum_i w_i o_i, that of o_i is
     w_i grad, and that of l_i is w_i grad . (o_i - out).
 
     Args:
-        grad, query, key, value, out, log_sum: see `attention_backward`.
+        grad, query, key, value, out, log_sum: arguments of `attention_backward`.
         forward: query, key and value of a block -> o_i and l_i; differentiable.
     """
     with torch.enable_grad():
@@ -144,7 +144,7 @@ def merged_backward(
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Tensors [..., d] or [..., e] as wide as the widest: zeros change no score, and no other column of the output."""
+    """Pads tensors [..., d] or [..., e] to the widest: zeros change no score, and no other column of the output."""
     width = max(each.shape[-1] for each in tensors)
     return [F.pad(each, (0, width - each.shape[-1])) if each.shape[-1] < width else each for each in tensors]
 
@@ -167,7 +167,7 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def math_forward(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """As `attention_forward`, in fp32 with plain matrix products."""
+    """Computes `attention_forward` in fp32 with plain matrix products."""
     scores = _scores(query, key, scale=scale, causal=causal)
     log_sum = scores.logsumexp(-1)
     return ((scores - log_sum.unsqueeze(-1)).exp() @ value.float()).to(query.dtype), log_sum
@@ -184,7 +184,7 @@ def math_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attention_backward`, in fp32. Source: Dao et al. 2022, FlashAttention (arXiv:2205.14135), appendix B.2."""
+    """Computes `attention_backward` in fp32. Source: Dao et al. 2022, FlashAttention (arXiv:2205.14135), B.2."""
     grad, delta = grad.float(), (grad.float() * out.float()).sum(-1, keepdim=True)
     p = (_scores(query, key, scale=scale, causal=causal) - log_sum.unsqueeze(-1)).exp()
     d_scores = p * (grad @ value.float().transpose(-1, -2) - delta) * scale
@@ -192,7 +192,7 @@ def math_backward(
 
 
 def _scores(query: Tensor, key: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """fp32 [B, H, T, T']."""
+    """Scales and masks the scores, fp32 [B, H, T, T']."""
     scores = query.float() @ key.float().transpose(-1, -2) * scale
     if not causal:
         return scores

@@ -29,7 +29,7 @@ class Mesh:
 
     Attributes:
         rank: global rank.
-        coordinates: on every axis.
+        coordinates: this rank's coordinate on every axis.
     """
 
     def __init__(self, topology: Topology, *, device_type: str, shard_size: int | None = None) -> None:
@@ -94,7 +94,7 @@ class Mesh:
         return self._device_mesh["replicate", "shard"]
 
     def expert_sharding_mesh(self) -> DeviceMesh:
-        """The device mesh for FSDP2 of the experts: as `sharding_mesh`, of the ranks that hold the same experts."""
+        """The device mesh for FSDP2 of the experts: that of the ranks that hold the same ones, as `sharding_mesh`."""
         assert self._experts is not None
         axes = ("edp_replicate", "edp_shard")
         return self._experts[axes] if self._experts[axes[0]].size() > 1 else self._experts[axes[1]]
@@ -106,7 +106,7 @@ class Mesh:
         return {"ep": self._experts["ep"].get_group(), "edp": self._experts["edp_shard"].get_group()}
 
     def _expert_mesh(self, device_type: str) -> DeviceMesh:
-        """(pp, edp_replicate, edp_shard, ep). An ep group is within a replica, unless nothing is sharded."""
+        """Makes the mesh (pp, edp_replicate, edp_shard, ep); ep groups lie within replicas if anything is sharded."""
         topology, data = self.topology, self.size("data")
         replicas = topology.edp if self._shard_size == 1 else data // self._shard_size
         sizes = (topology.pp, replicas, topology.edp // replicas, topology.ep)
@@ -114,14 +114,14 @@ class Mesh:
 
 
 def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) -> Mesh | None:
-    """The mesh of a run; None for one process. Collective. Arguments as `Mesh`."""
+    """Builds the mesh of a run; None for one process. Collective. Takes the arguments of `Mesh`."""
     if topology.world_size == 1:
         return None
     return Mesh(topology, device_type=device_type, shard_size=shard_size)
 
 
 def tied_weights_group(run: ResolvedRun) -> dist.ProcessGroup | None:
-    """The ranks of the first and the last stage of this rank's pipeline, which hold a copy of tied weights each.
+    """Groups the ranks of the first and the last stage of this rank's pipeline, which each hold a copy of tied weights.
 
     Collective. None without pipeline parallelism, on the ranks of the stages between, and where one rank has both.
     """

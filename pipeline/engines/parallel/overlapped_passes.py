@@ -29,10 +29,10 @@ def _nothing(_ending: int, _following: int) -> None: ...
 
 
 class OverlappedPasses:
-    """Runs pairs of passes.
+    """A runner of pairs of passes.
 
     Args:
-        switched: called with (the pass whose turn ends, the pass whose turn begins), between the two.
+        switched: callback between two turns, called with (the pass whose turn ends, the pass whose turn begins).
     """
 
     def __init__(self, *, switched: Callable[[int, int], None] = _nothing) -> None:
@@ -43,7 +43,7 @@ class OverlappedPasses:
         """Runs a forward pass beside a backward pass, which begins.
 
         Returns:
-            What `forward` returns.
+            The result of `forward`.
 
         Raises:
             BaseException: the first error of the two; the other pass ends at its next exchange.
@@ -61,7 +61,7 @@ class OverlappedPasses:
 
 
 class _Stopped(BaseException):
-    """Ends a pass whose other has failed."""
+    """Ends a pass when the other one of the pair has failed."""
 
 
 class _Pair:

@@ -57,7 +57,7 @@ def stage_lines(run: ResolvedRun, model: nn.Module) -> list[str]:
 
 
 class _Fit:
-    """What the devices of the pipeline ranks hold, by the formulas.
+    """Layers that the devices of the pipeline ranks can hold, by the formulas.
 
     Args:
         run: the resolved config, with a pipeline.
@@ -95,13 +95,13 @@ class _Fit:
         return _largest(start, self._layers, lambda end: self._holds(rank, [(start, end)]))
 
     def short(self, stages: Sequence[StageLayers]) -> dict[int, float]:
-        """Pipeline rank -> bytes that it lacks, of those that lack any."""
+        """Pipeline rank -> bytes that it lacks, for the ranks that lack any."""
         by_rank = (self._peak(rank, self._ranges(stages, rank)) for rank in range(self._pp))
         lacking = (peak - memory for peak, memory in zip(by_rank, self._memory, strict=True))
         return {rank: each for rank, each in enumerate(lacking) if each > 0}
 
     def error(self, stages: Sequence[StageLayers]) -> ConfigError:
-        """That no division fits: what every rank holds at most, and what it lacks of a division by speed alone."""
+        """Makes the error if no division fits: most layers of each rank, and bytes it lacks if only speed divides."""
         short = self.short(stages)
         most = [self._capacity(rank) for rank in range(self._pp)]
         lacks = ", ".join(

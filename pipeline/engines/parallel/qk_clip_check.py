@@ -29,11 +29,11 @@ from pipeline.models.resize.shrink import shrink
 
 _V, _T = 32, 16
 _FACTORS = (0.25, 64.0)
-"""The large one crosses a bound on queries and keys."""
+"""Factors that are tried: the large one crosses a bound on queries and keys."""
 
 
 def check_qk_clip(run: ResolvedRun, model: nn.Module) -> None:
-    """Refuses QK-Clip for an architecture in which it does not do what it says.
+    """Refuses QK-Clip for an architecture in which it does not scale the logits of a head alone.
 
     Args:
         run: the resolved config.
@@ -104,10 +104,10 @@ def _failure(config: PretrainedConfig, *, length: int) -> str | None:
 
 @torch.no_grad()
 def attention_logits(model: nn.Module) -> dict[Any, Tensor]:
-    """Unscaled products of queries and keys: layer -> [K, H / K, T, T], also of pairs that are not attended to.
+    """Computes unscaled products of queries and keys, attended to or not: layer -> [K, H / K, T, T].
 
     Args:
-        model: with `models.attention`, real.
+        model: a model that runs `models.attention`, not on meta.
     """
     found: dict[Any, Tensor] = {}
 
@@ -126,11 +126,11 @@ def scales_alone(model: nn.Module, heads: AttentionHeads, head: int, factor: flo
     """Whether a factor on a key head multiplies its logits, and no other head's of the layer.
 
     Args:
-        model: see `attention_logits`; unchanged afterwards.
-        heads: of an attention module.
+        model: a model that runs `models.attention`, not on meta; unchanged afterwards.
+        heads: heads of an attention module.
         head: the key head.
         factor: above 0.
-        logits: of the layer, as they are.
+        logits: the layer's `attention_logits` without the factor.
     """
     with _scaled(model, heads, head, factor):
         after = attention_logits(model)[_layer_of(model, heads)]
@@ -147,7 +147,7 @@ def _layer_of(model: nn.Module, heads: AttentionHeads) -> Any:
 
 @contextmanager
 def _scaled(model: nn.Module, heads: AttentionHeads, head: int, factor: float) -> Iterator[None]:
-    """A factor on a key head, by the rows of its queries and keys."""
+    """Context with a factor on a key head, by the rows of its queries and keys."""
     kept = {name: model.get_parameter(name).detach().clone() for name in heads.rows}
     for name, rows in heads.rows.items():
         factors = torch.where(rows.heads == head, factor**rows.powers, 1.0)

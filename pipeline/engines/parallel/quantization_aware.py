@@ -30,12 +30,12 @@ _FIELD = "quantization_aware"
 
 @dataclass(frozen=True)
 class LayerRounding:
-    """How a linear layer is rounded.
+    """Rounding of a linear layer.
 
     Attributes:
-        stored: to the numbers that the scheme stores.
-        limit: of what is stored, by which the largest value is divided to give the scale.
-        group: weights of a row that share a scale; None for the row.
+        stored: rounding to the numbers that the scheme stores.
+        limit: bound on the stored numbers, by which the largest value is divided to give the scale.
+        group: number of weights of a row that share a scale; None for the whole row.
         activations: whether each token's activations are rounded, too.
     """
 
@@ -45,11 +45,11 @@ class LayerRounding:
     activations: bool = False
 
     def weights(self, weight: Tensor) -> Tensor:
-        """[O, I] as it is stored."""
+        """Rounds weights [O, I] to what is stored."""
         return self._rounded(weight, self.group)
 
     def tokens(self, features: Tensor) -> Tensor:
-        """[*, I] as it is multiplied while the model serves, one scale per token."""
+        """Rounds activations [*, I] to what is multiplied while the model serves, one scale per token."""
         return self._rounded(features, None)
 
     def _rounded(self, values: Tensor, group: int | None) -> Tensor:
@@ -61,7 +61,7 @@ class LayerRounding:
 
 
 def rounding_of(section: QuantizationAwareSection) -> LayerRounding:
-    """That of a section."""
+    """Returns the rounding that a section selects."""
     byte = (2**8 - 1) / 2
     return {
         "W4A16": LayerRounding(integers(4), (2**4 - 1) / 2, section.group_size or 32),
@@ -72,7 +72,7 @@ def rounding_of(section: QuantizationAwareSection) -> LayerRounding:
 
 
 class QuantizationAwareLinear(nn.Linear):
-    """A linear layer that computes with rounded weights. What a layer becomes, in place; its parameters stay."""
+    """A linear layer that computes with rounded weights, made from a layer in place; its parameters stay."""
 
     rounding: LayerRounding
 
@@ -89,7 +89,7 @@ def _straight_through(values: Tensor, rounded: Tensor) -> Tensor:
 
 
 def check_quantization_aware(section: QuantizationAwareSection | None, model: nn.Module) -> None:
-    """Refuses what would not train the weights that are stored.
+    """Refuses a model or group size with which training would not use the weights that are stored.
 
     Raises:
         ConfigError: fused experts, no linear layer, or a group size that does not divide a layer's inputs.
@@ -119,7 +119,7 @@ def apply_quantization_aware(model: nn.Module, section: QuantizationAwareSection
     Call it before compilation and sharding.
 
     Args:
-        model: this rank's part, on any device.
+        model: this rank's part of the model, on any device.
         section: the config's `quantization_aware`.
     """
     if section is None:

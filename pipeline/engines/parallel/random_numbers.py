@@ -28,11 +28,11 @@ def check_random_numbers(config: PretrainedConfig, *, where: str) -> None:
     """Refuses a model whose forward pass in training is random.
 
     Args:
-        config: of the real model. One of which no tiny model can be built or run is left to other checks.
-        where: what the message calls the file or section in which keys are set.
+        config: the real model's Hugging Face config. If no tiny model of it can be built or run, other checks decide.
+        where: name of the file or section in which keys are set, for the message.
 
     Raises:
-        ConfigError: names the keys that turn it off.
+        ConfigError: names the keys that turn the random numbers off.
     """
     try:
         small = shrink(config, divide=1, layers=2, vocab_size=_V)
@@ -88,7 +88,7 @@ def _rates(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 
 @torch.no_grad()
 def _random(small: PretrainedConfig) -> bool:
-    """Whether two forward passes in training have other logits."""
+    """Whether two forward passes in training have different logits."""
     model = random_model(small).train()
     ids = torch.arange(_T)[None] % _V
     with seeded(0):

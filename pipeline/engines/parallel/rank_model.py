@@ -1,4 +1,4 @@
-"""What a rank holds and computes, in numbers: the inputs of the formulas for memory (`memory`) and traffic (`traffic`).
+"""Numbers of what a rank holds and computes: inputs of the formulas for memory (`memory`) and traffic (`traffic`).
 
 Shapes: B samples, T positions of this rank, D hidden size, H heads, K key/value heads, d head size, I intermediate
 size, V ids, E experts, k of them per token.
@@ -34,15 +34,15 @@ class Widths:
         key_value: K x d.
         heads: H.
         head_size: d.
-        intermediate: I; of a mixture of experts, of one expert.
+        intermediate: I; with a mixture of experts, that of one expert.
         dense: I of the layers without experts.
-        experts: that a token goes to; 0 of a dense model.
+        experts: number of experts that a token goes to (k); 0 for a dense model.
         vocabulary: V.
         head_norms: whether queries and keys are normalized.
         all_experts: E.
         shared: intermediate size of the experts that every token goes to, together.
-        output: of the attention, before its projection, where it is not H x d.
-        latent: of multi-head latent attention, of queries, keys and values together; 0 of others.
+        output: width of attention's output, before its projection; 0 where it is H x d.
+        latent: width of the latents of queries, keys and values together (multi-head latent attention); 0 without.
     """
 
     hidden: int
@@ -72,14 +72,15 @@ class RankModel:
         largest: elements of the largest parameter.
         small: elements that tensor parallelism does not shard (norms).
         tied: elements of an embedding and head that are one parameter on two stages; 0 without.
-        first: whether it has the embedding.
-        last: whether it has the head.
+        first: whether the rank has the embedding.
+        last: whether the rank has the head.
         stage_layers: number of decoder layers of each (virtual) stage that the rank holds.
         matrices: elements that the optimizer treats as hidden matrices (Muon), after tensor parallelism; 0 with others.
-        matrix_flops: that orthogonalizing all of these matrices takes in a step, those of its tp ranks included.
-        largest_matrix_flops: the same of one stored matrix, the least that one of the ranks has to compute.
-        experts: of every decoder layer, the elements that expert parallelism shards: they have a unit and a group of
-            their own. Zeros without it.
+        matrix_flops: FLOPs to orthogonalize all of these matrices in a step, those of its tp ranks included.
+        largest_matrix_flops: FLOPs to orthogonalize the largest stored matrix, the least that one of the ranks
+            computes.
+        experts: elements of every decoder layer that expert parallelism shards, which have a unit and a group of their
+            own. Zeros without it.
     """
 
     layers: tuple[int, ...]
@@ -98,16 +99,16 @@ class RankModel:
 
     @property
     def stages(self) -> int:
-        """(Virtual) stages that the rank holds."""
+        """Number of (virtual) stages that the rank holds."""
         return len(self.stage_layers)
 
     @cached_property
     def parameters(self) -> int:
-        """Elements in all."""
+        """Number of elements in all."""
         return sum(self.layers) + self.rest
 
     def apart(self) -> tuple[RankModel, RankModel]:
-        """What all data ranks share out, and what those with the same experts do."""
+        """Separates what is sharded over all data ranks from experts, sharded over the ranks that hold the same."""
         return self._apart
 
     @cached_property
@@ -154,7 +155,10 @@ def widths_of(config: Any) -> Widths | None:
 
 
 def _with_latent(widths: Widths, config: Any) -> Widths:
-    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), keys and values are one product."""
+    """Adds the widths of multi-head latent attention, whose keys and values are one product.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
+    """
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     heads = widths.heads
     return replace(
@@ -172,8 +176,8 @@ class Footprint:
     """Sizes of a model under a layout.
 
     Attributes:
-        widths: of a decoder layer.
-        ranks: what each rank of a pipeline holds; a single one without pipeline parallelism.
+        widths: sizes of a decoder layer.
+        ranks: part of the model on each rank of a pipeline; a single one without pipeline parallelism.
     """
 
     widths: Widths
@@ -184,12 +188,12 @@ class ParameterCount(NamedTuple):
     """A parameter in numbers.
 
     Attributes:
-        name: of the parameter.
-        elements: on a rank, before they are sharded over data ranks.
+        name: name of the parameter in the full model.
+        elements: elements on a rank, before they are sharded over data ranks.
         split: whether ranks of tensor parallelism hold different parts.
         expert: whether expert parallelism shards it.
-        matrix_flops: that orthogonalizing its matrices takes; 0 where the optimizer treats it as no matrix.
-        stacked: experts in it, or 1.
+        matrix_flops: FLOPs to orthogonalize its matrices; 0 where the optimizer treats it as no matrix.
+        stacked: number of experts in it, or 1.
     """
 
     name: str
@@ -204,10 +208,10 @@ def counts_of(model: nn.Module, *, tp: int, ep: int = 1, matrices: Mapping[str, 
     """The counts of every parameter of a full model, on meta.
 
     Args:
-        model: whose parameters are counted.
+        model: the full model, on meta.
         tp: tensor-parallel ranks.
         ep: ranks among which the experts of a layer are divided.
-        matrices: what the optimizer treats as hidden matrices.
+        matrices: forms of the parameters that the optimizer treats as hidden matrices, by name.
     """
     experts = {id(p) for _, module in expert_modules(model) for p in module.parameters()} if ep > 1 else set()
     styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
@@ -228,7 +232,7 @@ def counts_of(model: nn.Module, *, tp: int, ep: int = 1, matrices: Mapping[str, 
 
 
 def _matrix_flops(form: MatrixForm | None) -> tuple[int, int]:
-    """(of all experts, number of experts)."""
+    """Returns (FLOPs to orthogonalize all experts' matrices, number of experts)."""
     return (0, 1) if form is None else (form.stacked * sum(flops(*each) for each in form.matrices), form.stacked)
 
 
@@ -240,13 +244,13 @@ def rank_model(
     before: tuple[str, ...],
     tp: int,
 ) -> RankModel:
-    """What a rank holds with some of the (virtual) stages of a model.
+    """Counts what a rank holds with some of the (virtual) stages of a model.
 
     Args:
         model: the full model, on meta.
-        counts: of its parameters.
-        stages: of the rank, in order; layers and neighbours matter, not costs.
-        before: see `first_prefixes`; empty without a pipeline.
+        counts: counts of the model's parameters.
+        stages: the rank's stages, in order; layers and neighbours matter, not costs.
+        before: name prefixes of the parameters before the layers (`first_prefixes`); empty without a pipeline.
         tp: tensor-parallel ranks.
     """
     first, last = stages[0].first, stages[-1].last
@@ -287,7 +291,7 @@ def rank_model(
 
 
 def first_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the parameters that belong to the first stage of a pipeline: what comes before the layers."""
+    """Name prefixes of the parameters that belong to the first stage of a pipeline: those before the layers."""
     layer_list(model)
     return tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model))
 

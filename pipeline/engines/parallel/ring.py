@@ -46,12 +46,12 @@ class RingMask:
 
 @dataclass(frozen=True)
 class _Block:
-    """What a rank attends to at a hop: a part of its queries to a part of another rank's keys.
+    """The queries of a rank, and the keys of another rank, that attend to each other at a hop.
 
     Attributes:
-        source: the rank whose keys they are.
-        queries: of this rank's T.
-        keys: of the other rank's T.
+        source: rank that owns the keys.
+        queries: range of this rank's T positions.
+        keys: range of the source's T positions.
     """
 
     source: int
@@ -113,7 +113,7 @@ class RingInOneProcess:
         self._ranks = ranks
 
     def make_mask(self, documents: Tensor | None, window: int | None, **options: Any) -> tuple[RingMask, ...]:
-        """See `ContextParallelAttention.make_mask`; of every rank."""
+        """See `ContextParallelAttention.make_mask`; makes the masks of every rank."""
         ranks = self._ranks
         return tuple(_mask_of_rank(documents, window, rank=rank, ranks=ranks, **options) for rank in range(ranks))
 
@@ -174,11 +174,11 @@ class _Ring:
     """Attention of one rank.
 
     Attributes:
-        rank: of `ranks`.
-        ranks: that share the sequence.
-        mask: of this rank.
+        rank: index of this rank among `ranks`.
+        ranks: number of ranks that share the sequence.
+        mask: this rank's masks.
         scale: factor on the scores.
-        watch: see `ContextParallelAttention.attend`.
+        watch: records the largest logits of every hop; None: they are not recorded.
     """
 
     rank: int
@@ -188,7 +188,7 @@ class _Ring:
     watch: LogitWatch | None = None
 
     def blocks(self, arriving: Iterable[Tensor], length: int) -> Iterator[tuple[_Block, AttentionMask | None, Tensor]]:
-        """Of every hop its block, its mask, and the keys with their values [B, K, T, d + e] of the rank it is about."""
+        """Yields every hop's block, its mask, and the keys with their values [B, K, T, d + e] of the block's source."""
         for hop, key_value in enumerate(arriving):
             yield _block(hop, rank=self.rank, ranks=self.ranks, length=length), self.mask.hops[hop], key_value
 
@@ -254,7 +254,7 @@ def _keys_and_values(key_value: Tensor, block: _Block, query: Tensor) -> tuple[T
 
 
 def _circulating(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
-    """A tensor of this rank, then of the rank before, and so on; the next one is on its way while one is in use."""
+    """Yields the tensor of this rank, of the rank before, and so on; the next is on its way while one is in use."""
     for left in reversed(range(dist.get_world_size(group))):
         transfer = _RingTransfer(tensor, group) if left else None
         yield tensor
@@ -292,8 +292,8 @@ def _merge(out: Tensor, log_sum: Tensor, part_out: Tensor, part_log_sum: Tensor)
     """Merges attention over a second set of keys into that over a first, in place.
 
     Args:
-        out, log_sum: [B, H, T, d] and [B, H, T], fp32; all log-sum-exp are finite.
-        part_out, part_log_sum: of the second set; the log-sum-exp is minus infinity for a query without keys in it.
+        out, log_sum: output [B, H, T, e] and log-sum-exp [B, H, T] over the first set, fp32; the latter is finite.
+        part_out, part_log_sum: output and log-sum-exp over the second set; the latter is minus infinity without keys.
     """
     both = torch.logaddexp(log_sum, part_log_sum)
     out.mul_((log_sum - both).exp().unsqueeze(-1)).add_(part_out * (part_log_sum - both).exp().unsqueeze(-1))

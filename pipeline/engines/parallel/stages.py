@@ -22,7 +22,7 @@ class StageLayers:
     """One pipeline stage (or virtual stage) of a model.
 
     Attributes:
-        index: of the stage; stage 0 takes the ids.
+        index: the stage's index; stage 0 takes the ids.
         count: number of stages.
         layers: (first, end) indices of its decoder layers.
         cost: FLOPs of its forward pass, per token.
@@ -35,12 +35,12 @@ class StageLayers:
 
     @property
     def first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether the stage has the embedding."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it has the final norm and the head."""
+        """Whether the stage has the final norm and the head."""
         return self.index == self.count - 1
 
 
@@ -55,10 +55,10 @@ def split_layers(
     """Splits layers into consecutive stages that minimize the time of the slowest stage (dynamic programming).
 
     Args:
-        costs: of every layer, in any unit.
+        costs: cost of every layer, in any unit.
         head: cost of the final norm and head, which belong to the last stage.
         stages: number of stages; every stage gets at least one layer.
-        speeds: of the device of every stage, in any unit; equal ones when None. A stage takes its cost / its speed.
+        speeds: speed of every stage's device, in any unit; equal ones when None. A stage takes its cost / its speed.
         limit: (stage, its first layer) -> the largest end of the stage that its device holds; no limit when None.
 
     Returns:

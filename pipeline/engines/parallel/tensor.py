@@ -99,7 +99,7 @@ def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
 
 
 def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
-    """The plan must cover every parameter within a sharded block: it may be per head, and heads are sharded."""
+    """Refuses a plan that leaves out a parameter of a sharded block: it may be per head, and heads are sharded."""
     for block in sorted({name.rpartition(".")[0] for name in styles}):
         for name, _ in model.get_submodule(block).named_parameters(prefix=block):
             module = name.rpartition(".")[0]
@@ -113,7 +113,7 @@ def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[s
 
 
 def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
-    """Sharded layers beside routed experts would get tokens [N, D], whose sequence cannot be gathered."""
+    """Refuses sharded layers beside routed experts: they get tokens [N, D], whose sequence cannot be gathered."""
     prefix = f"{model.base_model_prefix}."
     sparse = {
         name.rpartition(".")[0] + "."
@@ -135,7 +135,7 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
         names: id of a parameter -> its name in the full model (a tied one may have another name in a stage).
 
     Raises:
-        ConfigError: as `check_tp_plan`.
+        ConfigError: the architecture has no plan, or an unsupported one, or a size that tp does not divide.
     """
     tp, rank = dist.get_world_size(group), dist.get_rank(group)
     styles = check_tp_plan(model, tp=tp)
@@ -202,8 +202,7 @@ def _gather_input(
 class RowwiseLinear(nn.Linear):
     """A linear layer whose input features are sharded over the ranks of `group`.
 
-    What a layer becomes, in place. A class, not a function bound to each layer, so that all layers share one compiled
-    graph.
+    A layer gets this class in place, not a function bound to it, so that all layers share one compiled graph.
     """
 
     group: dist.ProcessGroup
@@ -219,7 +218,7 @@ class RowwiseLinear(nn.Linear):
 
 
 def _shard_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
-    """Vocabulary-parallel embedding: ids of other ranks' rows give zeros, and the sum over ranks has every row once."""
+    """Shards an embedding by vocabulary: ids of other ranks' rows give zeros, and the sum over ranks has every row."""
     rows = embedding.weight.shape[0]
     first = dist.get_rank(group) * rows
     local_forward = embedding.forward

@@ -14,7 +14,7 @@ from pipeline.data.micro_batch import IGNORE
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's shard of the vocabulary: which ids its columns of the logits are.
+    """This rank's shard of the vocabulary: the ids of its columns of the logits.
 
     Attributes:
         group: the ranks that hold all shards; None when this rank has the full vocabulary.
@@ -26,7 +26,7 @@ class VocabularyShard:
 
 
 FULL_VOCABULARY = VocabularyShard()
-"""The vocabulary is not sharded."""
+"""The vocabulary on one rank, not sharded."""
 
 
 def cross_entropy(
@@ -37,7 +37,7 @@ def cross_entropy(
     Args:
         logits: [B, T, V'], any float dtype.
         labels: int64 [B, T], IGNORE where there is no target.
-        vocabulary: which ids the V' columns are. All ranks of its group get the same sums.
+        vocabulary: ids of the V' columns. All ranks of its group get the same sums.
     """
     nats, squares = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
     return nats, squares
@@ -62,12 +62,12 @@ def cross_entropy_gradient(
 
 
 def target_nats(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY) -> Tensor:
-    """-log p(target) of every position, fp32 [B x T]; 0 where there is no target. Arguments as of `cross_entropy`."""
+    """-log p(target) of every position, fp32 [B x T]; 0 where there is no target. Takes `cross_entropy`'s arguments."""
     return _softmax(logits.flatten(0, -2), labels.flatten(), vocabulary, by_row=True).nats
 
 
 class _Softmax(NamedTuple):
-    """What loss and gradient are made of, over N rows.
+    """Values of which loss and gradient are made, over N rows.
 
     Attributes:
         exp: [N, V'], exp(logits - highest logit of the row).

@@ -20,7 +20,7 @@ def build_base(section: ModelSection, config: PretrainedConfig) -> nn.Module:
 
     Args:
         section: the config's `model`, with `base`.
-        config: of the model that is trained.
+        config: Hugging Face config of the model that is trained.
 
     Raises:
         ConfigError: the sizes are none of this architecture, or the head size or the query heads per key/value head
@@ -50,7 +50,7 @@ def _base_config(sizes: BaseModelSection, config: PretrainedConfig) -> Pretraine
 
 
 def _check_heads(section: ModelSection, base: PretrainedConfig, config: PretrainedConfig) -> None:
-    """Width grows by the number of heads: their size and the sharing of key/value heads stay as they are."""
+    """Refuses another head size or sharing of key/value heads than the model's: width grows by the number of heads."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     free = bool(section.config and section.config.get("head_dim"))  # given, and no quotient of the hidden size
     if not free and base.hidden_size != size * base.num_attention_heads:

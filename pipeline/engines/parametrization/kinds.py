@@ -13,19 +13,19 @@ from headrace.base.errors import ConfigError
 
 
 class ParameterKind(StrEnum):
-    """What a parameter is to the rules of muP and CompleteP."""
+    """Kind of a parameter in the rules of muP and CompleteP."""
 
     EMBEDDING = "embedding"
-    """Of tokens or positions: its input has a fixed size."""
+    """Embedding of tokens or positions: its input has a fixed size."""
     HIDDEN = "hidden weight"
-    """Matrices within a residual branch but its last."""
+    """Matrix within a residual branch, except its last."""
     BRANCH_OUTPUT = "last weight of a branch"
     """The matrix that writes into the residual stream: it carries the multiplier of the branch."""
     BLOCK_VECTOR = "norm or bias in a layer"
     BRANCH_BIAS = "bias of the last weight of a branch"
     FINAL_NORM = "final norm"
     HEAD = "output head"
-    """Of a model whose head is not tied to its embedding."""
+    """Head that is not tied to the embedding."""
 
 
 Patterns = tuple[tuple[str, ParameterKind], ...]
@@ -62,7 +62,7 @@ def kind_of(model_type: str, name: str) -> ParameterKind:
     """The kind of a parameter.
 
     Args:
-        model_type: of the Hugging Face config.
+        model_type: model type of the Hugging Face config, e.g. llama.
         name: Hugging Face name.
 
     Raises:

@@ -19,9 +19,9 @@ class ScaledInit(InitByName):
     as the base model is. At the base model's own sizes every value is `InitByName`'s.
 
     Args:
-        model: on meta, built by `build_meta`.
-        parametrization: of the model.
-        seed: of the run.
+        model: the model, on meta, built by `build_meta`.
+        parametrization: the model's parametrization.
+        seed: the run's seed.
     """
 
     def __init__(self, model: nn.Module, parametrization: Parametrization, *, seed: int) -> None:

@@ -38,10 +38,10 @@ class Scale:
     """Factors of one parameter relative to the base model's parameter of the same name.
 
     Attributes:
-        init: on its initial values.
-        lr: on the learning rate.
-        eps: on AdamW's epsilon.
-        weight_decay: on the weight decay, where there is any.
+        init: factor on the initial values.
+        lr: factor on the learning rate.
+        eps: factor on AdamW's epsilon.
+        weight_decay: factor on the weight decay, where there is any.
     """
 
     init: float = 1.0
@@ -50,7 +50,7 @@ class Scale:
     weight_decay: float = 1.0
 
     def multiplied(self, multiplier: float) -> Scale:
-        """The same training with a multiplier of the forward pass folded into the parameter."""
+        """Returns the scale with a multiplier of the forward pass folded into the parameter, for the same training."""
         a = multiplier
         return Scale(self.init * a, self.lr * a, self.eps / a, self.weight_decay / a)
 
@@ -61,12 +61,12 @@ def rule(
     """The factors of a kind of parameters.
 
     Args:
-        kind: of the parameter.
-        fan_in: columns of the matrix relative to the base model's; 1 for what is no hidden weight.
+        kind: the parameter's kind.
+        fan_in: columns of the matrix relative to the base model's; 1 for other kinds than hidden weights.
         width: m_N, the hidden size relative to the base model's.
         depth: m_L, the decoder layers relative to the base model's.
         tied: the head is the embedding, so that the final norm carries the multiplier of the logits.
-        orthogonal: of a matrix that Muon updates, the factor on its learning rate.
+        orthogonal: factor on the learning rate of a matrix that Muon updates; None for other parameters.
     """
     outside, inside = 1 / width, 1 / (width * depth)  # epsilon: gradients are that much smaller
     rate = 1 / fan_in if orthogonal is None else orthogonal
@@ -116,7 +116,7 @@ def find_parametrization(
 
     Args:
         section: the config's `model`.
-        model: on meta, whole.
+        model: the full model, on meta.
         optimizer: the config's `optimizer`, on which learning rates depend; initial values do not.
 
     Raises:

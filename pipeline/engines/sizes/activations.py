@@ -19,7 +19,7 @@ MASTER = 4
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What the formulas need of a run."""
+    """Sizes of a run that the formulas need."""
 
     run: ResolvedRun
     rank: RankModel
@@ -30,7 +30,7 @@ class StepSizes:
 
     @cached_property
     def size(self) -> int:
-        """s."""
+        """Bytes per element in forward and backward passes (s)."""
         return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
 
     @cached_property
@@ -54,7 +54,7 @@ class StepSizes:
 
     @cached_property
     def held(self) -> float:
-        """Elements of which this rank keeps optimizer states: its shards, of experts over those that hold the same."""
+        """Elements whose optimizer states this rank keeps; experts are sharded over the ranks that hold the same."""
         whole, experts = (part.parameters for part in self.rank.apart())
         return whole / self.shards + experts / self.run.expert_shards
 
@@ -72,7 +72,7 @@ class StepSizes:
 
     @cached_property
     def tokens(self) -> int:
-        """B T."""
+        """Tokens of a micro-batch on this rank (B T)."""
         return self.micro * self.run.batch.sequence_length // self.run.topology.cp
 
     @cached_property
@@ -82,7 +82,7 @@ class StepSizes:
 
     @cached_property
     def waiting(self) -> int:
-        """Micro-batches whose I (gradients of inputs) is done and whose W (of weights) is not: of zero bubble."""
+        """Micro-batches whose I (gradients of inputs) is done and whose W (of weights) is not, with zero bubble."""
         config, kind = self.run.config, self.run.config.parallel.schedule_kind
         if config.engine != "torch" or self.run.topology.pp == 1 or not kind.splits_backward or kind.v_shaped:
             return 0  # DualPipeV splits backward passes where fewer activations live
@@ -90,7 +90,7 @@ class StepSizes:
 
     @cached_property
     def backward_share(self) -> float:
-        """Of a backward pass, what is done when the forward pass beside it ends (`parallel.ep_overlap`); else all.
+        """Share of a backward pass that is done when the forward pass beside it ends (`parallel.ep_overlap`); else 1.
 
         The two take turns at exchanges. A layer has two in each pass, and two more where full checkpointing repeats
         them: the forward pass is ahead by as much.
@@ -130,11 +130,11 @@ class StepSizes:
 
 
 def loss(step: StepSizes) -> dict[str, float]:
-    """At the loss: all activations; logits in s bytes with fp32 exponentials.
+    """Returns the bytes at the loss: all activations; logits in s bytes with fp32 exponentials.
 
-    Fused with the head, the gradient of a chunk's logits too, and of all rows the hidden states, their
-    gradient, and what the final norm keeps: an fp32 copy, and the normalized one. Where a backward pass beside it is
-    not done, the layer that it computes again.
+    Fused with the head, also the gradient of a chunk's logits, and for all rows the hidden states, their gradient, and
+    what the final norm keeps: an fp32 copy, and the normalized one. With an unfinished backward pass beside it, also
+    the layer which that one computes again.
     """
     rows, each, beside = step.tokens, step.size + MASTER, 0.0
     chunk, run = step.chunk, step.run
@@ -150,13 +150,13 @@ def loss(step: StepSizes) -> dict[str, float]:
 
 
 def head_backward(step: StepSizes) -> dict[str, float]:
-    """When the gradients that the fused head made are scaled: all activations, and the hidden states' gradient."""
+    """Returns the bytes when the fused head's gradients are scaled: all activations and the hidden states' gradient."""
     tokens = step.tokens if step.rank.last else 0
     return {"activations": loss(step)["activations"] + step.size * tokens * step.widths.hidden}
 
 
 def first_backward(step: StepSizes) -> dict[str, float]:
-    """In the backward pass of the last layer: what is stored, what is recomputed, and the gradients of the MLP.
+    """Returns the bytes in the last layer's backward pass: stored and recomputed activations, gradients of the MLP.
 
     With a forward pass beside it, a layer of that one too.
     """
@@ -165,14 +165,14 @@ def first_backward(step: StepSizes) -> dict[str, float]:
 
 
 def sum_of_head(step: StepSizes) -> float:
-    """The head's gradient, made at the loss: of several chunks an fp32 sum (`parallel.fused_head`)."""
+    """Bytes of the head's gradient, made at the loss: with several chunks an fp32 sum (`parallel.fused_head`)."""
     chunk = step.chunk
     several = chunk is not None and chunk * step.micro < step.tokens
     return step.rank.head * (MASTER if several else step.size)
 
 
 def stored(step: StepSizes) -> float:
-    """Activations of all layers that live when the backward pass begins."""
+    """Bytes of the activations of all layers that live when the backward pass begins."""
     memory = step.run.config.memory
     each = {"none": whole_layer, "full": _layer_input, "selective": _selected}[memory.activation_checkpointing](step)
     layers = len(step.rank.layers)
@@ -184,8 +184,8 @@ def stored(step: StepSizes) -> float:
 def _between_passes(step: StepSizes) -> float:
     """Gradients that zero bubble keeps from a micro-batch's I to its W: of the outputs of matrix products and norms.
 
-    Per layer: of gate and up, of query, key and value, four of hidden states, and two in fp32 of the norms; and those
-    of the logits. Source: the storages at the peak of the last stage.
+    Gradients per layer are those of gate and up, of query, key and value, four of hidden states, and two in fp32 of the
+    norms; those of the logits are added. Source: the storages at the peak of the last stage.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
     inner = (w.experts * step.load or 1) * 2 * w.intermediate + 2 * w.shared
@@ -224,7 +224,7 @@ def _layer_input(step: StepSizes) -> float:
 
 
 def whole_layer(step: StepSizes) -> float:
-    """What a layer's backward pass needs, eager: norms (an fp32 copy, normalized, scaled), attention, MLP."""
+    """Bytes that a layer's backward pass needs, eager: norms (an fp32 copy, normalized, scaled), attention, MLP."""
     w, s, tp = step.widths, step.size, step.run.topology.tp
     norms = 2 * w.hidden * ((MASTER + s) / tp + s)
     if w.head_norms:
@@ -239,7 +239,7 @@ def whole_layer(step: StepSizes) -> float:
 
 
 def _experts(step: StepSizes) -> float:
-    """Of a token: of every chosen expert its input, gate and up, their activation and product, and its output.
+    """Bytes per token: input, gate and up, their activation and product, and output of every chosen expert.
 
     With expert parallelism they are those of the rows that a rank gets, but for the outputs, which are back at the rank
     that sent the rows: there is as much of them as tokens.

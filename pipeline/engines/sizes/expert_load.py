@@ -1,4 +1,4 @@
-"""How many rows the fullest rank of an expert-parallel group gets, over the mean of its ranks.
+"""Load of the fullest rank of an expert-parallel group: its rows over the mean of all ranks.
 
 Nothing is dropped, so that memory and time follow the fullest rank. Its load is assumed from how the run balances its
 experts, unless it is given (`--imbalance`).
@@ -32,9 +32,9 @@ class ExpertLoad:
     """The load of the fullest rank.
 
     Attributes:
-        factor: its rows over the mean; 1 without expert parallelism.
-        most: the bound of it.
-        source: of the factor, in words.
+        factor: rows of that rank over the mean; 1 without expert parallelism.
+        most: upper bound of the factor.
+        source: source of the factor, in words.
     """
 
     factor: float
@@ -43,18 +43,18 @@ class ExpertLoad:
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """One line on the load."""
         return (
             f"the fullest rank of ep gets {self.factor:.3g} x the mean of rows ({self.source}; {self.most:.3g} at most)"
         )
 
 
 def expert_load(run: ResolvedRun, widths: Widths) -> ExpertLoad:
-    """The load that the formulas of memory and time take.
+    """Returns the load for the formulas of memory and time.
 
     Args:
         run: the resolved config; its `imbalance` is taken, up to the bound, where it is given.
-        widths: of its model.
+        widths: sizes of a decoder layer of the run's model.
     """
     ep, chosen = run.topology.ep, widths.experts
     if ep == 1 or not chosen:

@@ -1,4 +1,4 @@
-"""What every rank of a pipeline holds, in numbers, in the stages that a run divides its model into."""
+"""Numbers of what every rank of a pipeline holds, in the stages into which a run divides its model."""
 
 from __future__ import annotations
 

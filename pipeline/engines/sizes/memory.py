@@ -36,7 +36,7 @@ MATRIX_ELEMENTS, MATRIX_COPIES = 1 << 27, 6
 the iteration."""
 
 TABLES = 2 * 4 * 8192
-"""Bytes of the tables by which weights are drawn (`models.counter`), which stay in the host's memory."""
+"""Bytes of the tables by which weights are drawn (`models.build.counter`), which stay in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Bytes:
 
     @property
     def total(self) -> float:
-        """In all."""
+        """Bytes of all kinds."""
         return float(sum(getattr(self, kind) for kind in KINDS))
 
 
 def caveat(run: ResolvedRun) -> str | None:
-    """What the formulas are known to get wrong for a run, for people; None where nothing is known."""
+    """Returns a note on known errors of the formulas for a run; None where none is known."""
     if run.topology.pp > 1 and run.config.parallel.schedule_kind.v_shaped:
         name = run.config.parallel.schedule
         return f"The formulas are too low for the first rank of {name} (34.6 GB for 53.7): headrace check --exact."
@@ -72,9 +72,9 @@ def peak_memory(
     Args:
         run: the resolved config.
         footprint: sizes of its model.
-        pp_rank: which rank of the pipeline.
+        pp_rank: rank in the pipeline.
         micro: samples per micro-batch, of the same global batch; the run's own when None.
-        cpu: see `phases`.
+        cpu: whether the device is a CPU; see `phases`.
     """
     moments = phases(run, footprint, pp_rank=pp_rank, micro=micro, cpu=cpu)
     return max(moments.values(), key=lambda moment: moment.total)
@@ -83,7 +83,7 @@ def peak_memory(
 def phases(
     run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
 ) -> dict[str, Bytes]:
-    """Phase -> what lives at its largest moment; the arguments are those of `peak_memory`.
+    """Phase -> bytes at its largest moment; the arguments are those of `peak_memory`.
 
     On a CPU (`cpu`) offloaded states are in the same memory, and gloo copies the input of a reduce-scatter, which NCCL
     does not; both are among the buffers.
@@ -189,7 +189,7 @@ def _plain(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _sharded(step: StepSizes) -> dict[str, Bytes]:
-    """FSDP2 (`engines.torch_native.units`): fp32 shards; a stage gathers one unit ahead of the one it computes.
+    """FSDP2 (`torch_native.fsdp_units`): fp32 shards; a stage gathers one unit ahead of the one it computes.
 
     The experts of expert parallelism are units of their own, beside which the next layer's others are gathered.
     """
@@ -239,9 +239,9 @@ def _sharded(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _accumulated(step: StepSizes) -> int:
-    """Elements whose gradients of the micro-batches before are there when most activations are.
+    """Elements that have gradients of earlier micro-batches when most activations exist.
 
-    Of interleaved stages all micro-batches, if there are no more than stages, pass the last one before another one's
+    With interleaved stages all micro-batches, if there are no more than stages, pass the last one before another one's
     backward pass.
     """
     rank, pp = step.rank, step.run.topology.pp

@@ -19,12 +19,12 @@ from pipeline.engines.parallel.rank_model import RankModel, Widths
 
 @dataclass(frozen=True)
 class TrafficLayout:
-    """What the formulas need.
+    """Inputs of the formulas.
 
     Attributes:
         run: the resolved config.
         rank: one rank's part of the model.
-        widths: of a layer.
+        widths: sizes of a decoder layer.
         routed: elements that a mixture of experts sums over all ranks (2 x layers x experts); 0 of a dense model.
     """
 
@@ -35,7 +35,7 @@ class TrafficLayout:
 
     @property
     def size(self) -> int:
-        """s."""
+        """Bytes per element in forward and backward passes (s)."""
         return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
 
     @property
@@ -45,12 +45,12 @@ class TrafficLayout:
 
     @property
     def tokens(self) -> int:
-        """B T."""
+        """Tokens of a micro-batch on a rank (B T)."""
         return self.run.batch.micro * self.run.batch.sequence_length // self.run.topology.cp
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return self.run.batch.accumulation
 
     @property
@@ -59,7 +59,7 @@ class TrafficLayout:
         return self.run.config.zero_optimization.stage
 
     def apart(self) -> tuple[TrafficLayout, TrafficLayout]:
-        """What all data ranks share out, and what those with the same experts of expert parallelism do."""
+        """Separates what is sharded over all data ranks from experts, sharded over the ranks that hold the same."""
         rest, experts = self.rank.apart()
         return replace(self, rank=rest), replace(self, rank=experts)
 
@@ -75,12 +75,12 @@ def gradients(layout: TrafficLayout) -> int:
 
 
 def expert_weights(layout: TrafficLayout) -> int:
-    """As `weights`, of the experts of expert parallelism: over the ranks that hold the same."""
+    """All-gathers of the experts of expert parallelism, as in `weights`, over the ranks that hold the same."""
     return gathered(layout.apart()[1]) if layout.run.expert_shards > 1 else 0
 
 
 def expert_gradients(layout: TrafficLayout) -> int:
-    """As `gradients`, of the experts of expert parallelism."""
+    """Reductions of the gradients of the experts of expert parallelism, as in `gradients`."""
     return reduced(layout.apart()[1]) if layout.run.topology.edp > 1 else 0
 
 
@@ -157,7 +157,7 @@ def expert_exchanges(layout: TrafficLayout) -> int:
 
 
 def expert_counts(layout: TrafficLayout) -> int:
-    """Before each of them forward, the number of rows for every expert, int64."""
+    """All-to-alls of the number of rows for every expert, int64, before each of `expert_exchanges` forward."""
     return 8 * layout.micro_batches * _sparse_layers(layout) * layout.widths.all_experts
 
 
@@ -185,7 +185,7 @@ def tied_weights(layout: TrafficLayout) -> int:
 
 
 def numbers(layout: TrafficLayout) -> int:
-    """One all-reduce of what the host is told: loss, its parts, the squared norm; the load of experts; fp64."""
+    """One all-reduce of numbers for the host, fp64: loss, its parts, the squared norm; the load of experts."""
     parts = 2 if layout.run.config.loss.z_loss else 0
     return 8 * (1 + parts + 1 + layout.routed)
 

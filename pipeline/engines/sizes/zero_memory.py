@@ -30,8 +30,8 @@ class ZeroSizes:
     Attributes:
         run: the resolved config.
         rank: sizes of the rank's part of the model.
-        widths: sizes of a layer.
-        size: s.
+        widths: sizes of a decoder layer.
+        size: bytes per element in forward and backward passes (s).
         held: elements of which the rank keeps optimizer states.
         states: bytes per parameter of optimizer states.
     """
@@ -45,7 +45,7 @@ class ZeroSizes:
 
     @property
     def stage(self) -> int:
-        """1 to 3."""
+        """ZeRO stage, 1 to 3."""
         return self.run.config.zero_optimization.stage
 
     @property
@@ -61,7 +61,7 @@ class ZeroSizes:
 
     @property
     def unbucketed(self) -> bool:
-        """Whether it is DeepSpeed's BF16_Optimizer."""
+        """Whether the optimizer is DeepSpeed's BF16_Optimizer."""
         return self.stage == 1 and self.run.config.bf16.enabled and self.accumulated == _FP32 and not self.offloaded
 
     @property
@@ -90,7 +90,7 @@ class ZeroSizes:
 
     @property
     def bucket_elements(self) -> float:
-        """`reduce_bucket_size`."""
+        """Elements of a bucket (`reduce_bucket_size`)."""
         size = self.run.config.zero_optimization.reduce_bucket_size
         return float(_DEFAULT_BUCKET if size is None else size)
 
@@ -112,7 +112,7 @@ class ZeroSizes:
 
     @property
     def reduced(self) -> float:
-        """What a reduction allocates: flat copies of a full bucket; of the BF16_Optimizer, of 5e8 elements."""
+        """Bytes that a reduction allocates: flat copies of a full bucket; with the BF16_Optimizer, of 5e8 elements."""
         if self.unbucketed:
             casts = self.communicated if self.communicated != _FP32 else 0
             return min(self.rank.parameters, _DEFAULT_BUCKET) * (_FP32 + casts)

@@ -22,7 +22,7 @@ from pipeline.runtime.launch.host_copy import HostCopy
 
 @dataclass(frozen=True)
 class UpdateDecision:
-    """What the device has decided about an update.
+    """The device's decision about an update.
 
     Attributes:
         vetoed: bool scalar: nothing is to change.
@@ -33,7 +33,7 @@ class UpdateDecision:
     grad_scale: Tensor
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float) -> None:
-        """Makes the optimizer's step, or none. It is one that takes `grad_scale` and `found_inf`."""
+        """Makes the optimizer's step, or none. The optimizer takes `grad_scale` and `found_inf`."""
         set_learning_rate(optimizer, lr)
         taking: Any = optimizer
         taking.grad_scale, taking.found_inf = self.grad_scale, self.vetoed.float()
@@ -49,10 +49,10 @@ def decide(
     Args:
         loss: fp64 scalar, over all ranks.
         norm: fp64 scalar, of the unscaled global gradient.
-        limits: of the step.
+        limits: largest loss and gradient norm with which the update is made.
         clip: the largest norm; 0 is no clipping. DeepSpeed's rule, with its 1e-6: see `update_factor`.
         scale: the loss scale.
-        after: see `Engine.begin_step`.
+        after: the step before, while its result is not known: its veto is one of this step, too. None: it is known.
     """
     allowed = torch.isfinite(loss) & torch.isfinite(norm) & (loss <= limits.loss) & (norm <= limits.grad_norm)
     vetoed = ~allowed
@@ -66,13 +66,13 @@ class DeferredStep:
     """A step that was begun; its numbers are on their way to the host. Collective with a mixture of experts.
 
     Args:
-        step: its batch.
+        step: the step's batch.
         numbers: fp64 on the device: means of the loss and its parts, gradient norm, sums of the host values.
-        decision: of the device.
-        names: of the loss's parts.
-        limits: of the step.
-        scaler: is told the outcome.
-        measures: their step ends.
+        decision: the device's decision about the update.
+        names: names of the loss's parts.
+        limits: largest loss and gradient norm with which the update is made.
+        scaler: the run's loss scaler, which is told the outcome.
+        measures: measures of the step, which end with it.
     """
 
     def __init__(

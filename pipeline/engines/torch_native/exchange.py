@@ -11,7 +11,7 @@ from pipeline.engines.base import GradientExchange
 
 
 class ExchangedGradients:
-    """Gives an engine `exchange_gradients_by`; see `engines.base.ExchangesGradients`."""
+    """Mixin with the `exchange_gradients_by` of an engine; see `engines.base.ExchangesGradients`."""
 
     deferred: bool
     _exchange: GradientExchange | None = None
@@ -28,12 +28,12 @@ class ExchangedGradients:
         gradients: Callable[[], Sequence[Tensor]],
         train: Callable[[Sequence[MicroBatch]], Tensor],
     ) -> Tensor:
-        """Sums gradients, in place, and loss sums over the replicas; runs what one that has died has left undone.
+        """Sums gradients, in place, and loss sums over the replicas; runs what a dead replica has left undone.
 
         Args:
-            step: whose micro-batches have been run.
-            sums: [1 + parts] of them.
-            gradients: this rank's, as `GradientExchange` takes them.
+            step: the step's batch, whose micro-batches have been run.
+            sums: sums of the loss and its parts over them, [1 + parts].
+            gradients: returns this rank's gradients, as `GradientExchange` takes them.
             train: runs micro-batches and accumulates their gradients; returns their sums.
 
         Returns:

@@ -37,7 +37,7 @@ class ForwardBackward(Protocol):
         ...
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """The same sums for one batch, without gradients."""
+        """Returns the same sums as `train` for one batch, without gradients."""
         ...
 
 
@@ -47,8 +47,8 @@ class GradientAccumulation:
     Args:
         root: the module that `sharding.shard_decoder` sharded.
         stage: ZeRO stage of the sharding; decides when gradients are reduced.
-        device: of this rank.
-        passes: run the two passes that are beside each other; None: one after the other.
+        device: this rank's device.
+        passes: runs a forward and a backward pass in turns; None: one after the other.
     """
 
     def __init__(self, root: Any, *, stage: int, device: torch.device, passes: OverlappedPasses | None = None) -> None:

@@ -22,9 +22,9 @@ def gather_in_fp8(decoder: Decoder, section: Fp8Section, *, shards: int) -> None
     """Wraps the weights of a decoder on meta, before it is sharded, where the config wants them gathered in fp8.
 
     Args:
-        decoder: after `apply_fp8`.
+        decoder: the decoder, after `apply_fp8`.
         section: the config's `fp8`.
-        shards: into how many each weight is split. FSDP2 needs equal ones here: other weights are gathered in bf16.
+        shards: number of shards of each weight. FSDP2 needs equal ones here: other weights are gathered in bf16.
     """
     if not (section.enabled and section.fsdp_all_gather):
         return
@@ -63,7 +63,7 @@ def refresh_scales(parameters: Iterable[nn.Parameter]) -> None:
     """Computes the scales of all weights that are gathered in fp8. Collective; call it whenever weights have changed.
 
     Args:
-        parameters: as FSDP2 keeps them, in the same order on every rank.
+        parameters: the parameters as FSDP2 keeps them, in the same order on every rank.
     """
     weights = [each for each in parameters if isinstance(each, DTensor) and is_wrapped(each._local_tensor)]
     if not weights:

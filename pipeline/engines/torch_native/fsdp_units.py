@@ -73,14 +73,14 @@ def layer_units(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def prefetch_explicitly(root: nn.Module, units: Units) -> None:
-    """Every unit starts the all-gather of its successor before its own computation, in both passes.
+    """Makes every unit start the all-gather of its successor before its own computation, in both passes.
 
     FSDP2's own choice in a backward pass is the unit that ran before in the forward pass. With several micro-batches in
     flight (pipeline parallelism) that is, for the first layer, the last layer of another micro-batch: gathered in vain.
 
     Args:
         root: the root unit's module.
-        units: the others; all sharded.
+        units: the other units; all are sharded.
     """
     if units.embedding is not None and only_looks_up(units.embedding):
         _sharded(units.embedding).set_unshard_in_backward(False)

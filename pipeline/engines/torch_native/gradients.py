@@ -21,14 +21,14 @@ def finish_reduction(
     *,
     copies: Sequence[tuple[ParameterShard, ParameterShard]] = (),
 ) -> None:
-    """After the backward passes: attaches gradients to the master weights and all-reduces what FSDP2 does not.
+    """Attaches the gradients of the backward passes to the master weights, and all-reduces those that FSDP2 does not.
 
     Those are the partial gradients of tensor parallelism, and the gradients of weights tied across pipeline stages.
 
     Args:
-        shards: of this rank.
+        shards: this rank's shards.
         mesh: this rank's coordinates and groups.
-        tied_group: see `parallel.mesh.tied_weights_group`.
+        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
         copies: (shard, its copy in another stage of this rank), of tied weights; the copies are not among `shards`.
     """
     for shard in shards:
@@ -62,7 +62,7 @@ def attached(shards: Sequence[ParameterShard]) -> list[Tensor]:
 
 @torch.no_grad()
 def own_square(shards: Sequence[ParameterShard], device: torch.device) -> Tensor:
-    """fp64 scalar: this rank's share of the squared 2-norm of the gradient; each element counts on one rank."""
+    """Returns this rank's share of the gradient's squared 2-norm, fp64 scalar; each element counts on one rank."""
     gradients = [g for s in shards if s.counts_in_norm and (g := s.master.grad) is not None and g.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -48,8 +48,8 @@ class StageModule(nn.Module):
     that of micro-batch n.
 
     Args:
-        decoder: of the stage.
-        stage: its index and layers.
+        decoder: the stage's decoder.
+        stage: the stage's index and layers.
     """
 
     def __init__(self, decoder: Decoder, stage: StageLayers) -> None:
@@ -76,11 +76,11 @@ class PipelineSchedule:
 
     Args:
         run: the resolved config.
-        stage_modules: of this rank, sharded, in stage order.
+        stage_modules: this rank's stage modules, sharded, in stage order.
         mesh: this rank's coordinates and groups.
         hidden_size: D.
-        device: of this rank.
-        passes: run the two passes of a pair in turns; None: one after the other.
+        device: this rank's device.
+        passes: runs the two passes of a pair in turns; None: one after the other.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PipelineSchedule:
         return sums
 
     def _receive(self, batch: MicroBatch, stage: StageLayers, *, own: Tensor | None) -> Tensor:
-        """The output of the stage before: `own`, of this rank's stage before, where it is that one."""
+        """Returns the output of the stage before: `own` if that stage is on this rank, else received."""
         if self._is_here(stage.index - 1):
             assert own is not None, "stages are in order"
             return own
@@ -190,8 +190,8 @@ def _overlapped_pair(passes: OverlappedPasses, action: Any, context: Any) -> Non
     Messages that the passes need are waited for before the first turn, and given on after the last one.
 
     Args:
-        passes: of this rank.
-        action: its sub-actions are F and B, of two stages of this rank.
+        passes: runs the two passes in turns.
+        action: torch's action, whose sub-actions are F and B of two stages of this rank.
         context: the schedule, and the arguments of the step.
     """
     schedule, (forward, backward) = context.schedule_ref, action.sub_actions
@@ -231,7 +231,7 @@ def _output_is_loss(loss: Tensor, _target: Tensor) -> Tensor:
 
 
 def _own_error(error: BaseException) -> BaseException:
-    """An error of ours that torch's schedules have wrapped into theirs; any other as it is."""
+    """Unwraps an error of ours from those of torch's schedules; returns any other as it is."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, HeadraceError):
         found = found.__cause__

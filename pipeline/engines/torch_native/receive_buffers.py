@@ -24,7 +24,7 @@ _META = torch.device("meta")
 
 
 class StageWithFewBuffers(PipelineStage):
-    """`PipelineStage` with buffers of the messages in flight alone; of the same arguments.
+    """`PipelineStage` with buffers of the messages in flight alone; takes the same arguments.
 
     Attributes:
         link_groups: groups of the same ranks by the number of a link (`topology.link_of`); the stage's when empty.
@@ -60,7 +60,7 @@ class StageWithFewBuffers(PipelineStage):
         return self._in_link_groups(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _in_link_groups(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """The operations, each in the group of its link, with contiguous tensors: NCCL sends by pointer and warns."""
+        """Puts each operation in the group of its link, with a contiguous tensor: NCCL sends by pointer and warns."""
         for each in operations:
             if self.link_groups:
                 number = link_of(self.group_rank, each.group_peer, pp=self.group_size)
@@ -80,7 +80,7 @@ class StageWithFewBuffers(PipelineStage):
 
     @contextlib.contextmanager
     def _buffers_on_meta(self) -> Iterator[None]:
-        """Torch makes buffers on the stage's device."""
+        """Context in which torch makes buffers on meta, by the stage's device."""
         device, self.device = self.device, _META
         try:
             yield

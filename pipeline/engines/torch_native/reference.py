@@ -60,10 +60,10 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
 
     Args:
         run: the resolved config.
-        model: on meta, as `build_meta` made it.
+        model: the full model, on meta, as `build_meta` made it.
         values: initial values of its parameters.
         objective: the loss.
-        device: where model and optimizer are placed.
+        device: device of model and optimizer.
     """
 
     def __init__(

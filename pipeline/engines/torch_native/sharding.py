@@ -9,7 +9,7 @@
 
 fp32 master weights and the optimizer's states are sharded from stage 1 on. With hybrid sharding (HSDP) the replicas
 all-reduce gradients once per step, but with pipeline parallelism at stage 3 after every micro-batch. With pipeline
-parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `units` defines what is gathered together.
+parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `fsdp_units` defines what is gathered together.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ParameterShard:
 
     Attributes:
         name: Hugging Face name.
-        shape: of the full parameter.
-        box: its tensor- or expert-parallel shard, or what FSDP2 leaves of that; None if it is not sharded so.
+        shape: shape of the full parameter.
+        box: tensor- or expert-parallel shard, or the part of it that FSDP2 leaves here; None if it is not sharded so.
         start: first flat index within the box.
         sharded: the parameter as FSDP2 keeps it.
         master: fp32 master weight in the same memory, which the optimizer updates.
-        counts_in_norm: its gradient enters the global norm on this rank; those of its replicas do not.
+        counts_in_norm: the gradient enters the global norm on this rank; those of its replicas do not.
         tied: another pipeline stage holds a tied copy.
-        partial_gradient: its gradient must be summed over the tensor-parallel ranks.
+        partial_gradient: the gradient must be summed over the tensor-parallel ranks.
     """
 
     name: str
@@ -75,7 +75,7 @@ class ParameterShard:
         self.master.grad = self.sharded.grad = None
 
     def held(self, form: Form) -> HeldShard[Form]:
-        """What it has of the parameter, of which something is known."""
+        """Returns the shard for a `MatrixExchange`, with the form of the parameter."""
         return HeldShard(self.name, form, self.box, self.start, offset=0, length=self.master.numel())
 
     def named_shard(self, values: Tensor) -> NamedShard:
@@ -85,13 +85,13 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a decoder is sharded.
+    """Settings of a decoder's sharding.
 
     Attributes:
-        stage: ZeRO stage, see above.
-        dtype: of forward and backward passes; the parameters are fp32.
+        stage: ZeRO stage.
+        dtype: dtype of forward and backward passes; the parameters are fp32.
         fp8: whether weights are gathered in fp8.
-        reduce_dtype: in which gradients are summed over the data ranks.
+        reduce_dtype: dtype in which gradients are summed over the data ranks.
         node: neighbouring data ranks over which the weights of layers stay sharded between forward and backward pass
             (stage 3, hpZ); all data ranks when None.
     """
@@ -103,13 +103,13 @@ class Sharding:
     node: int | None
 
     def reshard_after_forward(self, unit: tuple[nn.Module, ...], units: Units) -> bool | int:
-        """What becomes of a unit's gathered weights after its forward pass: kept, or sharded over so many ranks."""
+        """Decides whether, or over how many ranks, a unit's weights are sharded again after its forward pass."""
         if self.stage < 3 or unit is units.end:  # the head's backward pass follows its forward pass
             return False
         return self.node or True if unit in units.layers else True
 
     def policy(self) -> MixedPrecisionPolicy:
-        """FSDP2's dtypes."""
+        """Returns FSDP2's policy of dtypes."""
         mixed = self.dtype != torch.float32
         dtypes: dict[str, Any] = {"param_dtype": self.dtype, "reduce_dtype": self.reduce_dtype} if mixed else {}
         return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -130,11 +130,11 @@ def shard_decoder(
 
     Args:
         local_model: this rank's part of the model.
-        values: of the full parameters.
+        values: values of the full parameters.
         mesh: this rank's coordinates and groups.
         root: the FSDP2 root module: the decoder, or the stage module around it.
-        sharding: how it is sharded.
-        device: of this rank.
+        sharding: settings of the sharding.
+        device: this rank's device.
 
     Returns:
         This rank's shard of every parameter of the decoder.

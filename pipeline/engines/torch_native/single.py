@@ -46,10 +46,10 @@ class _Master:
     """A parameter and its fp32 master weight.
 
     Attributes:
-        weight: of the model.
-        parameter: what the optimizer updates: the weight itself in fp32; else it has the master's values during an
-            update only (bf16), or always (fp16).
-        residual: what the bf16 weight lacks of the master; None in other precisions.
+        weight: the model's weight.
+        parameter: tensor that the optimizer updates: in fp32 the weight itself; else it has the master's values, only
+            during an update (bf16) or always (fp16).
+        residual: the 16 bits that the bf16 weight lacks of its master, int16; None in other precisions.
         gradient: fp32 sum over the micro-batches of a step, where there are several.
     """
 
@@ -83,7 +83,7 @@ class _Master:
         weight.grad = None
 
     def fp32_gradient(self) -> Tensor:
-        """The sum over the micro-batches so far, which is held here; zeros before the first."""
+        """Returns the fp32 sum over the micro-batches so far, which stays here; zeros before the first."""
         if self.weight.dtype == torch.float32:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
@@ -93,7 +93,7 @@ class _Master:
         return self.gradient
 
     def take_gradient(self) -> Tensor | None:
-        """The gradient of the step, in fp32 or the model's dtype; it is no longer held here."""
+        """Hands over the gradient of the step, in fp32 or the model's dtype; it is no longer held here."""
         taken = self.gradient if self.gradient is not None else self.weight.grad
         self.gradient = self.weight.grad = None
         return taken
@@ -227,8 +227,8 @@ class _Update:
     """The update of some parameters.
 
     Attributes:
-        masters: by name.
-        optimizer: of their `parameter`.
+        masters: master weights by parameter name.
+        optimizer: optimizer of the masters' `parameter`.
     """
 
     def __init__(self, masters: dict[str, _Master], optimizer: torch.optim.Optimizer) -> None:
@@ -249,7 +249,7 @@ class _Update:
                     master.set(master.parameter.data)
 
     def moment(self, master: _Master, name: str) -> Tensor:
-        """What a checkpoint has of a state: itself in fp32; else an exact fp32 copy, on the CPU as split masters."""
+        """Returns a state as checkpoints store it: itself in fp32, else an exact fp32 copy on the CPU."""
         if isinstance(self.optimizer, AdamWSmallMoments):
             return self.optimizer.moment(master.parameter, name)
         moment: Tensor = self.optimizer.state[master.parameter][name]
@@ -274,10 +274,10 @@ class _MasterValues:
 
 
 class _Residuals:
-    """Initial values whose part that bf16 weights lack is kept, on their device.
+    """Initial values that keep the part of each which its bf16 weight lacks, on the weight's device.
 
     Args:
-        values: of the parameters.
+        values: initial values of the parameters.
     """
 
     def __init__(self, values: ParameterValues) -> None:

@@ -25,9 +25,9 @@ def named_shards(
     """This rank's shards of weights and optimizer states, as views; and the optimizer's step counter, a copy.
 
     Args:
-        shards: of this rank.
-        optimizer: of their master weights.
-        kind_of: its kind for a parameter.
+        shards: this rank's shards.
+        optimizer: optimizer of the shards' master weights.
+        kind_of: name of a parameter -> the optimizer's kind for it.
     """
     named: dict[str, NamedShard | Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -62,9 +62,9 @@ def replicas(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: dist.Proc
     """The weights of this rank that other ranks hold too.
 
     Args:
-        shards: of this rank.
+        shards: this rank's shards.
         mesh: this rank's coordinates and groups.
-        tied_group: see `parallel.mesh.tied_weights_group`.
+        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
     """
     tp_group = mesh.group("tp")
     for shard in shards:

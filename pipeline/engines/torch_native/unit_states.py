@@ -1,4 +1,4 @@
-"""Which pass FSDP2's units are in, for a forward and a backward pass that take turns within a micro-batch.
+"""States of FSDP2's units for a forward and a backward pass that take turns within a micro-batch.
 
 A unit of FSDP2 (torch 2.13) notes its state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD. The forward hooks of a unit in
 a backward pass do nothing, since they are those of a recomputation, and the end of a backward pass makes all units
@@ -49,5 +49,5 @@ class UnitStates:
 
     @property
     def _idle(self) -> tuple[Any, ...]:
-        """Of a pass that has not begun."""
+        """States of a pass that has not begun."""
         return [TrainingState.IDLE] * len(self._states), [set()] * len(self._grouped), None

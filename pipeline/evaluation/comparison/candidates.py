@@ -24,14 +24,14 @@ _PROMPT_TOKENS, _NEW_TOKENS = 32, 64
 
 @dataclass(frozen=True)
 class ModelCandidate:
-    """A model and what serves it.
+    """A model and the consumer that serves it.
 
     Attributes:
-        name: in the comparison.
-        path: its folder.
+        name: name in the comparison.
+        path: folder of the model.
         about: format and scheme.
-        folder: its metadata; None of a GGUF file.
-        consumer: name.
+        folder: metadata of the folder; None for a GGUF file.
+        consumer: name of the consumer.
         not_run: why the consumer does not run; None when it does.
     """
 
@@ -44,21 +44,21 @@ class ModelCandidate:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the files with weights."""
+        """Size of the files with weights, in bytes."""
         return (self.path / GGUF_FILE).stat().st_size if self.folder is None else self.folder.weight_bytes
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured beside the loss.
+    """The measurements to make beside the loss.
 
     Attributes:
         positions: largest number of positions whose distributions are compared.
         batches: numbers of sequences that generation is timed with; () for none.
-        prompt_tokens: of each timed sequence; fewer where windows are short.
-        new_tokens: of each timed sequence; fewer where windows are short.
+        prompt_tokens: prompt tokens of each timed sequence; fewer where windows are short.
+        new_tokens: generated tokens of each timed sequence; fewer where windows are short.
         prompts: texts that every model continues by greedy decoding.
-        sample_tokens: new tokens of each.
+        sample_tokens: new tokens for each prompt.
     """
 
     positions: int = POSITIONS
@@ -74,11 +74,11 @@ class ModelComparison:
     """Checked models and the data that all of them are scored on.
 
     Attributes:
-        candidates: the first is the reference of KL and top-1 agreement.
+        candidates: models, of which the first is the reference of KL and top-1 agreement.
         data: the held-out section.
-        dataset: opened.
+        dataset: opened split of `data`.
         vocabulary: V, the smallest of all models.
-        wanted: what is measured.
+        wanted: measurements to make beside the loss.
     """
 
     candidates: tuple[ModelCandidate, ...]
@@ -99,9 +99,9 @@ def check(
 
     Args:
         models: name -> folder; the first is the reference.
-        data: what is not given in it is as in the first model's training.
+        data: held-out section; fields not given in it are as in the first model's training.
         consumers: names, each of which serves every model of its format; by default transformers and llama.cpp.
-        wanted: what is measured beside the loss.
+        wanted: measurements to make beside the loss; None for the defaults.
 
     Raises:
         ConfigError: no model, an unknown consumer, another tokenizer, none for prompts, windows that are too long, or
@@ -136,7 +136,7 @@ def check(
 
 
 def parameters_of(candidate: ModelCandidate) -> int | None:
-    """Of the manifest, of the headers, or of a quantized folder's architecture; tied parameters count once."""
+    """Number of parameters by the manifest, the headers, or a quantized folder's architecture; tied ones count once."""
     if (candidate.path / MANIFEST).is_file():
         recorded = read_manifest(candidate.path, kind="model").details.get("parameters")
         if recorded is not None:
@@ -164,7 +164,7 @@ def _tokenizer_size(dataset: TokenDataset) -> int:
 
 
 def _check_gguf_tokenizer(file: Path, dataset: TokenDataset) -> None:
-    """Each id is the same token in the file and in the data; without the data's tokenizer, only their number counts."""
+    """Checks that ids are the same tokens in file and data; without the data's tokenizer, only the number of tokens."""
     tokens, tokenizer = stored_tokens(file), dataset.path / "tokenizer" / TOKENIZER_JSON
     size, why = _tokenizer_size(dataset), None
     if tokenizer.is_file():
@@ -186,7 +186,7 @@ def _check_has_tokenizer(path: Path) -> None:
 def _rows(
     name: str, path: Path, about: ModelDescription, folder: ModelFolder | None, consumers: Sequence[str]
 ) -> Iterator[ModelCandidate]:
-    """A row for each consumer of the model's format; one that says why where there is none."""
+    """Yields a row for each consumer of the model's format; where there is none, one row that says why."""
     own: dict[str, Any] = {"name": name, "path": Path(path), "about": about, "folder": folder}
     fitting = [each for each in consumers if (each == "llama.cpp") == (about.scheme_format == GGUF)]
     for each in fitting:

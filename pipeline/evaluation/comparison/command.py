@@ -23,7 +23,7 @@ from pipeline.evaluation.heldout.data import HeldOutData
 from pipeline.evaluation.tasks import command as tasks_command
 
 TABLE_WIDTH = 120
-"""Characters: rich drops columns in a narrower terminal."""
+"""Width of tables in characters: rich drops columns in a narrower terminal."""
 
 _FOR_SEVERAL = ("consumers", "batches", "positions", "prompt", "csv", "picture")
 _OF_THE_LOSS = ("data", "mask_documents", "max_tokens", *_FOR_SEVERAL)
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what is measured beside the loss."""
+    """Declares the arguments of the measurements beside the loss."""
     wanted = Wanted()
     parser.add_argument(
         "--consumers",
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluates one model, several side by side, or tasks.
 
     Raises:
-        ConfigError, DataError: before any work; DataError when a consumer fails.
+        ConfigError, DataError: an unusable input, before any work; DataError also when a consumer fails.
     """
     if args.model and args.models:
         raise ConfigError("MODEL", args.model, why="--model is given, too", remedy=f"write --model name={args.model}")
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """A flag that would have no effect is refused."""
+    """Refuses a flag that would have no effect."""
     given, instead = (_OF_TASKS, "a loss") if args.tasks is None else (_OF_THE_LOSS, "tasks")
     for name in given:
         if getattr(args, name) is not None:
@@ -142,7 +142,7 @@ def consumers_of(args: argparse.Namespace) -> tuple[str, ...] | None:
 
 
 def wanted_of(args: argparse.Namespace, *, prompts: Iterable[str]) -> Wanted:
-    """What is measured, by the options of `add_comparison_arguments`.
+    """The measurements that the options of `add_comparison_arguments` ask for.
 
     Raises:
         ConfigError: --batches is no list of numbers.
@@ -182,7 +182,7 @@ def named_paths(flag: str, given: Iterable[str]) -> dict[str, Path]:
 
 
 def check_writable(out: Path, *, name: str = "OUT") -> Path:
-    """A file that can be written.
+    """The path of the output file, checked to be writable.
 
     Raises:
         ConfigError: it is a directory, or its directory is missing or not writable.

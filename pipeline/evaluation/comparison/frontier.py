@@ -1,4 +1,4 @@
-"""Measures models side by side, each by what serves it, each in a process of its own.
+"""Measures models side by side, each by a consumer that serves it, each in a process of its own.
 
 All rows are of the same windows of held-out tokens. Mean and largest KL divergence and top-1 agreement are to the
 first model. The loss of transformers is that of `headrace eval`; the loss of the other consumers is of the
@@ -33,12 +33,12 @@ Windows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Sample:
-    """Windows of the loss.
+    """Windows that the loss is measured on.
 
     Attributes:
         chosen: indices in the dataset, int64 [n].
-        tokens: their ids, int64 [n, T + 1].
-        kept: which of them are compared distribution by distribution, indices into `chosen`.
+        tokens: token ids of the windows, int64 [n, T + 1].
+        kept: indices into `chosen` of the windows that are compared distribution by distribution.
     """
 
     chosen: Windows
@@ -58,18 +58,18 @@ def frontier(
 
     Args:
         models: name -> Hugging Face folder, or directory with model.gguf; the first is the reference.
-        data: held-out windows; what is not given in it is as in the first model's training.
+        data: held-out section; fields not given in it are as in the first model's training.
         consumers: names, each of which serves every model of its format; by default transformers for folders and
             llama.cpp for GGUF files.
-        wanted: what is measured beside the loss.
-        say: takes lines for people.
+        wanted: measurements to make beside the loss; None for the defaults.
+        say: prints a line for people.
 
     Returns:
         A row for each model and consumer, in the order of `models`. A consumer that is not installed, or cannot take
         the model, has a row that says so.
 
     Raises:
-        ConfigError, DataError: as `check`, before any work; DataError when a consumer fails.
+        ConfigError, DataError: an input that `check` refuses, before any work; DataError also when a consumer fails.
     """
     return measure_all(check(models, data=data, consumers=consumers, wanted=wanted), say=say)
 
@@ -117,7 +117,7 @@ def _sample(comparison: ModelComparison) -> _Sample:
 
 
 def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sample) -> Scores:
-    """What the consumer makes of the windows: of transformers, whose loss is measured otherwise, of the kept ones."""
+    """Scores the windows with a consumer; with transformers, whose loss is measured otherwise, the kept ones alone."""
     windows, kept = sample.tokens, sample.kept
     if candidate.consumer == "transformers":
         windows, kept = windows[kept], np.arange(kept.size)
@@ -152,7 +152,7 @@ def _served(scores: Scores, comparison: ModelComparison) -> dict[str, Any]:
 
 
 def _texts(samples: Sequence[Sequence[int]], comparison: ModelComparison) -> tuple[str, ...]:
-    """Ids as text, up to the end-of-text token."""
+    """Decodes ids as text, up to the end-of-text token."""
     if not samples:
         return ()
     tokenizer = Tokenizer.from_file(str(comparison.dataset.tokenizer / "tokenizer.json"))
@@ -168,14 +168,14 @@ def _loss(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sampl
 
 
 def _loss_of_folder(path: Path, data: HeldOutData) -> dict[str, Any]:
-    """As `headrace eval` measures it, in batches, on a GPU where there is one."""
+    """Measures the loss as `headrace eval` does, in batches, on a GPU where there is one."""
     found = measure(path, data)
     keys = ("loss_nats", "perplexity", "bits_per_byte", "tokens", "sources", "dtype", "device")
     return {**{key: found[key] for key in keys}, "scoring_tokens_per_second": found["tokens_per_second"]}
 
 
 def _loss_of_targets(comparison: ModelComparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
-    """From a consumer's log-probabilities; nothing with a document mask, because consumers attend to whole windows."""
+    """Loss by a consumer's log-probabilities; none with a document mask, as consumers attend to whole windows."""
     dataset, masked = comparison.dataset, comparison.data.mask_documents
     if masked:
         return {"device": "cpu"}

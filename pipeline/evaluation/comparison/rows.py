@@ -16,7 +16,7 @@ HEADINGS = (
     *("loss_nats", "perplexity", "bits_per_byte", "tokens", "mean_kl", "max_kl", "top1_agreement", "positions"),
     *("scoring_tokens_per_second", "dtype", "device", "threads", "not_run"),
 )
-"""Columns of the CSV; behind them, one of each source and those of each batch."""
+"""Columns of the CSV, before one column for each source and those of each batch."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Generated:
 
     Attributes:
         batch: sequences at once.
-        prompt_tokens: of each sequence.
-        new_tokens: of each sequence.
-        seconds: for all of them, prompts included, after a warmup.
-        tokens_per_second: new tokens of all sequences by these seconds.
+        prompt_tokens: prompt tokens of each sequence.
+        new_tokens: generated tokens of each sequence.
+        seconds: seconds for all sequences, prompts included, after a warmup.
+        tokens_per_second: generated tokens of all sequences, per second.
         peak_bytes: largest resident set of the process meanwhile: weights, cache, and the libraries themselves.
-        peak_of_batch: whether it is of this batch alone; else since the process began.
+        peak_of_batch: whether the peak is that of this batch alone; else it is that since the process began.
     """
 
     batch: int
@@ -44,32 +44,32 @@ class Generated:
 
 @dataclass(frozen=True)
 class Row:
-    """A model as one consumer serves it. What was not measured is None.
+    """A model as one consumer serves it. Figures that were not measured are None.
 
     Attributes:
-        name: given to the model.
-        path: its folder.
+        name: name given to the model.
+        path: folder of the model.
         consumer: transformers, vllm or llama.cpp.
         scheme: W4A16, Q8_0, float32, ...
-        bytes: of the files with weights.
-        parameters: of the architecture; tied ones count once.
+        bytes: size of the files with weights, in bytes.
+        parameters: number of parameters of the architecture; tied ones count once.
         not_run: why the consumer did not run, None when it did; every figure below is None then.
-        version: of the consumer.
+        version: version of the consumer.
         loss_nats: mean held-out loss, nats per token.
         perplexity: exp(loss_nats).
         bits_per_byte: held-out loss in bits per UTF-8 byte; None with a loss mask.
-        tokens: that the loss is over.
+        tokens: number of tokens that the loss is the mean over.
         sources: source -> loss over its tokens, nats per token.
         mean_kl: mean KL(first model || this one) over `positions`, nats; 0 of the first itself.
-        max_kl: the largest.
+        max_kl: largest KL over `positions`, nats.
         top1_agreement: share of positions with the first model's likeliest token, 0 to 1.
-        positions: whose distributions were compared; the same of all rows.
+        positions: number of positions whose distributions were compared, the same in all rows.
         generation: one entry for each batch size.
         samples: continuation of each prompt.
-        scoring_tokens_per_second: of the loss.
-        dtype: that transformers computed the loss in.
-        device: on which the loss was computed.
-        threads: that scoring and generation used on the CPU.
+        scoring_tokens_per_second: tokens per second while the loss was computed.
+        dtype: dtype in which transformers computed the loss.
+        device: device on which the loss was computed.
+        threads: number of CPU threads of scoring and generation.
     """
 
     name: str
@@ -126,7 +126,7 @@ def row_of(found: dict[str, Any]) -> Row:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """The rows as CSV with a line of headings; an empty cell is what was not measured."""
+    """The rows as CSV with a line of headings; figures that were not measured are empty cells."""
     sources = sorted({name for row in rows for name in row.sources})
     batches = sorted({each.batch for row in rows for each in row.generation})
     heads = [*HEADINGS, *(f"loss_nats:{name}" for name in sources)]

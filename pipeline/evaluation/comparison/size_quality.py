@@ -18,7 +18,7 @@ _LOGARITHMIC = 5.0
 
 @dataclass(frozen=True)
 class Point:
-    """A row in the picture: index among the rows, label, size in bytes, and what is on the y axis."""
+    """A row in the picture: index among the rows, label, size in bytes, and value on the y axis."""
 
     index: int
     label: str
@@ -41,9 +41,9 @@ class Picture:
     """Points and the meaning of their y axis.
 
     Attributes:
-        points: in the order of the rows.
+        points: points in the order of the rows.
         axis: label of the y axis, with the unit.
-        logarithmic: whether the y axis is.
+        logarithmic: whether the y axis is logarithmic.
     """
 
     points: tuple[Point, ...]
@@ -52,10 +52,10 @@ class Picture:
 
 
 def picture_of(rows: Sequence[Row], *, quality: str = "auto") -> Picture | None:
-    """What can be drawn of rows; None where fewer than two have both numbers.
+    """The picture of the rows; None where fewer than two have both numbers.
 
     Args:
-        rows: the first is the reference.
+        rows: rows of a comparison; the first is the reference.
         quality: "kl", "loss", or "auto": KL where two rows beside the reference have it, loss otherwise. A KL of 0,
             as the reference's own is, has no place on a logarithmic axis and is left out.
     """
@@ -84,9 +84,9 @@ def save_svg(rows: Sequence[Row], path: Path, *, quality: str = "auto") -> bool:
     """Writes the picture as an SVG file, atomically; False where there is nothing to draw, and no file is written.
 
     Args:
-        rows: of `frontier`.
+        rows: rows that `frontier` returns.
         path: the file; its directory exists.
-        quality: see `picture_of`.
+        quality: "kl", "loss" or "auto" (`picture_of`).
     """
     picture = picture_of(rows, quality=quality)
     if picture is None:

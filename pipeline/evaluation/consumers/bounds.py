@@ -1,4 +1,4 @@
-"""How far a compressed model may be from its original, by scheme.
+"""Bounds on the distance of a compressed model from its original, by scheme.
 
 The bounds tell a broken file from a lossy one; they are no promise of quality. Each is ten to forty times the largest
 value that was measured of a trained model with a sound method (docs/reference/consumers.md), because small,
@@ -17,7 +17,7 @@ from pipeline.evaluation.consumers.compare import ScoreComparison
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest mean KL(original || compressed) in nats, and largest ratio of the perplexities; the scheme it is of."""
+    """Largest mean KL(original || compressed) in nats, and largest ratio of the perplexities; the bound's scheme."""
 
     mean_kl: float
     perplexity_ratio: float
@@ -53,7 +53,7 @@ def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
     """The bound of a scheme, or the one of a config.
 
     Args:
-        scheme: of the compressed model.
+        scheme: scheme of the compressed model.
         max_mean_kl: largest mean KL divergence, nats; None for the scheme's. The perplexity may then rise by as much as
             that divergence explains, beside what the scheme's bound allows.
     """
@@ -65,7 +65,7 @@ def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
 
 
 def broken_bounds(found: ScoreComparison, bound: Bound) -> list[str]:
-    """What is outside the bound, as sentences; empty when nothing is."""
+    """Figures outside the bound, as sentences; empty when there are none."""
     ratio = found.perplexity / found.original_perplexity
     broken = []
     if not isfinite(found.mean_kl) or found.mean_kl > bound.mean_kl:

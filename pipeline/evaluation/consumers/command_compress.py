@@ -101,8 +101,8 @@ def bound_of_folder(model: Path, *, scheme: str) -> Bound:
     """The bound that a quantization was judged by, from its manifest; without one that of its scheme.
 
     Args:
-        model: its directory.
-        scheme: as its files say; of a folder whose head has another, "mixed".
+        model: directory of the model.
+        scheme: scheme by the model's files; "mixed" for a folder with several.
     """
     if not (model / MANIFEST).is_file():
         return bound_within(scheme, None)

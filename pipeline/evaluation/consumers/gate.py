@@ -1,4 +1,4 @@
-"""The gate of a compression: every consumer scores what was written, and beyond the bound nothing gets its name.
+"""The gate of a compression: every consumer scores the written files, which get their name only within the bound.
 
 The reference is the original model in floating point, scored by transformers. A consumer's figures are therefore those
 of the compression and of the consumer's own arithmetic together, which is what will be served.
@@ -37,23 +37,23 @@ from pipeline.evaluation.consumers.request import ScoreRequest, Scores, windows_
 from pipeline.evaluation.consumers.texts import texts_of
 
 LIMIT_BYTES = 512 << 20
-"""Of the log-probabilities of one consumer; two are in memory at a time."""
+"""Largest size of the log-probabilities of one consumer, in bytes; those of two are in memory at a time."""
 POSITIONS = 4096
-"""That are compared, where the vocabulary is small enough for LIMIT_BYTES."""
+"""Number of positions that are compared, where the vocabulary is small enough for LIMIT_BYTES."""
 
 _NO_BOUND = Bound(inf, inf)
-"""Any finite figure is within it."""
+"""The bound that any finite figure is within."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class GateSample:
-    """What all consumers score.
+    """The sample that all consumers score.
 
     Attributes:
         windows: token ids, int64 [n, T].
-        texts: for the tokenizers.
+        texts: texts that every consumer tokenizes.
     """
 
     windows: npt.NDArray[np.int64]
@@ -75,8 +75,8 @@ class GateSample:
             dataset: the split, with its sequence length.
             model: folder with the tokenizer.
             vocabulary: V of the model.
-            longest: positions that the model has; vLLM generates one token behind a window.
-            positions: at most so many are scored.
+            longest: number of positions of the model, None for no limit; vLLM generates one token behind a window.
+            positions: largest number of positions that are scored.
         """
         length = dataset.sequence_length + 1
         if longest is not None:
@@ -92,7 +92,7 @@ def score_original(model: Path, sample: GateSample, *, vocabulary: int) -> Score
     """The reference: the original in floating point, by transformers.
 
     Raises:
-        DataError: it cannot be loaded.
+        DataError: the original cannot be loaded.
     """
     return CONSUMERS["transformers"].score(ScoreRequest(model, sample.windows, sample.texts, vocabulary))
 
@@ -112,13 +112,13 @@ def run_gate(
 
     Args:
         original: Hugging Face folder of the model in floating point.
-        result: what was made of it.
-        bound: that holds, of the result's scheme.
-        sample: what is scored.
+        result: directory of the compressed model.
+        bound: bound for the result's scheme.
+        sample: windows and texts that all consumers score.
         vocabulary: V of the original.
-        consumers: which are run.
-        say: takes lines for people.
-        reference: reads the original's scores of the sample, where it has been scored already.
+        consumers: consumers to run.
+        say: prints a line for people.
+        reference: reads the original's scores of the sample; None where it has not been scored yet.
 
     Returns:
         For the manifest: consumer -> its figures, or {"not_run": reason}.
@@ -164,7 +164,7 @@ def run_pruned_gate(
     Args:
         original: Hugging Face folder of the model that was pruned.
         scheme: dtype of the result's weights, whose bound holds between consumers.
-        result, sample, vocabulary, consumers, say, reference: see `run_gate`.
+        result, sample, vocabulary, consumers, say, reference: the arguments of `run_gate`.
 
     Returns:
         For the manifest: consumer -> its figures beside the original's, with `mean_kl_to_transformers` on the same
@@ -197,7 +197,7 @@ def run_pruned_gate(
 
 
 def judged(scores: Scores, reference: Scores, sample: GateSample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
-    """A consumer's figures for the manifest, and what is outside of the bound, as sentences."""
+    """A consumer's figures for the manifest, and those outside of the bound as sentences."""
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
     different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]
     figures = {
@@ -220,10 +220,10 @@ def _refusal(
     """The error of a result that is not accepted.
 
     Args:
-        result: its directory, under its final name or staged.
-        lines: why.
-        figures, wrong: see `remedies.of_quantization`.
-        remedy: what helps while it is made.
+        result: directory of the result, under its final name or staged.
+        lines: reasons.
+        figures, wrong: the arguments of `remedies.of_quantization`.
+        remedy: advice for a result that is still staged.
     """
     final = final_name(result)
     what = f"{result} was not accepted:" if final is None else f"{final} was not accepted, and was deleted:"
@@ -232,7 +232,7 @@ def _refusal(
 
 
 def attribution(original: Path, result: Path) -> list[tuple[str, float]]:
-    """Which layers lose most: name and KL in nats, largest first; empty where it cannot be found out.
+    """Finds the layers that lose most: name and KL in nats, largest first; empty where that fails.
 
     Each decoder layer of the original gets the compressed weights alone, and the KL divergence of its output is taken.
     """

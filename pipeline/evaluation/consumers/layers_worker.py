@@ -51,7 +51,7 @@ def part_of(name: str) -> str:
 
 
 def log_probabilities(model: Any, ids: Tensor) -> Tensor:
-    """float64 [1, T, V]."""
+    """Log-probabilities of a model, float64 [1, T, V]."""
     found: Tensor = model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
     return found
 

@@ -22,7 +22,7 @@ from pipeline.evaluation.heldout.data import HeldOutData
 from pipeline.evaluation.heldout.measure import finite
 
 DATA, MEASURED = "data.json", "measured.json"
-"""In the job's directory: how the model is evaluated, and what was found."""
+"""Files in the job's directory: the held-out section, and the figures of the evaluation."""
 
 _WORKER = Consumer(
     "transformers",
@@ -37,10 +37,10 @@ _WORKER = Consumer(
 
 @dataclass(frozen=True)
 class Original:
-    """What is known of the original.
+    """The original, evaluated and scored.
 
     Attributes:
-        measured: as of `pipeline.evaluation.heldout.measure.measure`.
+        measured: figures that `pipeline.evaluation.heldout.measure.measure` returns.
         job: directory with its scores, which are too large to be in memory while the model is compressed.
     """
 
@@ -48,7 +48,7 @@ class Original:
     job: Path
 
     def scores(self) -> Scores:
-        """Of the sample."""
+        """The scores of the sample."""
         return Scores.read(self.job)
 
 
@@ -60,13 +60,13 @@ def scored_original(
 
     Args:
         model: Hugging Face folder in floating point.
-        data: how it is evaluated.
-        sample: what is scored.
+        data: held-out section of the evaluation.
+        sample: windows and texts to score.
         vocabulary: V of the model.
-        console: for the progress bar.
+        console: console for the progress bar.
 
     Raises:
-        DataError: it cannot be loaded, or its perplexity is not finite.
+        DataError: the model cannot be loaded, or its perplexity is not finite.
     """
     with TemporaryDirectory(prefix="headrace-original-") as folder:
         job = Path(folder)

@@ -19,7 +19,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 
 
 def main() -> int:
-    """Does the job of the command line."""
+    """Runs the job that the command line names."""
     job = job_of_command_line()
     folder = ModelFolder.open(Path(json.loads((job / JOB).read_text())["model"]))
     data = parse(HeldOutData, json.loads((job / DATA).read_text()), at="data")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SILENCE_S = 3600.0
-"""Seconds without a word after which a process hangs: loading a model, or scoring one batch of windows, takes less."""
+"""Seconds without output after which a process hangs: loading a model, or scoring one batch of windows, takes less."""
 
 
 def run_worker(
@@ -19,8 +19,8 @@ def run_worker(
     """Runs a process that prints "progress DONE ALL" lines; returns its exit code, -9 where it was silent for too long.
 
     Args:
-        command: of the process.
-        environment: of the process.
+        command: command line of the process.
+        environment: environment variables of the process.
         log: file that its errors and its other lines are appended to.
         progress: called with (done, all).
     """
@@ -43,7 +43,7 @@ def run_worker(
 
 @contextmanager
 def _killed_when_silent(process: subprocess.Popen[str], log: Path) -> Iterator[Callable[[], None]]:
-    """Gives the function to call whenever the process has said something."""
+    """Kills a silent process; yields the function to call whenever the process has printed a line."""
     over, said = threading.Event(), time.monotonic()
 
     def heard() -> None:

@@ -1,4 +1,4 @@
-"""What can be done about a result that the gate does not accept: keys of the config, with values that it then takes.
+"""Remedies for a result that the gate does not accept: keys of the config, with values that it would accept.
 
 No torch.
 """
@@ -27,12 +27,12 @@ _FLOATS = {"float32", "bfloat16", "float16", "F32", "BF16", "F16"}
 
 
 def of_quantization(figures: Figures, wrong: Sequence[str], *, scheme: str, worst: str | None) -> str:
-    """For a quantization that was not accepted.
+    """Remedies for a quantization that was not accepted.
 
     Args:
-        figures: of all consumers that were run.
-        wrong: those that do not accept it.
-        scheme: as the config names it.
+        figures: consumer -> its figures, or {"not_run": reason}.
+        wrong: names of the consumers that do not accept the result.
+        scheme: name of the scheme in the config.
         worst: the decoder layer that loses most, where it is known.
     """
     ways = []
@@ -58,10 +58,10 @@ _OTHER_PROGRAM = "another kind of file: a GGUF type instead of a Hugging Face fo
 
 
 def of_pruning(figures: Figures, wrong: Sequence[str], *, scheme: str) -> str:
-    """For a pruning that was not accepted.
+    """Remedies for a pruning that was not accepted.
 
     Args:
-        figures, wrong: see `of_quantization`.
+        figures, wrong: the arguments of `of_quantization`.
         scheme: dtype of the weights.
     """
     ways = [] if scheme == "float32" else ['"dtype": "float32"']
@@ -69,7 +69,7 @@ def of_pruning(figures: Figures, wrong: Sequence[str], *, scheme: str) -> str:
 
 
 def of_verification(figures: Figures, wrong: Sequence[str]) -> str:
-    """For a finished model that `headrace compress verify` does not accept; it was accepted when it was written."""
+    """Remedies for a model that was accepted when it was written, but is not by `headrace compress verify`."""
     others = _accepting(figures, wrong)
     ways = [f"--consumers {','.join(others)}"] if others else []
     return " or ".join(["make it again: its files or the programs have changed since it was accepted", *ways])
@@ -80,7 +80,7 @@ def _accepting(figures: Figures, wrong: Sequence[str]) -> list[str]:
 
 
 def _without(figures: Figures, wrong: Sequence[str]) -> list[str]:
-    """To leave out the consumers that do not accept it, where others do."""
+    """The remedy to leave out the consumers that do not accept the result, where others do."""
     others = _accepting(figures, wrong)
     return [f'"consumers": {json.dumps(others)}, if it is served by no other'] if others else []
 
@@ -96,7 +96,7 @@ def _needed_kl(found: Mapping[str, Any]) -> float:
 
 
 def _rounded_up(value: float) -> float:
-    """To two digits; a twentieth more, since a program may add in another order the next time."""
+    """Rounds up to two digits, after adding a twentieth: a program may add in another order the next time."""
     wanted = 1.05 * value
     unit = 10.0 ** (floor(log10(wanted)) - 1)
     return float(f"{ceil(wanted / unit) * unit:.2g}")

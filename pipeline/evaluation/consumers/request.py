@@ -1,4 +1,4 @@
-"""What a consumer is asked to score, and what it answers; a job is a directory that two processes share. No torch.
+"""A consumer's request and its scores; a job is a directory that two processes share. No torch.
 
 Shapes: n windows, T tokens each, V entries of the vocabulary.
 """
@@ -26,7 +26,7 @@ class Generation:
     Attributes:
         prompts: token ids, as many as the largest batch, all of one length.
         batches: numbers of sequences at once.
-        new_tokens: that are generated for each sequence.
+        new_tokens: number of tokens to generate for each sequence.
     """
 
     prompts: tuple[tuple[int, ...], ...] = ()
@@ -36,17 +36,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A model and what to score with it.
+    """A model, and the windows and texts to score with it.
 
     Attributes:
         model: a Hugging Face folder, or a directory with model.gguf.
         windows: token ids, int64 [n, T].
-        texts: to be tokenized by the consumer's own tokenizer, without special tokens.
+        texts: texts to tokenize with the consumer's own tokenizer, without special tokens.
         vocabulary: V; entries that a consumer adds behind it are cut off, and the rest is normalized again.
         kept: indices of the windows whose log-probabilities of all tokens are wanted; None for every window.
-        generation: to be timed; nothing without batches.
+        generation: generation to be timed; none without batches.
         samples: texts to continue by greedy decoding.
-        sample_tokens: new tokens of each.
+        sample_tokens: new tokens for each of `samples`.
     """
 
     model: Path
@@ -70,16 +70,17 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a consumer found.
+    """The results of a consumer.
 
     Attributes:
-        log_probabilities: float32 [kept, T - 1, V]: of the token after each position but the last.
-        targets: float32 [n, T - 1]: log-probabilities of the windows' own next tokens.
+        log_probabilities: log-probabilities of the token after each position but the last, float32 [kept, T - 1, V].
+        targets: log-probabilities of the windows' own next tokens, float32 [n, T - 1].
         ids: token ids of each text.
-        version: of the consumer.
-        seconds: that the windows took, without loading.
-        threads: that it computed with.
-        generation: of each batch: batch, prompt_tokens, new_tokens, seconds, tokens_per_second, peak_bytes.
+        version: version of the consumer.
+        seconds: seconds that the windows took, without loading.
+        threads: number of threads that the consumer computed with.
+        generation: figures of each batch: batch, prompt_tokens, new_tokens, seconds, tokens_per_second, peak_bytes,
+            peak_of_batch.
         samples: new token ids of each text.
     """
 
@@ -94,19 +95,19 @@ class Scores:
 
     @classmethod
     def read(cls, job: Path) -> Scores:
-        """What a worker wrote into the job's directory; the arrays are read into memory."""
+        """Reads the results that a worker wrote into the job's directory; the arrays are read into memory."""
         result: dict[str, Any] = json.loads((job / RESULT).read_text())
         return cls(np.load(job / LOG_PROBABILITIES), np.load(job / TARGETS), **result)
 
 
 def windows_that_fit(*, length: int, vocabulary: int, limit_bytes: int, limit_positions: int) -> int:
-    """How many windows can be scored: their log-probabilities stay below a number of bytes.
+    """Number of windows that can be scored with log-probabilities below a number of bytes; at least one.
 
     Args:
         length: T, tokens per window.
         vocabulary: V.
-        limit_bytes: of the float32 log-probabilities [n, T - 1, V].
-        limit_positions: of n (T - 1).
+        limit_bytes: largest size in bytes of the float32 log-probabilities [n, T - 1, V].
+        limit_positions: largest number of positions, n (T - 1).
     """
     positions = min(limit_positions, limit_bytes // (4 * vocabulary))
     return max(1, positions // max(1, length - 1))

@@ -15,9 +15,9 @@ from headrace.base.foreign_json import read_json
 from pipeline.models.split_names import words_without_merges
 
 _MOST = 64
-"""Texts of windows."""
+"""Largest number of texts of windows."""
 _MOST_TOKENS = 256
-"""Texts of single tokens."""
+"""Largest number of texts of single tokens."""
 
 AWKWARD = (
     "",
@@ -44,7 +44,7 @@ AWKWARD = (
 
 
 def texts_of(model: Path, windows: npt.NDArray[np.int64]) -> tuple[str, ...]:
-    """The awkward texts, and what a folder's tokenizer makes of windows [n, T] and of single tokens, if it has one."""
+    """The awkward texts, and those of windows [n, T] and of single tokens where the folder has a tokenizer."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return AWKWARD

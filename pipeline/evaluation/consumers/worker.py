@@ -1,4 +1,4 @@
-"""What the workers of all consumers share: reading a job, and writing the scores row by row.
+"""Code that the workers of all consumers share: reading a job, and writing the scores row by row.
 
 Only numpy and the standard library, because a consumer may live in an environment without headrace: the file is then
 run from where it is, beside the worker's.
@@ -29,7 +29,7 @@ class Served(NamedTuple):
     """A loaded model.
 
     Attributes:
-        version: of the consumer.
+        version: version of the consumer.
         tokenize: text -> ids, without special tokens.
         score: a window's log-probabilities.
         generate: the next tokens of prompts.
@@ -45,8 +45,8 @@ def serve(job: Path, load: Callable[[str], Served]) -> None:
     """Does a job: generation first, in the memory that loading needed, then the windows.
 
     Args:
-        job: its directory.
-        load: takes the model's folder.
+        job: directory of the job.
+        load: loads the model of a folder.
     """
     about = json.loads((job / "job.json").read_text())
     windows = np.load(job / "windows.npy")
@@ -60,7 +60,7 @@ def serve(job: Path, load: Callable[[str], Served]) -> None:
 
 
 def _score(job: Path, score: Score, windows: Any, about: dict[str, Any]) -> float:
-    """Writes the targets' log-probabilities of every window, all of the kept ones; seconds that it took."""
+    """Writes the targets' log-probabilities of every window, all of the kept ones; returns the seconds it took."""
     count, length = windows.shape
     kept = {number: row for row, number in enumerate(about["kept"])}
     shape = (len(kept), length - 1, about["vocabulary"])
@@ -122,7 +122,7 @@ def threads() -> int:
 
 
 def log_softmax(logits: Any) -> Any:
-    """float32 [rows, V], computed in float64; log-probabilities stay what they are."""
+    """Log-probabilities float32 [rows, V], computed in float64; those that are so already do not change."""
     wide = logits.astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
     return (wide - np.log(np.exp(wide).sum(-1, keepdims=True))).astype(np.float32)

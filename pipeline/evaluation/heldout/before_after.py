@@ -1,4 +1,4 @@
-"""What a compression costs: held-out metrics before and after, for manifest, lineage and table. No torch."""
+"""Costs of a compression: held-out metrics before and after, for manifest, lineage and table. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def measured(side: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest keeps of `measure`; what was not measured is left out."""
+    """The figures of `measure` that the manifest keeps; those that were not measured are left out."""
     return {key: side[key] for key in _MEASURED if key in side}
 
 
@@ -56,8 +56,8 @@ def table_of(manifest: Manifest, *, after: str) -> Table:
     """A table with the columns before and after, still without rows.
 
     Args:
-        manifest: of the result.
-        after: what the result is, e.g. its dtype.
+        manifest: manifest of the result.
+        after: short text on the result for the head of its column, e.g. its dtype.
     """
     recorded = manifest.details
     before = recorded["before"]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) ->
     """Declares the command's arguments; defaults are those of `HeldOutData`.
 
     Args:
-        parser: of the command.
+        parser: parser of the command.
         optional: whether MODEL and --data may be left out, as where several models are compared.
     """
     defaults = HeldOutData(path="")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) ->
 
 
 def add_window_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what is as in the model's training where it is not given."""
+    """Declares the arguments that default to the values of the model's training."""
     parser.add_argument(
         "--sequence-length", type=int, metavar="T", help="default: as trained, by the model's manifest; 256 without one"
     )
@@ -55,7 +55,7 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def window_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given of `add_window_arguments`, as fields of `HeldOutData`."""
+    """The arguments of `add_window_arguments` that were given, as fields of `HeldOutData`."""
     given = {"sequence_length": args.sequence_length, "mask_documents": args.mask_documents}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks, loads, evaluates, prints; torch is imported only after the checks have passed.
 
     Raises:
-        ConfigError, DataError: as `open_heldout` and `load_model`.
+        ConfigError, DataError: the model or the data is missing, damaged or unusable, or they do not fit together.
     """
     folder = ModelFolder.open(args.model)
     data = parse(
@@ -103,16 +103,16 @@ def evaluate_folder(
     """Loads a model on the first GPU, or the CPU without one, and evaluates it.
 
     Args:
-        folder: of the model.
-        data: how it is evaluated.
-        dataset: from `open_heldout`.
+        folder: opened folder of the model.
+        data: held-out section of the evaluation.
+        dataset: dataset that `open_heldout` returns.
         progress: called with (windows done, all).
 
     Returns:
         The model, and what `headrace eval --json` prints.
 
     Raises:
-        DataError: as `load_model`.
+        DataError: the model cannot be loaded (`load_model`).
     """
     from pipeline.evaluation.heldout.heldout_loss import evaluate  # noqa: PLC0415  (brings in torch)
     from pipeline.models.folder.loading import load_model, pick_device  # noqa: PLC0415

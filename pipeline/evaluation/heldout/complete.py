@@ -100,12 +100,12 @@ def complete(
         tokens: maximum number of new tokens.
         temperature: 0 for greedy decoding, else logits are divided by it and sampled from.
         top_p: nucleus sampling: total probability, in (0, 1], of the tokens that are sampled from.
-        seed: of the sampling, 32 bits.
+        seed: seed of the sampling, 32 bits.
         chat: format the prompt as a user message with the chat template; return the reply alone.
 
     Raises:
         ConfigError: with `chat`, the tokenizer has no chat template, or one that fails.
-        DataError: as `load_model`.
+        DataError: the folder holds no model, or no tokenizer.
     """
     # before the model, which takes longer to load: a missing template is refused here
     tokenizer = load_tokenizer(path)

@@ -52,11 +52,11 @@ class HeldOutData(Section):
 
 
 def as_trained(data: HeldOutData, model: Path) -> HeldOutData:
-    """The section with what is not given in it as in the training of the model, so that the losses can be compared.
+    """Fills in the fields that are not given as in the training of the model, so that the losses can be compared.
 
     Args:
         data: the section as written.
-        model: its directory; the manifest has the config of its training, or of its quantization.
+        model: directory of the model, whose manifest has the config of its training, or of its quantization.
     """
     trained = trained_data(model)
     names = ("sequence_length", "mask_documents")
@@ -126,10 +126,10 @@ def loss_by_source(
     """Mean loss of each source, nats per target token. A window is of one source, as a shard is.
 
     Args:
-        dataset: whose manifest names the sources; without names the result is empty.
-        windows: int64 [n].
-        losses: of each, summed over its targets, nats, float64 [n].
-        targets: of each, how many, int64 [n].
+        dataset: dataset whose manifest names the sources; without names the result is empty.
+        windows: indices of the windows, int64 [n].
+        losses: loss of each window, summed over its targets, nats, float64 [n].
+        targets: number of targets of each window, int64 [n].
     """
     names = dataset.sources_of(windows)
     found = {}

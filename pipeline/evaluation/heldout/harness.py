@@ -97,7 +97,7 @@ def evaluate_tasks(path: Path, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(args: argparse.Namespace, tasks: Sequence[str], models: Mapping[str, Path]) -> None:
-    """Refuses what cannot be evaluated.
+    """Refuses tasks and models that cannot be evaluated.
 
     Raises:
         ConfigError: lm_eval is not installed, an empty name, or a number that is too small.
@@ -125,7 +125,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 
 
 def table(found: Mapping[str, dict[str, Any]]) -> Table:
-    """Of the figures of this module."""
+    """The figures of lm-evaluation-harness as a table."""
     shown = table_of_figures(found, "lm-evaluation-harness", {"shots": "shots", "documents": "documents"}, _cell)
     shown.caption = "value ± standard error"
     return shown
@@ -142,10 +142,10 @@ def table_of_figures(
 
     Args:
         found: name of a model -> its tasks.
-        title: above it.
-        counts: head of a column -> key of a task, what is in it.
-        cell: of a figure and its name, what is shown.
-        label: of the name of a figure.
+        title: title of the table.
+        counts: head of a column -> key of a task's value in it.
+        cell: returns the text of a figure, given the figure and its name.
+        label: returns the text of a figure's name.
     """
     shown = Table(title=title, title_justify="left")
     for head in ("task", *counts, "figure"):

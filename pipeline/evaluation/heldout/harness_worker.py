@@ -20,7 +20,7 @@ _BOOTSTRAP = 1000  # resamplings for the standard errors of metrics that are no 
 
 
 def main(given: str, out: str) -> None:
-    """Writes the results, or which tasks are unknown."""
+    """Writes the results, or the names of unknown tasks."""
     job = json.loads(Path(given).read_text())
     manager = TaskManager(include_path=job["task_folder"])
     unknown = [name for name in job["tasks"] if not manager.match_tasks([name])]

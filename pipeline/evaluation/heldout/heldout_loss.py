@@ -38,8 +38,8 @@ class HeldOut:
         perplexity: exp(loss_nats); infinite where that overflows.
         bits_per_byte: bits per UTF-8 byte of the split's text; None with a loss mask.
         tokens: number of target tokens; with a loss mask, those of the mask.
-        tokens_per_second: of forward passes and loss after a warmup, reading included, counting all tokens.
-        sources: name of a source of the dataset -> loss over its targets, nats per token; of those with targets.
+        tokens_per_second: all tokens per second of forward passes and loss, reading included, after a warmup.
+        sources: name of a source of the dataset with targets -> loss over its targets, nats per token.
     """
 
     loss_nats: float
@@ -67,7 +67,7 @@ def evaluate(
             training mode is restored.
         dataset: windows int64 [T + 1].
         batch_size: B; the result does not depend on it beyond rounding.
-        device: where the model is.
+        device: device of the model.
         max_windows: number of windows, evenly spaced over the split; None for all.
         mask_documents: apply the document mask, as `data.mask_documents` does in training.
         progress: called with (windows done, all windows) after each batch.

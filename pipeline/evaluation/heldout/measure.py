@@ -18,7 +18,7 @@ def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
     """Runs `python -m pipeline.evaluation.heldout` on a folder; its progress bar appears on stderr.
 
     Returns:
-        Its JSON: loss_nats, perplexity, bits_per_byte, tokens, tokens_per_second, weight_bytes, dtype, device, ...
+        The JSON: loss_nats, perplexity, bits_per_byte, tokens, tokens_per_second, weight_bytes, dtype, device, ...
 
     Raises:
         DataError: the folder cannot be loaded in the subprocess, or its perplexity is not finite.
@@ -34,7 +34,7 @@ def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
 
 
 def finite(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """The result.
+    """Returns the result, after a check that its perplexity is finite.
 
     Raises:
         DataError: its perplexity is not finite.

@@ -28,7 +28,7 @@ class ChartLine:
 
     Attributes:
         index: index of the run in the report; selects color and dash.
-        name: of the run.
+        name: name of the run.
         x: tokens, float64 [n], n >= 1.
         y: float64 [n]; values that are not finite are left out.
         marks: held-out evaluations as (x, y), float64 [m] each.
@@ -50,8 +50,8 @@ class Chart:
 
     Attributes:
         name: unique on the page, for ids: letters, digits and hyphens, no text from an input.
-        title: with the unit.
-        lines: at least one.
+        title: title, with the unit.
+        lines: one line or more.
         show: format of a value on the y axis; None for plain decimals.
         cut: whether values of the first steps may be above the chart.
         from_zero: whether the y axis starts at 0.
@@ -89,7 +89,7 @@ def draw(chart: Chart, *, width: int, height: int, variant: str = "", label: Lab
     """Draws a chart as an `<svg>` element.
 
     Args:
-        chart: what to show.
+        chart: contents of the chart.
         width, height: CSS pixels at scale 1; the element scales with its container.
         variant: appended to the chart's name if it is drawn in several sizes.
         label: text beside the last point of each line; None for no labels.

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks the inputs, measures the models, prints the tables, writes the page.
 
     Raises:
-        ConfigError, DataError: as `check`, before any work; DataError when a model cannot be evaluated.
+        ConfigError, DataError: an unusable input, before any work; DataError also when a model cannot be evaluated.
     """
     inputs = check(args)
     progress, output = Console(stderr=True), Console(width=max(Console().width, TABLE_WIDTH))

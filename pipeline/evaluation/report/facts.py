@@ -48,7 +48,7 @@ def _steps(run: RunRecord) -> str:
 
 
 def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:
-    """From a model exported from this run: its manifest has the checkpoint's fingerprint, wherever either is now."""
+    """The parameters, by a model exported from this run: its manifest has the fingerprint of the run's checkpoint."""
     own = {_checkpoint_fingerprint(path) for path in _checkpoints(run)} - {None}
     for folder in folders:
         if (folder.path / "manifest.json").is_file():

@@ -23,7 +23,7 @@ class Inputs:
 
     Attributes:
         out: the page to write; its directory exists.
-        runs: read, finished or still training, names distinct.
+        runs: runs that were read, finished or still training, with distinct names.
         comparison: the models and the held-out data that they are evaluated on; None without models.
     """
 
@@ -38,12 +38,12 @@ class Inputs:
 
     @property
     def names(self) -> list[str]:
-        """Of the models, or without models of the runs."""
+        """The names of the models, or without models those of the runs."""
         return list(dict.fromkeys(each.name for each in self.candidates)) or [run.name for run in self.runs]
 
     @property
     def folders(self) -> list[ModelFolder]:
-        """Of the models that are no GGUF files."""
+        """The folders of the models that are no GGUF files."""
         return [each.folder for each in self.candidates if each.folder is not None]
 
     @property

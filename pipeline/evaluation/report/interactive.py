@@ -23,7 +23,7 @@ POINTS = 2000
 
 
 def plot(chart: Chart, drawing: Markup, *, width: int, height: int, label: Label | None = None) -> Markup:
-    """A drawing with what the script needs to place values in it."""
+    """A drawing with the numbers by which the script places values in it."""
     area = ",".join(f"{value:g}" for value in plot_area(chart, width=width, height=height, label=label))
     return html('<div class="plot" data-chart="{}" data-area="{}">{}</div>', chart.name, area, drawing)
 
@@ -55,5 +55,5 @@ def _line(line: ChartLine, chart: Chart) -> dict[str, Any]:
 
 
 def _numbers(values: Series) -> list[float | None]:
-    """Five significant digits; null for what is not finite."""
+    """Numbers of five significant digits; None for values that are not finite."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]

@@ -27,7 +27,7 @@ from pipeline.models.card.steps_text import SHORT
 
 
 def model_sections(inputs: Inputs, rows: Sequence[Row]) -> Markup:
-    """All of them; empty for a report of runs alone."""
+    """The sections of the models; empty for a report of runs alone."""
     if inputs.comparison is None:
         return NOTHING
     measured = [row for row in rows if row.not_run is None]

@@ -27,9 +27,9 @@ class RunRecord:
     """One training run.
 
     Attributes:
-        name: in the report.
-        path: its directory.
-        manifest: of kind `run`; its config under the keys of this version.
+        name: name in the report.
+        path: directory of the run.
+        manifest: manifest of kind `run`, whose config has the keys of this version.
         columns: metric of a step -> float64 [steps], at least one; NaN where a row lacks it.
         evaluations: journal rows of held-out evaluations.
         events: the other rows: started, resumed, checkpoint.

@@ -1,4 +1,4 @@
-"""What a comparison was measured on: tokens, devices, and the machine. No torch."""
+"""The scope of a comparison: the tokens, devices and machine that it was measured on. No torch."""
 
 from __future__ import annotations
 

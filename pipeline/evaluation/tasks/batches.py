@@ -21,7 +21,7 @@ class RequestBatch(MicroBatch):
     """A micro-batch of requests, padded on the right, where causal attention does not look.
 
     Attributes:
-        requests: int64 [B, T], the number of the request that each position is of.
+        requests: number of the request that each position belongs to, int64 [B, T].
     """
 
     requests: Tensor | None = None
@@ -39,14 +39,14 @@ def request_batches(
     dp_rank: int = 0,
     chunks: Chunks = lambda length: [range(length)],
 ) -> Iterator[RequestBatch]:
-    """One data-parallel rank's batch of every pass.
+    """Yields one data-parallel rank's batch of every pass.
 
     Args:
         task: the requests.
-        passes: of `passes.forward_passes`.
-        dp_rank: of this rank.
-        chunks: positions of a sequence of a length that this rank has, as `topology.sequence_chunks`: all of them, but
-            with context parallelism.
+        passes: passes that `passes.forward_passes` returns.
+        dp_rank: data-parallel rank of this process.
+        chunks: returns the positions that this rank has of a sequence of a length (`topology.sequence_chunks`): all of
+            them without context parallelism.
     """
     for each in passes:
         ids = np.zeros((each.rows, each.length), dtype=np.int64)

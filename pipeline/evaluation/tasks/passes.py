@@ -1,4 +1,4 @@
-"""Which requests are in which forward pass: sorted by length, so that little is padding. No torch.
+"""Assigns requests to forward passes: sorted by length, so that little is padding. No torch.
 
 A pass has as many tokens as a micro-batch of training at most, so that it fits where training does. Every data-parallel
 rank has a pass of the same shape, and as many of them: collectives meet.
@@ -23,7 +23,7 @@ class ForwardPass:
     Attributes:
         rows: sequences on each rank.
         length: positions of each.
-        requests: of each rank, the numbers of its requests, at most `rows`; the other rows are padding.
+        requests: numbers of the requests of each rank, at most `rows`; the other rows are padding.
     """
 
     rows: int
@@ -33,14 +33,14 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class PassShape:
-    """How large forward passes are.
+    """The size of forward passes.
 
     Attributes:
         dp: data-parallel ranks.
         rows: sequences of a micro-batch.
         length: positions of a sequence of the config.
-        multiple: of positions, which tensor and context parallelism divide.
-        fixed: every pass has the shape of a micro-batch.
+        multiple: number that divides the positions of a pass, for tensor and context parallelism.
+        fixed: whether every pass has the shape of a micro-batch.
     """
 
     dp: int
@@ -64,7 +64,7 @@ def forward_passes(lengths: npt.NDArray[np.int64], shape: PassShape) -> list[For
 
     Args:
         lengths: int64 [requests], positions of each, at most `shape.length`.
-        shape: of the passes.
+        shape: shape of the passes.
     """
     order = np.argsort(-lengths, kind="stable")
     found, done = list[ForwardPass](), 0

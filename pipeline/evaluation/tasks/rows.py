@@ -27,7 +27,7 @@ class RankedQuestion:
     """A question whose choices are ranked.
 
     Attributes:
-        choices: (context, continuation) of each.
+        choices: (context, continuation) of each choice.
         answer: number of the right one, from 0.
     """
 
@@ -41,7 +41,7 @@ class GeneratedQuestion:
 
     Attributes:
         prompt: the text.
-        answers: any of them is right.
+        answers: right answers, any of which counts.
     """
 
     prompt: str

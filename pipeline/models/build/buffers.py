@@ -36,9 +36,9 @@ def fill_buffers(model: nn.Module, device: torch.device, values: ParameterValues
     Call it while the parameters are on meta, where `_init_weights` does nothing.
 
     Args:
-        model: changed in place; dtypes stay.
-        device: of the result.
-        values: of persistent buffers, where it has them.
+        model: model on meta, changed in place; dtypes stay.
+        device: device of the filled buffers.
+        values: values of persistent buffers; those that it does not have, or all when None, are computed.
     """
     constructors = Constructors(model)
     on_meta = [

@@ -1,14 +1,14 @@
-"""Random numbers computed from a counter: element i of a tensor is a function of (key, i), whoever computes it.
+"""Random numbers computed from a counter: element i of a tensor is a function of (key, i), wherever it is computed.
 
 The generator is Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", SC11), keyed with 64
 bits. Block n has the counter (n mod 2^32, n / 2^32, 0, 0) and gives the elements 4n to 4n + 3 of a row-major tensor, so
 that any box of it costs only its own elements.
 
 Normal numbers come from the inverse of the cumulative distribution function, as a table with linear interpolation, 256
-entries for every factor of two in the probability. Bits and interpolation are integers. What is rounded is one
-conversion to fp32 and one operation in fp32 each, which IEEE 754 defines: the CPU and any GPU compute the same bits, as
-no logarithm or cosine of a math library does. 32 random bits make a number: at most 6.23 standard deviations. The
-interpolation errs by less than 2e-6 standard deviations.
+entries for every factor of two in the probability. Bits and interpolation are integers. Only one conversion to fp32 and
+one operation in fp32 round, each as IEEE 754 defines: the CPU and any GPU compute the same bits, as no logarithm or
+cosine of a math library does. 32 random bits make a number: at most 6.23 standard deviations. The interpolation errs by
+less than 2e-6 standard deviations.
 
 Everything is elementwise torch operations on int64, int32 and fp32, and one look-up.
 """
@@ -30,7 +30,7 @@ _MULTIPLIERS, _WEYL, _LOW = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 
 """Constants of Philox 4x32 (Salmon et al., section 3.3), and the lower 32 bits of an int64."""
 
 _SUB_BITS, _FRACTION_BITS, _SCALE_BITS = 8, 15, 24
-"""Of an fp32 mantissa of 23 bits: entry of the table, place between two; and fixed-point bits of the table's values."""
+"""Bits of an fp32 mantissa (23) for the table's entry and for the place between two; fixed-point bits of its values."""
 
 _INDEX = (1 << (5 + _SUB_BITS)) - 1
 """An exponent modulo 32, then the sub-entry: |x| is in [1, 2^31], whose exponents are 32 consecutive ones."""
@@ -53,12 +53,12 @@ def normal(
     """Normally distributed numbers, fp32.
 
     Args:
-        shape: of the full tensor.
-        key: 64 bits.
-        mean: of the distribution.
-        std: its standard deviation.
+        shape: shape of the full tensor.
+        key: key of the random numbers, 64 bits.
+        mean: mean of the distribution.
+        std: standard deviation of the distribution.
         box: the part of the tensor that is computed; all of it when None.
-        device: where they are computed.
+        device: device that computes the numbers.
 
     Returns:
         fp32 of the sizes of the box: the same bits as in the full tensor, on any device.
@@ -99,7 +99,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
     Args:
         counter: four int64 tensors that broadcast, of 32 bits each.
-        key: 64 bits.
+        key: key of the random numbers, 64 bits.
 
     Returns:
         Four int64 tensors. The lower 32 bits are the result; the upper ones mean nothing.
@@ -188,7 +188,7 @@ def _runs(shape: tuple[int, ...], box: Rectangle) -> tuple[Tensor, int]:
 
 
 def _pieces(rows: int, length: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Pieces of about so many elements of a matrix of runs: several runs, or parts of one."""
+    """Yields pieces of about `elements` elements of a matrix of runs: several runs, or parts of one."""
     together, width = max(1, elements // length), min(length, elements)
     for row in range(0, rows, together):
         for column in range(0, length, width):

@@ -32,7 +32,7 @@ class ParameterValues(Protocol):
         Args:
             name: Hugging Face name.
             box: the part of the full parameter that is wanted; all of it when None.
-            device: where they are wanted.
+            device: device of the result.
 
         Returns:
             fp32 of the sizes of the box: the same numbers as in the full value.
@@ -48,7 +48,7 @@ class OwnBuffers:
     """A base class of values that leave persistent buffers to the model's own code."""
 
     def buffer(self, name: str) -> Tensor | None:  # noqa: ARG002  the name of the protocol
-        """None: see `ParameterValues.buffer`."""
+        """Returns None; see `ParameterValues.buffer`."""
         return None
 
 
@@ -56,9 +56,9 @@ class InitByName(OwnBuffers):
     """Law 2: Hugging Face's own initialization, one parameter at a time, as a function of (seed, name, element).
 
     Architectures initialize a parameter in the code of the module that owns it and sometimes again in a parent module
-    (GPT-2 rescales its residual projections). What the model's `_init_weights` does to a parameter when it is called on
-    the owner and then on each of its ancestors is recorded on meta, once. Where that is a constant, or normal or
-    uniform numbers, any box is computed from the counters of its elements, on the device where it is wanted.
+    (GPT-2 rescales its residual projections). The model's `_init_weights` is called on the owner and then on each of
+    its ancestors, and its operations on the parameter are recorded on meta, once. Where they set a constant, or normal
+    or uniform numbers, any box is computed from the counters of its elements, on the device where it is wanted.
 
     Other parameters have formulas or their module's constructor (the time constants of Mamba and RWKV, truncated normal
     numbers, GPT-1's projections): the code runs on the full parameter on the CPU, with torch's generator seeded from
@@ -68,8 +68,8 @@ class InitByName(OwnBuffers):
     The values depend neither on the layout, nor the device, nor on which other parameters exist.
 
     Args:
-        model: on meta, built by `build_meta`.
-        seed: of the run.
+        model: model on meta, built by `build_meta`.
+        seed: seed of the run.
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
@@ -77,7 +77,7 @@ class InitByName(OwnBuffers):
         self._recorded: dict[str, tuple[Fill, ...] | None] = {}
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`."""
+        """Returns the values of a parameter; see `ParameterValues.value`."""
         fills = self.fills(name)
         if fills is None:
             return part(self._own_value(name), box).to(device)
@@ -85,7 +85,7 @@ class InitByName(OwnBuffers):
         return filled(fills, shape, key=derive_key(self._seed, "init", name), box=box, device=device)
 
     def fills(self, name: str) -> tuple[Fill, ...] | None:
-        """How a parameter is initialized; None where only the architecture's own code can tell."""
+        """The operations that initialize a parameter; None where only the architecture's own code can tell."""
         if name not in self._recorded:
             owner_name, _, key = name.rpartition(".")
             owner = self._model.get_submodule(owner_name)
@@ -127,7 +127,7 @@ class InitByName(OwnBuffers):
     ) -> nn.Parameter:
         """A parameter after `_init_weights`, with those of the same module named in `also` off the meta device, too.
 
-        Before, it is NaN, or with `constructed` what the module's constructor sets.
+        Before, it is NaN or, with `constructed`, the value that the module's constructor sets.
         """
         on_meta = {each: p for each, p in owner._parameters.items() if p is not None and each in (key, *also)}
         real = {each: nn.Parameter(torch.full(p.shape, math.nan), requires_grad=False) for each, p in on_meta.items()}
@@ -154,11 +154,11 @@ class InitByName(OwnBuffers):
     def check(self, *, largest: int = 1 << 20) -> None:
         """Tries to initialize one parameter of every kind (names without layer numbers).
 
-        So that an architecture that cannot be initialized is refused before a process group exists. Nothing is drawn
-        but where the architecture's own code has to run; of those none with more than `largest` elements.
+        An architecture that cannot be initialized is thus refused before a process group exists. Numbers are drawn only
+        where the architecture's own code has to run, and only for parameters of at most `largest` elements.
 
         Raises:
-            ConfigError: as `value`.
+            ConfigError: the architecture's own code fails for a parameter, or does not set it.
         """
         kinds: dict[str, str] = {}
         for name, parameter in self._model.named_parameters():
@@ -179,19 +179,19 @@ class ReportsProgress:
 
     Args:
         values: the wrapped values.
-        report: called for each parameter.
+        report: function called for each parameter.
     """
 
     def __init__(self, values: ParameterValues, report: Callable[[], None]) -> None:
         self._values, self._report = values, report
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`."""
+        """Returns the values of a parameter; see `ParameterValues.value`."""
         self._report()
         return self._values.value(name, box=box, device=device)
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`."""
+        """Returns the wrapped values' buffer; see `ParameterValues.buffer`."""
         return self._values.buffer(name)
 
 
@@ -206,6 +206,6 @@ class Zeros(OwnBuffers):
         self._shapes = shapes
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`."""
+        """Returns the values of a parameter; see `ParameterValues.value`."""
         sizes = self._shapes[name] if box is None else box.sizes
         return torch.zeros(sizes, dtype=torch.float32, device=device)

@@ -30,9 +30,9 @@ def materialize(
 
     Args:
         model: built by `build_meta`; changed in place. Tied parameters stay one object.
-        values: of its parameters, and of persistent buffers where it has them.
-        device: of the result.
-        make: makes a parameter from its name in `values` and the one on meta; when None it has its whole value.
+        values: values of the parameters, and of persistent buffers where it has them.
+        device: device of the parameters and buffers that are made.
+        make: function (name in `values`, parameter on meta) -> parameter; when None it has its whole value.
         names: id of a parameter -> its name in `values`, where that is not its name in `model`.
     """
 

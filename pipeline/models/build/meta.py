@@ -19,7 +19,7 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
 
     Args:
         config: any decoder-only architecture that transformers knows.
-        dtype: of every parameter.
+        dtype: dtype of every parameter.
         attn_implementation: transformers' name of the attention implementation.
 
     Raises:

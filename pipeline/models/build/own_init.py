@@ -1,8 +1,8 @@
 """The initialization that an architecture's own code computes: by its modules' constructors, then by `_init_weights`.
 
-Transformers calls, for every module, the `_init_weights` of the nearest model that contains it; what that does not set
-keeps the constructor's value (xIELU's parameters in Apertus, GPT-1's projections). A model that is built on the meta
-device has no such value, so the module is built again from the arguments its constructor was called with.
+Transformers calls, for every module, the `_init_weights` of the nearest model that contains it; parameters that it does
+not set keep the constructor's value (xIELU's parameters in Apertus, GPT-1's projections). A model that is built on the
+meta device has no such value, so the module is built again from the arguments its constructor was called with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draws in the block are those of a seed, on the CPU and on the GPU if one is in use; generators stay as they were.
+    """Seeds torch's generators for a block, on the CPU and on the GPU if one is in use, and restores them afterwards.
 
     `torch.manual_seed` would record a stack trace for every kind of device that is not in use (milliseconds each time),
     and `fork_rng` without a list of devices initializes all GPUs of the host.
@@ -48,7 +48,7 @@ class Constructors:
     """Builds single modules of a model again, on the CPU, with the arguments that the architecture gives them.
 
     Args:
-        model: on meta, built by `build_meta`.
+        model: model on meta, built by `build_meta`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,12 +56,12 @@ class Constructors:
         self._calls: dict[type, dict[str, tuple[tuple[Any, ...], dict[str, Any]]]] = {}
 
     def value(self, owner: str, key: str, *, seed: int) -> Tensor | None:
-        """What a constructor sets: memory that it leaves uninitialized is NaN. None where it cannot be built alone.
+        """The value that a constructor sets, NaN where it sets none; None if the module cannot be built alone.
 
         Args:
             owner: name of the module.
-            key: of its parameter or buffer.
-            seed: of torch's generator while the constructor runs.
+            key: name of the parameter or buffer in the module.
+            seed: seed of torch's generator while the constructor runs.
         """
         kind = type(self._model.get_submodule(owner))
         if kind not in self._calls:
@@ -99,7 +99,7 @@ class Constructors:
 
 @contextmanager
 def _uninitialized_is_nan() -> Iterator[None]:
-    """Floating-point memory that torch does not initialize is NaN: zeros by chance would look as if they were meant."""
+    """Fills uninitialized floating-point memory with NaN: zeros by chance would look as if they were meant."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

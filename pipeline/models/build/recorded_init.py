@@ -1,8 +1,8 @@
-"""What an architecture's `_init_weights` does to a parameter, found without memory for it: the calls are recorded.
+"""Records the operations of an architecture's `_init_weights` on a parameter, without memory for the parameter.
 
-`_init_weights` is run on a parameter on the meta device, and the operations that write into it are read off. What fills
-it with a constant, or with normal or uniform numbers, is a value that `models.counter` computes for any part of the
-parameter. What does anything else (a formula, a decomposition, a copy) is left to the code itself, with real memory.
+`_init_weights` is run on a parameter on the meta device, and the operations that write into it are recorded. If they
+fill it with a constant, or with normal or uniform numbers, `models.counter` computes the values of any part of it. All
+other operations (a formula, a decomposition, a copy) are left to the code itself, with real memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.models.build.rectangle import Rectangle
 
 aten = torch.ops.aten
 _DRAWS: dict[Any, Literal["normal", "uniform"]] = {aten.normal_.default: "normal", aten.uniform_.default: "uniform"}
-"""Both have the defaults 0 and 1, of mean and standard deviation, or of the limits."""
+"""Operations that draw; both have the defaults 0 and 1, of mean and standard deviation, or of the limits."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Fill:
 
     Attributes:
         kind: normal (a mean, b standard deviation), uniform (from a to b), or constant (a).
-        first: row at which it begins.
-        rows: how many; None for the whole parameter.
+        first: first row that is filled.
+        rows: number of rows that are filled; None for the whole parameter.
     """
 
     kind: Literal["normal", "uniform", "constant"]
@@ -47,8 +47,8 @@ def recorded_fills(parameter: nn.Parameter, initialize: Callable[[], None]) -> t
     """The operations that fill a parameter, in order, from the last that fills all of it on.
 
     Args:
-        parameter: on meta, where `initialize` finds it.
-        initialize: runs the architecture's own code.
+        parameter: parameter on meta, where `initialize` finds it.
+        initialize: function that runs the architecture's own code.
 
     Returns:
         None where other operations write into it, or none that fills all of it.
@@ -69,11 +69,11 @@ def filled(
     """The values of a box of a parameter after operations that fill it, fp32.
 
     Args:
-        fills: as `recorded_fills` returns them: the first fills all of the parameter.
-        shape: of the full parameter.
-        key: of its random numbers, 64 bits.
+        fills: operations from `recorded_fills`; the first fills all of the parameter.
+        shape: shape of the full parameter.
+        key: key of the random numbers, 64 bits.
         box: the part that is computed; all of it when None.
-        device: where it is computed.
+        device: device that computes it.
     """
     box = Rectangle.full(shape) if box is None else box
     result = _part_of(fills[0], shape, key, box, device)
@@ -96,7 +96,7 @@ def _part_of(fill: Fill, shape: tuple[int, ...], key: int, box: Rectangle, devic
 
 
 class _Recorder(TorchDispatchMode):
-    """Attributes: `fills` so far, `known`: nothing but they decides the parameter's values."""
+    """Records operations in `fills`; `known` says whether they alone decide the parameter's values."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _fill(
 
 @contextmanager
 def _visible_on_meta() -> Iterator[None]:
-    """Functions of `torch.nn.init` that do nothing on meta write, so that they are seen; as unknown operations."""
+    """Makes functions of `torch.nn.init` that do nothing on meta write, so that unknown operations are recorded."""
     silent: dict[str, Any] = dict.fromkeys(_SILENT, _unknown)
     with (
         patch.multiple(torch.nn.init, _no_grad_trunc_normal_=_unknown, **silent),

@@ -1,4 +1,4 @@
-"""A rectangle (box) of a tensor: how a part of a parameter is named, whichever layout has it."""
+"""A rectangle (box) of a tensor, which names a part of a parameter in any layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rectangle:
         return Rectangle(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def rows(self, first: int, count: int) -> Rectangle:
-        """So many of its rows (indices of the first dim), from row `first` of the rectangle on."""
+        """The part of `count` rows (indices of the first dim), from row `first` of the rectangle on."""
         return Rectangle((self.offsets[0] + first, *self.offsets[1:]), (count, *self.sizes[1:]))
 
 

@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face folder become those of a model, and back.
+"""Conversions of the tensors of a Hugging Face folder to those of a model, and back.
 
 transformers renames and fuses tensors while it loads a folder: the experts of a layer are one tensor each in the files
 of Mixtral, Qwen3-MoE and DeepSeek-V3, and one parameter [experts, ...] in the model. Its table (conversion_mapping.py)
@@ -33,10 +33,10 @@ class TensorGroup:
     """Tensors that are converted together.
 
     Attributes:
-        key: name of the result; of the first one where there are several.
+        key: name of the result, or of the first of several.
         sources: (pattern of the converter, name) of every tensor that is converted, in the order of the converter.
-        converter: None where a tensor is only renamed.
-        renamings: applied to the names of the results.
+        converter: transformers' converter; None where a tensor is only renamed.
+        renamings: renamings of the results.
     """
 
     key: str
@@ -50,10 +50,10 @@ class TensorGroup:
         return [name for _, name in self.sources]
 
     def convert(self, tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """The results, from `tensors` by name; on the meta device it computes shapes.
+        """Converts tensors; returns the results by name. On the meta device it computes shapes.
 
         Args:
-            tensors: all of `names`.
+            tensors: tensors by name, all of `names`.
             model: the Hugging Face model, whose config some conversions read.
 
         Raises:
@@ -74,7 +74,7 @@ def groups_of_files(model: nn.Module, found: Iterable[str], known: Collection[st
 
     Args:
         model: the Hugging Face model, on any device.
-        found: names in the files.
+        found: names of the tensors in the files.
         known: names of the model's parameters and persistent buffers.
     """
     transforms = _split(get_model_conversion_mapping(model))
@@ -94,7 +94,7 @@ def groups_of_model(model: nn.Module, names: Iterable[str]) -> list[TensorGroup]
 
     Args:
         model: the Hugging Face model, on any device.
-        names: of its parameters and persistent buffers.
+        names: names of the model's parameters and persistent buffers.
     """
     loading = [each for each in get_model_conversion_mapping(model, add_legacy=False) if not _adds_prefix(each)]
     renamings, converters = _split([each.reverse_transform() for each in reversed(loading)])
@@ -132,5 +132,5 @@ def _split(transforms: Iterable[Any]) -> Transforms:
 
 
 def _adds_prefix(transform: Any) -> bool:
-    """Whether it adds or removes a prefix: a model that was not loaded from files has none to restore."""
+    """Whether a transform adds or removes a prefix: a model that was not loaded from files has none to restore."""
     return isinstance(transform, PrefixChange)

@@ -29,7 +29,7 @@ _SCALE = "_scale_inv"
 COMPUTED = re.compile(r"inv_freq$|\.attn\.(masked_)?bias$")
 """Rotary tables and masks that old files have, and models compute."""
 _WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What torch.compile, DDP and DeepSpeed, peft and FSDP put in front of the names of what they wrap."""
+"""Prefixes that torch.compile, DDP and DeepSpeed, peft and FSDP put in front of the names in what they wrap."""
 
 
 class FromSafetensors:
@@ -42,18 +42,18 @@ class FromSafetensors:
     split (stacked experts) and weights in fp8 are read whole, one at a time, and the box is taken out.
 
     Args:
-        folder: contains model.safetensors, or model.safetensors.index.json and its shards.
-        model: on any device; the files must contain all its parameters with their shapes, and no others. Of persistent
-            buffers that the files lack, as the exports of older versions do, the model's own code computes the values.
-        rename: from a name in the model to the name in a model of which it keeps only some layers.
-        partial: allow other tensors in the files (a model that keeps only some layers).
+        folder: path or URL of a folder with model.safetensors, or model.safetensors.index.json and its shards.
+        model: model on any device; the files must contain all its parameters with their shapes, and no others.
+            Persistent buffers that the files lack, as exports of older versions do, are computed by the model's code.
+        rename: function from a name in the model to the name in the original, of which it keeps only some layers.
+        partial: whether other tensors are allowed in the files (a model that keeps only some layers).
 
     Attributes:
         left_out: tensors of the files that the architecture has no place for, such as layers that predict more tokens.
 
     Raises:
-        DataError: missing or unexpected tensors, wrong shapes, a tied weight that has values of its own, or what
-            `stored_tensors` refuses.
+        DataError: missing or unexpected tensors, wrong shapes, a tied weight that has values of its own, or a folder
+            that `stored_tensors` refuses.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class FromSafetensors:
                 raise DataError(f"{folder}: {rename(name)} has shape {found}, but config.json makes it {tuple(shape)}")
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`."""
+        """Reads the values of a parameter; see `ParameterValues.value`."""
         return self._read(name, box).to(device).to(torch.float32)
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`; in the dtype of the files."""
+        """Reads a persistent buffer, in the dtype of the files; see `ParameterValues.buffer`."""
         return self._read(name) if name in self._buffers else None
 
     def _read(self, name: str, box: Rectangle | None = None) -> Tensor:
@@ -120,7 +120,7 @@ class FromSafetensors:
     def _results(
         self, groups: list[TensorGroup], known: Collection[str]
     ) -> tuple[dict[str, TensorGroup], dict[str, torch.Size]]:
-        """Name in the model -> the conversion that makes it, and its shape; of the tensors that the model has."""
+        """Conversions and shapes of the tensors that the model has, each by the name in the model."""
         of: dict[str, TensorGroup] = {}
         shapes: dict[str, torch.Size] = {}
         for group in groups:
@@ -154,7 +154,7 @@ class FromSafetensors:
             )
 
     def _remedy(self, missing: list[str], extra: list[str]) -> str:
-        """What makes the names match. Never a load by transformers, which draws at random what it does not find."""
+        """The remedy that makes the names match: no load by transformers, which draws missing tensors at random."""
         wrappers = _wrappers(self._stored)
         if wrappers:
             return _without_wrappers(self._folder, wrappers)
@@ -172,7 +172,7 @@ class FromSafetensors:
         """Refuses a stored copy of a tied weight with other values: transformers would untie it with a warning.
 
         Args:
-            names: name in the model -> in the files.
+            names: name in the model -> name in the files.
         """
         for target, source in _tied(self._model).items():
             one, other = (names.get(self._rename(each)) for each in (target, source))
@@ -233,8 +233,8 @@ def _without_wrappers(folder: Path, wrappers: list[str]) -> str:
 def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bool:
     """Whether a tensor in the files is no parameter of the model, and is not missed.
 
-    That is a rotary table of old files, a weight that the model ties to another, and what transformers ignores for this
-    architecture (layers for the prediction of several tokens).
+    This holds for a rotary table of old files, a weight that the model ties to another, and tensors that transformers
+    ignores for this architecture (layers for the prediction of several tokens).
     """
     tied = _tied(model)
     if name not in parameters and (name in tied or name in tied.values()):
@@ -243,13 +243,13 @@ def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bo
 
 
 def ignored_tensors(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the stored tensors that are not in the model, since transformers ignores them for its architecture."""
+    """The stored tensors that are not in the model, since transformers ignores them for its architecture."""
     own = model.state_dict().keys()
     return [name for name in names if name not in own and _is_ignored(model, name) and not COMPUTED.search(name)]
 
 
 def left_out_line(folder: str | Path, names: Sequence[str]) -> str:
-    """What is said of tensors that are not loaded, such as layers that predict more tokens."""
+    """The message about tensors that are not loaded, such as layers that predict more tokens."""
     shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     why = "that transformers ignores for this architecture are not loaded, and are in no result or export"
     return f"{folder}: {len(names)} tensors {why}: {shown}"
@@ -262,5 +262,5 @@ def _is_ignored(model: nn.Module, name: str) -> bool:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Name of a tied parameter -> of the one that it is."""
+    """Name of a tied parameter -> name of the parameter that it is tied to."""
     return getattr(model, "all_tied_weights_keys", None) or {}

@@ -1,7 +1,7 @@
 """README.md of a model or a run, as the Hugging Face Hub shows it: front matter, lineage, figures, how to load it.
 
-That of a model is written into the staging directory before `commit`, so that the manifest lists its checksum; so is
-the summary of the training content, where facts are given. No torch.
+A model's card is written into the staging directory before `commit`, so that the manifest lists its checksum; so is the
+summary of the training content, where facts are given. No torch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def write_card(folder: Path, details: Mapping[str, Any]) -> dict[str, str]:
     """Writes the card of a model that is about to be committed.
 
     Args:
-        folder: with its weights, config.json and tokenizer, or model.gguf.
-        details: of its manifest: `lineage`, `parameters`, and what the step has measured (`before`, `after`, `data`,
-            `consumers`, `quantization`, `tokenizer`).
+        folder: folder with weights, config.json and tokenizer, or with model.gguf.
+        details: details of the model's manifest: `lineage`, `parameters`, and the step's figures (`before`, `after`,
+            `data`, `consumers`, `quantization`, `tokenizer`).
 
     Returns:
         SHA-256 of each weight file, for `commit`, so that they need not be read again.
@@ -57,10 +57,10 @@ def model_card(
     """The card of a model as Markdown.
 
     Args:
-        folder: as for `write_card`.
-        details: as for `write_card`.
-        facts: of a person.
-        gaps: takes what is missing.
+        folder: folder with weights, config.json and tokenizer, or with model.gguf.
+        details: details of the model's manifest; see `write_card`.
+        facts: facts that a person has stated.
+        gaps: collector of missing facts.
         checksums: SHA-256 of each weight file.
     """
     gguf, quantized = _is_gguf(folder), "quantization" in details
@@ -84,9 +84,9 @@ def run_card(details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
     """The card of a run as Markdown: its lineage and its newest held-out figures.
 
     Args:
-        details: `lineage`, `model_type`, `step`, and `heldout` and `tasks`, if it was evaluated.
-        facts: of a person.
-        gaps: takes what is missing.
+        details: `lineage`, `model_type`, `step`, and `heldout` and `tasks`, if the run was evaluated.
+        facts: facts that a person has stated.
+        gaps: collector of missing facts.
     """
     title = f"Run of {details['model_type']}, {details['step']:,} optimizer steps"
     about = of_model(details, facts, gaps, library=None, tags=["headrace"], title=title)
@@ -205,7 +205,7 @@ def _tasks(details: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _consumers(details: Mapping[str, Any]) -> Iterator[str]:
-    """What each program that serves models made of it, against the original in floating point."""
+    """Figures of each program that serves the model, against the original in floating point."""
     consumers: Mapping[str, Any] = details.get("consumers") or {}
     if not consumers:
         return

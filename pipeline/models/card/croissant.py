@@ -50,9 +50,9 @@ def croissant(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> dict[str, Any
     """The metadata, as a JSON object for a file beside the manifest.
 
     Args:
-        manifest: of the tokens directory.
-        facts: of a person.
-        gaps: takes what Croissant requires, or recommends, and nobody has said.
+        manifest: manifest of the tokens directory.
+        facts: facts that a person has stated.
+        gaps: collector of missing facts that Croissant requires or recommends.
     """
     about = {
         "@context": _CONTEXT,

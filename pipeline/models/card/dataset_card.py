@@ -31,9 +31,9 @@ def dataset_card(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> str:
     """The card as Markdown.
 
     Args:
-        manifest: of the tokens directory.
-        facts: of a person.
-        gaps: takes what is missing.
+        manifest: manifest of the tokens directory.
+        facts: facts that a person has stated.
+        gaps: collector of missing facts.
     """
     train = corpus_of(manifest)
     documents = sum(split["documents"] for split in manifest.details["splits"].values())
@@ -42,7 +42,7 @@ def dataset_card(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> str:
 
 
 def title_of(manifest: Manifest, facts: CardFacts) -> str:
-    """The name of the dataset: as a person says, else its kind and size."""
+    """The name of the dataset: as a person has stated it, else its kind and size."""
     tokens = sum(split["tokens"] for split in manifest.details["splits"].values())
     return facts.name or f"Text corpus, {tokens:,} tokens"
 

@@ -161,10 +161,10 @@ class CardFacts(Section):
 
 
 class Gaps:
-    """What a paper lacks, in the order it was asked for.
+    """Facts that a paper lacks, in the order in which it needs them.
 
     Attributes:
-        missing: key of the facts -> what it means.
+        missing: key of a missing fact -> its meaning.
     """
 
     def __init__(self) -> None:
@@ -174,8 +174,8 @@ class Gaps:
         """Notes a gap, and returns the text that is visible in its place.
 
         Args:
-            key: of `CardFacts`, dotted, e.g. `provider.name`.
-            meaning: in words; that of the schema when None.
+            key: dotted key of `CardFacts`, e.g. `provider.name`.
+            meaning: meaning of the key, in words; that of the schema when None.
         """
         self.missing.setdefault(key, meaning or _description(key))
         return f"**[GAP: {key}]**"
@@ -200,14 +200,14 @@ def load_facts(path: str | Path) -> CardFacts:
 
 
 def facts_of(details: Mapping[str, Any]) -> CardFacts:
-    """The facts that a manifest's details hold; none where they hold none."""
+    """The facts in a manifest's details; all unset where there are none."""
     return parse(CardFacts, details.get(KEY) or {}, at=KEY)
 
 
 def recorded_facts(model: Path) -> dict[str, Any]:
-    """What a step that reads a model hands on in its own details: {"facts": ...}, or {}.
+    """The facts of a model that a step which reads it records in its own details: {"facts": ...}, or {}.
 
-    The new model is not the one that was named and published: that is its base model.
+    Facts of one model alone, such as its date, are dropped; a model with a published name becomes the base model.
     """
     if not (model / MANIFEST).is_file():
         return {}
@@ -261,7 +261,7 @@ def top_domains(sizes: Mapping[str, int], *, sme: bool) -> ListedDomains:
 
 
 def known_sources(facts: CardFacts, names: Iterable[str]) -> None:
-    """Checks that every source the facts tell of is one of the lineage.
+    """Checks that every source in the facts is one of the lineage.
 
     Raises:
         ConfigError: one is not.

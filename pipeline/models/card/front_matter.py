@@ -31,15 +31,15 @@ def front_matter_of(text: str) -> dict[str, Any]:
 def of_model(
     details: Mapping[str, Any], facts: CardFacts, gaps: Gaps, *, library: str | None, tags: Sequence[str], title: str
 ) -> dict[str, Any]:
-    """What the Hub reads of a model: license, language, library, task, tags, data, and figures as a `model-index`.
+    """The Hub's metadata of a model: license, language, library, task, tags, data, and figures as a `model-index`.
 
     Args:
-        details: of its manifest; held-out figures in `after`, or `heldout`.
-        facts: of a person.
-        gaps: takes what the Hub asks for and nobody has said.
-        library: that loads it, as the Hub names it; None where none does.
-        tags: besides those of the facts.
-        title: of the card, which names the model where the facts do not.
+        details: details of the model's manifest; held-out figures in `after`, or `heldout`.
+        facts: facts that a person has stated.
+        gaps: collector of missing facts that the Hub asks for.
+        library: library that loads the model, as the Hub names it; None where none does.
+        tags: tags besides those of the facts.
+        title: title of the card, which names the model where the facts do not.
     """
     lineage = details[KEY]
     about = _stated(facts, gaps, languages(facts, lineage["corpora"]))
@@ -65,14 +65,14 @@ def of_dataset(
     known_languages: Sequence[str],
     sources: Iterable[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What the Hub reads of a tokens directory.
+    """The Hub's metadata of a tokens directory.
 
     Args:
-        facts: of a person.
-        gaps: takes what is missing.
-        documents: in all splits.
-        known_languages: that the cleaning kept.
-        sources: of the corpus, as a lineage has them.
+        facts: facts that a person has stated.
+        gaps: collector of missing facts that the Hub asks for.
+        documents: number of documents in all splits.
+        known_languages: ISO 639 codes of the languages that the cleaning kept.
+        sources: sources of the corpus, as a lineage has them.
     """
     about = _stated(facts, gaps, facts.language or list(known_languages))
     about |= {"pretty_name": facts.name} if facts.name else {}
@@ -84,7 +84,7 @@ def of_dataset(
 
 
 def languages(facts: CardFacts, corpora: Iterable[Mapping[str, Any]]) -> list[str]:
-    """ISO 639 codes: as a person says, else those that the cleaning of every corpus kept; [] where one is not known."""
+    """ISO 639 codes that a person has stated, else those that every corpus's cleaning kept; [] if one is unknown."""
     kept = [corpus.get("languages") or [] for corpus in corpora]
     return facts.language or (sorted({code for codes in kept for code in codes}) if all(kept) else [])
 
@@ -135,7 +135,7 @@ def _result(details: Mapping[str, Any], metrics: list[dict[str, Any]]) -> dict[s
 
 
 def _task_results(details: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of each task its figures; `args` has the interval and the number of samples."""
+    """The figures of each task; `args` has the interval and the number of samples."""
     for task, figures in (details.get("tasks") or {}).items():
         ends = {name: {end: figures.get(f"{name}_{end}") for end in ("low", "high")} for name in names_in(figures)}
         metrics = [

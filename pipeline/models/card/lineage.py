@@ -27,7 +27,7 @@ _SOURCE = re.compile(r"data\.sources\.(\d+)")
 
 
 def lineage_of(model: Path) -> Lineage:
-    """The lineage that a model's manifest has; of a folder without one, that it was given.
+    """The lineage in a model's manifest; for a folder without a manifest, the step "given" alone.
 
     Args:
         model: a Hugging Face folder or a directory with a GGUF file.
@@ -43,12 +43,12 @@ def _of_model(manifest: Manifest) -> Lineage:
 
 
 def with_step(lineage: Mapping[str, Any], step: str, numbers: Mapping[str, Any]) -> Lineage:
-    """A lineage and what was done after it.
+    """Appends a step to a lineage.
 
     Args:
-        lineage: of what the step read.
-        step: quantization, pruning, ...
-        numbers: of it, JSON.
+        lineage: lineage of the model that the step read.
+        step: name of the step: quantization, pruning, ...
+        numbers: numbers of the step, as JSON.
     """
     return {"corpora": list(lineage["corpora"]), "steps": [*lineage["steps"], {"step": step, **numbers}]}
 
@@ -57,7 +57,7 @@ def training_lineage(checkpoint: Manifest) -> Lineage:
     """The lineage of a checkpoint: the model that its training began with, if any, and the training.
 
     Args:
-        checkpoint: its manifest, of a run of `headrace train` or `headrace distill`.
+        checkpoint: manifest of a checkpoint of `headrace train` or `headrace distill`.
     """
     config, parents = checkpoint.config, checkpoint.parents
     start = _of_parent(parents.get("model.path"))
@@ -76,7 +76,7 @@ def _imported(checkpoint: Manifest) -> list[dict[str, Any]]:
 
 
 def _of_parent(parent: Mapping[str, Any] | None) -> Lineage:
-    """Of a folder that a manifest names; its fingerprint alone where it is gone or has changed."""
+    """The lineage of a folder that a manifest names; its fingerprint alone where it is gone or has changed."""
     if parent is None:
         return {"corpora": [], "steps": []}
     gone = {"corpora": [], "steps": [{"step": "given", "fingerprint": parent["fingerprint"]}]}
@@ -88,7 +88,7 @@ def _of_parent(parent: Mapping[str, Any] | None) -> Lineage:
 
 
 def _rebuilt(manifest: Manifest) -> Lineage:
-    """Of a manifest from before lineages were recorded, as far as its parents are still there."""
+    """The lineage of a manifest from before lineages were recorded, as far as its parents are still there."""
     parents = manifest.parents
     if "quantization" in manifest.details:
         return with_step(_of_parent(parents.get("model")), "quantization", manifest.details["quantization"])
@@ -167,7 +167,7 @@ def _weights(mixture: Mapping[str, Any]) -> list[float]:
 
 
 def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]:
-    """What the manifest of a tokens directory says, if it is still the one that was trained on."""
+    """Corpus and tokenizer from a tokens directory's manifest, if it is still the one that was trained on."""
     try:
         manifest = manifest_of(parent["path"], kind="tokens")
     except DataError:
@@ -178,10 +178,10 @@ def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]
 
 
 def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = None) -> dict[str, Any]:
-    """What the manifest of a tokens directory says of a split: sizes, sources, cleaning and deduplication.
+    """Sizes, sources, cleaning and deduplication of a split, from the manifest of a tokens directory.
 
     Args:
-        tokens: its manifest.
+        tokens: manifest of the tokens directory.
         split: train or heldout.
         chosen: the one source that was trained on; None for all.
     """
@@ -204,13 +204,13 @@ def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = No
 
 
 def tokenizer_of(tokens: Manifest) -> dict[str, Any]:
-    """What a card tells of a corpus's tokenizer."""
+    """Kind, vocabulary size and fingerprint of a corpus's tokenizer."""
     tokenizer = tokens.details.get("tokenizer") or {}
     return {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint") if key in tokenizer}
 
 
 def _published(tokens: Manifest, name: str) -> dict[str, Any]:
-    """Where a source is on the Hugging Face Hub, if data prep took it from there; other paths are not published."""
+    """The place of a source on the Hugging Face Hub, if data prep took it from there; other paths are not published."""
     for source in tokens.config.get("sources") or []:
         paths = [source["path"]] if isinstance(source.get("path"), str) else source.get("path") or []
         builder = source.get("builder")

@@ -1,4 +1,4 @@
-"""How to load a model, by what serves it, as Markdown. No torch."""
+"""Instructions to load a model, for each program that serves it, as Markdown. No torch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def how_to_load(
     """A section with a snippet for each program that takes the model, and why the others do not.
 
     Args:
-        folder: with config.json, or model.gguf.
-        scheme: of the weights.
-        consumers: figures or {"not_run": reason} of each, by a compression; None where none was asked.
-        tokenizer: "llama_cpp" (its name, or None) and "why", where it is known.
+        folder: model folder with config.json, or with model.gguf.
+        scheme: scheme of the weights, or their dtype.
+        consumers: program -> its figures after a compression, or {"not_run": reason}; None where none was asked.
+        tokenizer: "llama_cpp" (llama.cpp's name of it, or None) and "why"; None where it is not known.
     """
     yield "## How to load it\n"
     yield "FOLDER is where this file lies.\n"
@@ -50,7 +50,7 @@ def how_to_load(
 
 
 def _needs(folder: Path) -> str:
-    """What transformers needs for a quantized folder."""
+    """The package that transformers needs for a quantized folder, in a sentence; empty for others."""
     config = read_json(folder / "config.json")
     return "It needs `pip install compressed-tensors`." if config.get("quantization_config") else ""
 
@@ -67,7 +67,7 @@ def _vllm(consumers: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _conversion(scheme: str, tokenizer: Mapping[str, Any] | None) -> Iterator[str]:
-    """llama.cpp reads GGUF files, which are written from a folder in floating point."""
+    """Yields how to convert for llama.cpp, whose GGUF files are written from a folder in floating point."""
     yield "### llama.cpp\n"
     if tokenizer is not None and tokenizer.get("llama_cpp") is None:
         yield f"llama.cpp has no such tokenizer: {tokenizer.get('why')}.\n"

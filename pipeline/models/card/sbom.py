@@ -30,8 +30,8 @@ def sbom(manifest: Manifest, *, name: str) -> dict[str, Any]:
     """Every installed distribution with version, license and dependencies.
 
     Args:
-        manifest: of the directory that the bill is for.
-        name: of the model or dataset.
+        manifest: manifest of the directory that the bill is for.
+        name: name of the model or dataset.
     """
     found = _installed()
     parts = [_component(found[key]) for key in sorted(found)]
@@ -80,7 +80,7 @@ def _properties(manifest: Manifest) -> list[dict[str, str]]:
 
 
 def _installed() -> dict[str, Distribution]:
-    """Normalized name -> distribution; of two of a name the one that an import finds."""
+    """Normalized name -> distribution; where two have the same name, the one that an import finds."""
     found: dict[str, Distribution] = {}
     for each in distributions():
         if each.metadata["Name"]:
@@ -100,7 +100,7 @@ def _component(of: Distribution) -> dict[str, Any]:
 
 
 def _licenses(metadata: Any) -> list[dict[str, Any]]:
-    """As the package says: an SPDX expression (PEP 639), else the names in its classifiers or its field License."""
+    """The package's license: an SPDX expression (PEP 639), else the names in its classifiers or its field License."""
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]
     classified = [
@@ -112,7 +112,7 @@ def _licenses(metadata: Any) -> list[dict[str, Any]]:
 
 
 def _needed(of: Distribution, found: Mapping[str, Distribution]) -> set[str]:
-    """References of the installed distributions that it requires here, without extras."""
+    """References of the installed distributions that a distribution requires here, without extras."""
     return {_reference(found[name]) for name in _required(of) if name in found}
 
 

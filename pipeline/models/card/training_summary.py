@@ -1,8 +1,8 @@
 """The public summary of training content that the EU AI Act asks of providers of general-purpose AI models. No torch.
 
 Article 53(1)(d) of Regulation (EU) 2024/1689. Sections, questions and ranges are those of the Commission's template,
-published on 24 July 2025, C(2025) 8311 final. Sizes, sources and steps come from the lineage; the rest is what a person
-says (`facts`), or a gap that can be seen. Headrace trains on text alone.
+published on 24 July 2025, C(2025) 8311 final. Sizes, sources and steps come from the lineage; the rest is stated by a
+person (`facts`), or a visible gap. Headrace trains on text alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def training_summary(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -
     """The summary as Markdown.
 
     Args:
-        lineage: of the model.
-        facts: of a person.
-        gaps: takes what only a person knows and nobody has said.
+        lineage: lineage of the model.
+        facts: facts that a person has stated.
+        gaps: collector of missing facts, which only a person knows.
     """
     parts = [
         *_general(lineage, facts, gaps),
@@ -83,7 +83,7 @@ def _general(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Iterat
 
 
 def _dependencies(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
-    """The models that it was made from; the template wants a modifier to name them, and to report its own data only."""
+    """The base models; the template wants a modifier to name them, and to report its own data only."""
     given = [step for step in lineage["steps"] if step["step"] == "given"]
     if lineage["corpora"] and not given and not facts.base_model:
         return "none: the lineage begins with a training from initial values"
@@ -132,7 +132,7 @@ class _Sources:
         self._distilled = [step for step in lineage["steps"] if step["step"] == "distillation"]
 
     def lines(self) -> Iterator[str]:
-        """The section."""
+        """Yields the lines of the section."""
         yield "## 2. List of data sources\n"
         yield from self._table()
         yield from self._public()

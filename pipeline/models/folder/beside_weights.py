@@ -1,4 +1,4 @@
-"""What stands beside the weights: generation_config.json, and the names of code files. No torch."""
+"""Files beside the weights: generation_config.json, and the names of code files. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMOTE_CODE = "auto_map"
 
 
 def read_generation(folder: Path) -> dict[str, Any] | None:
-    """What a model folder says of generation: tokens that end it, sampling; None where it says nothing.
+    """A model folder's settings of generation: tokens that end it, sampling; None where there are none.
 
     Raises:
         DataError: the file is not a JSON object.
@@ -26,13 +26,13 @@ def read_generation(folder: Path) -> dict[str, Any] | None:
 
 
 def copy_generation(source: Path, target: Path) -> None:
-    """As it is: transformers leaves out what it finds idle, or refuses to write it."""
+    """Copies the file as it is: transformers leaves out what it finds idle, or refuses to write it."""
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, target / GENERATION)
 
 
 def with_end(generation: dict[str, Any], eos: int | None) -> dict[str, Any]:
-    """The same, in which the token that ends the documents of a training ends a generation, too."""
+    """Adds the token that ends the documents of a training to the tokens that end a generation."""
     given = generation.get("eos_token_id")
     ends = given if isinstance(given, list) else [] if given is None else [given]
     return generation if eos is None or eos in ends else {**generation, "eos_token_id": [*ends, eos] if ends else eos}

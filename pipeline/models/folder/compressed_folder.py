@@ -34,8 +34,8 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
     """Loads a folder, every weight dequantized by the scheme of its layer.
 
     Args:
-        folder: for which `needs_own_loader` of `loading.py`.
-        dtype: of floating-point parameters; "auto" for the folder's own.
+        folder: a folder for which `needs_own_loader` of `loading.py` is true.
+        dtype: dtype of floating-point parameters; "auto" for the folder's own.
 
     Raises:
         DataError: the tensors do not match the architecture, or a scheme is not known.
@@ -68,7 +68,7 @@ def _fields(folder: ModelFolder) -> dict[str, Any]:
 
 
 def _scheme(name: str, module: nn.Module, section: QuantizationConfig) -> QuantizationScheme | None:
-    """Of a layer, by its name in the folder: the first group that names it, or its class."""
+    """The scheme of a layer: that of the first group that names it, by its name in the folder, or its class."""
     if is_match(name, module, section.ignore or ()):
         return None
     for group in section.config_groups.values():
@@ -120,7 +120,7 @@ def rounds_inputs(args: QuantizationArgs) -> Callable[[nn.Module, tuple[Tensor, 
     """A forward pre-hook that rounds the inputs of a layer, with a scale for each token.
 
     Args:
-        args: how they are rounded.
+        args: settings of the rounding.
     """
 
     def hook(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

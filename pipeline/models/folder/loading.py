@@ -29,7 +29,7 @@ def pick_device() -> torch.device:
     """The first CUDA device, or the CPU without one; `CUDA_VISIBLE_DEVICES` selects another, or none.
 
     Raises:
-        ConfigError: see `refuse_unusable_gpu`.
+        ConfigError: a GPU is to be expected here, and torch cannot use it.
     """
     if torch.cuda.is_available():
         return torch.device("cuda")
@@ -45,8 +45,8 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
 
     Args:
         path: a Hugging Face folder, quantized or not.
-        dtype: of floating-point parameters; "auto" for the folder's own.
-        device: where to put it.
+        dtype: dtype of floating-point parameters; "auto" for the folder's own.
+        device: device to put the model on.
 
     Raises:
         DataError: the folder holds no model, transformers refuses it, or its tensors do not match the architecture.
@@ -85,7 +85,7 @@ def needs_own_loader(folder: ModelFolder) -> bool:
 
 
 def _decompressed(model: Any) -> Any:
-    """What compressed-tensors would do at the first forward pass, with a progress bar into what is printed then."""
+    """Decompresses weights, as compressed-tensors would do at the first forward pass, there with a progress bar."""
     if hasattr(model, "ct_decompress_hook"):
         with _without_progress_bars():
             model.hf_quantizer.compressor.decompress_model(model)
@@ -94,7 +94,7 @@ def _decompressed(model: Any) -> Any:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Other lines on stderr pass. compressed-tensors has no switch for its bars, which begin lines anew by a "\\r"."""
+    """Drops progress bars from stderr: compressed-tensors has no switch for its bars, which begin lines by a "\\r"."""
     kept = io.StringIO()
     try:
         with redirect_stderr(kept):

@@ -25,7 +25,7 @@ class ModelFolder:
 
     Attributes:
         path: the folder, on this host.
-        config: its parsed config.json.
+        config: the parsed config.json.
         tensors: tensor name -> its header entry, over all safetensors files.
         origin: the path, or the URL that `path` is a copy of.
     """
@@ -40,8 +40,8 @@ class ModelFolder:
         """Reads config.json and the headers, and checks every weight file's size.
 
         Raises:
-            DataError: see `read_config` and `stored_tensors`, or a head that the config says is the embedding is not;
-                of a URL, see `local_folder`.
+            DataError: config.json or the weights are missing, damaged or ambiguous, or need code of the folder, a tied
+                head has values of its own, or a URL cannot be copied.
         """
         origin, path = str(path), local_folder(path)
         config = read_config(path)
@@ -140,7 +140,7 @@ def trained_data(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder that has one meaning.
+    """Reads the config.json of a model folder, and refuses one that can be read in several ways.
 
     Raises:
         DataError: no such folder, no readable config.json, an adapter, code of its own that would have to be executed,

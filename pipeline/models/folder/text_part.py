@@ -1,8 +1,8 @@
 """The language model inside a model of several modalities: its architecture, and the names of its weights.
 
-What text alone is computed by is a decoder that transformers also has by itself: Gemma 3 without its vision tower is
+Text alone is computed by a decoder that transformers also has by itself: Gemma 3 without its vision tower is
 `gemma3_text`, Llava's is `llama`. Where its positions have three parts (Qwen-VL), those of text are equal, which is
-plain rotation. Only families are here of which a test has compared the logits.
+plain rotation. Only families are here whose logits a test has compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEXT_ALONE = {
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
 }
-"""`model_type` -> that of the decoder; None for the one that its `text_config` names."""
+"""`model_type` -> `model_type` of the decoder; None for the one that its `text_config` names."""
 
 _PREFIXES = {
     "language_model.model.": "model.",
@@ -28,7 +28,7 @@ _PREFIXES = {
     "model.text_model.": "model.",
     "lm_head.": "lm_head.",
 }
-"""Of the decoder in files, as published and as transformers 5 writes them -> in the decoder alone."""
+"""Prefix of the decoder's names in files, as published and as transformers 5 writes them -> in the decoder alone."""
 
 
 def text_is_nested(folder: Path, model_type: str) -> bool:
@@ -40,7 +40,7 @@ def text_is_nested(folder: Path, model_type: str) -> bool:
 
 
 def text_tensors(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Those of the decoder, by the names that it has alone."""
+    """The tensors of the decoder, by their names in the decoder alone."""
     plain = {"model.": "model."} if not any(name.startswith(tuple(_NESTED)) for name in stored) else {}
     names = {**_PREFIXES, **plain}
     found = {}

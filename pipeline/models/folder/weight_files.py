@@ -1,4 +1,4 @@
-"""Which files hold a model folder's weights, and which tensor lies where. No torch.
+"""The files that hold a model folder's weights, and the place of each tensor in them. No torch.
 
 Every reader of weights asks here. The files are those that transformers reads: model.safetensors, else those that the
 index names, whatever else lies beside them. A folder that another program could read in another way is compared and
@@ -35,12 +35,11 @@ class TensorInfo:
     """One tensor of a safetensors file.
 
     Attributes:
-        dtype: by its safetensors name (F32, BF16, I32, ...).
-        shape: of the tensor.
-        bytes: on disk.
-        name: in the file.
-        file: that it is in.
-        begin: its first byte in the file.
+        dtype: safetensors' name of the dtype (F32, BF16, I32, ...).
+        bytes: size of the tensor on disk.
+        name: name of the tensor in the file.
+        file: file that holds the tensor.
+        begin: offset of the tensor's first byte in the file.
     """
 
     dtype: str
@@ -137,7 +136,7 @@ def _tensor(name: str, entry: dict[str, Any], path: Path, data: int) -> TensorIn
 
 
 def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
-    """Of all files that the index names; every tensor is in the file that it says, and no other one has another."""
+    """The tensors of all files that an index names; each is in the file it says, and the same in any other file."""
     folder = index.parent
     try:
         weight_map: dict[str, str] = dict(read_json(index)["weight_map"])

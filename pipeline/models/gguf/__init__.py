@@ -1,1 +1,1 @@
-"""GGUF files, which llama.cpp and what is built on it read: written from Hugging Face folders, and checked."""
+"""GGUF files, which llama.cpp and programs built on it read: written from Hugging Face folders, and checked."""

@@ -1,7 +1,7 @@
-"""The architectures that can be written: what llama.cpp is told of a model, and how its tensors are stored. No torch.
+"""The architectures that can be written: the keys that llama.cpp reads, and the form of stored tensors. No torch.
 
-Names are those of the package gguf; the keys and the order of features are what llama.cpp's loader of an architecture
-expects (its `src/models`, and its converter's classes as a description of the format).
+Names are those of the package gguf; llama.cpp's loader of an architecture determines the keys and the order of features
+(its `src/models`, and its converter's classes as a description of the format).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class GgufArchitecture:
     """A kind of decoder.
 
     Attributes:
-        arch: gguf's name of it.
+        arch: gguf's name of the architecture.
         permuted: whether queries and keys are stored with the halves of rotary positions interleaved.
-        norm_offset: what is added to the weights of norms.
+        norm_offset: number that is added to the weights of norms.
         transposed: whether linear layers are stored [in, out] in the Hugging Face folder (Conv1D).
         kind: model types with the same keys: "llama", "gemma" or "gpt2".
     """
@@ -53,7 +53,7 @@ ARCHITECTURES = {
     "gemma2": GgufArchitecture(MODEL_ARCH.GEMMA2, norm_offset=1.0, kind="gemma"),
     "gpt2": GgufArchitecture(MODEL_ARCH.GPT2, transposed=True, kind="gpt2"),
 }
-"""By `model_type`."""
+"""`model_type` -> architecture."""
 
 
 _SILU, _TANH = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -92,7 +92,7 @@ def _fixed(config: HfConfig, architecture: GgufArchitecture) -> dict[str, tuple[
 
 _GEMMA2_27B_LAYERS = 46
 _GEMMA2_SCALAR = 256
-"""transformers' where config.json has none."""
+"""transformers' default of `query_pre_attn_scalar`."""
 
 
 def _refuse_unlike_fixed(config: HfConfig, architecture: GgufArchitecture) -> None:
@@ -115,10 +115,10 @@ def _refuse_unlike_fixed(config: HfConfig, architecture: GgufArchitecture) -> No
 
 
 def architecture_of(config: HfConfig) -> GgufArchitecture:
-    """Of a Hugging Face config.
+    """The architecture of a Hugging Face config.
 
     Raises:
-        ConfigError: it cannot be written, or it has something that llama.cpp's loader does not know.
+        ConfigError: the architecture is not written, or has something that llama.cpp's loader does not know.
     """
     kind = str(config.get("model_type"))
     found = ARCHITECTURES.get(kind)
@@ -152,7 +152,7 @@ def rope_parameters(config: HfConfig) -> dict[str, Any]:
 
 
 def rope_scaling(config: HfConfig) -> str | None:
-    """How rotary positions are scaled; None where the model has none."""
+    """The scaling of rotary positions; None where the model has none."""
     found = rope_parameters(config)
     return str(found.get("rope_type") or found.get("type") or "default") if found else None
 
@@ -163,7 +163,7 @@ def head_size(config: HfConfig) -> int:
 
 
 def write_keys(writer: GGUFWriter, config: HfConfig, architecture: GgufArchitecture) -> None:
-    """Adds what llama.cpp has to know of the model."""
+    """Adds the keys that llama.cpp needs of the model."""
     (_gpt2_keys if architecture.kind == "gpt2" else _llama_keys)(writer, config, architecture)
 
 
@@ -235,7 +235,7 @@ def stored_name(name: str, names: TensorNameMap) -> str | None:
 
 
 def expert_number(name: str) -> int | None:
-    """Which expert a tensor belongs to, where there is one tensor for each."""
+    """The number of the expert that a tensor belongs to; None where a tensor is not of one expert."""
     expert = _EXPERT.fullmatch(name)
     return int(expert[2]) if expert else None
 
@@ -259,7 +259,7 @@ def stored_value(name: str, value: Array, config: HfConfig, architecture: GgufAr
     """The values in the file.
 
     Args:
-        name: in the Hugging Face folder.
+        name: name of the tensor in the Hugging Face folder.
         value: fp32.
     """
     if architecture.transposed and _is_conv1d(name):

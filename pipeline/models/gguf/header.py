@@ -1,4 +1,4 @@
-"""The part of a GGUF file before its tensors: keys, tokenizer, and where each tensor is. No torch."""
+"""The part of a GGUF file before its tensors: keys, tokenizer, and the place of each tensor. No torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeline.models.gguf.types import FILE_TYPES
 
 
 def open_writer(plan: GgufPlan, file: Path) -> GGUFWriter:
-    """A writer whose header is written; tensors are to follow in the order of the plan.
+    """Opens a writer and writes the header; tensors are to follow in the order of the plan.
 
     Args:
-        plan: of the file.
-        file: to be written.
+        plan: plan of the file.
+        file: path of the file to write.
     """
     config = plan.source.config
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[plan.architecture.arch])
@@ -41,7 +41,7 @@ def open_writer(plan: GgufPlan, file: Path) -> GGUFWriter:
 
 
 def header_bytes(plan: GgufPlan) -> int:
-    """What a file has beside the tensors of the plan; the types of these do not enter."""
+    """Bytes of a file without the tensors of the plan, whatever their types."""
     with TemporaryDirectory(prefix="headrace-gguf-") as folder:
         file = Path(folder) / "model.gguf"
         open_writer(plan, file).close()

@@ -1,7 +1,7 @@
 """llama.cpp by ctypes, from the shared library in the wheel `xllamacpp`, which exports the whole of llama.h.
 
-Only in a process of its own: an error in C ends the process. Of the parameter structs, whose fields change between
-versions of llama.cpp, the library's own defaults are taken, and only fields at their head are set; each is declared
+Only for a process of its own: an error in C ends the process. The parameter structs, whose fields change between
+versions of llama.cpp, begin as the library's own defaults, and only fields at their head are set; each is declared
 with room behind it, so that fields which a version adds at the end are carried along.
 Source of the declarations: llama.cpp, include/llama.h and ggml/include/ggml.h, October 2026.
 """
@@ -24,7 +24,7 @@ import numpy.typing as npt
 PACKAGE = "xllamacpp"
 _ROOM = 512
 _CONTEXT_STEP = 256
-"""llama.cpp gives every sequence a multiple of so many positions."""
+"""Positions of a sequence in llama.cpp are a multiple of this."""
 
 
 class _ModelParameters(ctypes.Structure):
@@ -59,7 +59,7 @@ def installed() -> bool:
 
 
 def version() -> str:
-    """Of the package; its last number is llama.cpp's build."""
+    """The version of the package; its last number is llama.cpp's build."""
     return version_of(PACKAGE)
 
 
@@ -88,13 +88,13 @@ _WARNING = 3
 
 
 def _print_errors(level: int, text: bytes, _data: object) -> None:
-    """Errors and what goes on with one (level 5) are printed, the rest is not."""
+    """Prints errors and their continuations (level 5), and drops the rest."""
     if level > _WARNING and level != _CONTINUED:
         print(text.decode(errors="replace"), end="", flush=True)
 
 
 _quiet = _LogCallback(_print_errors)
-"""Kept, because the library calls it later."""
+"""The callback, kept because the library calls it later."""
 
 _CONTINUED = 5
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -135,7 +135,7 @@ class Model:
 
     Args:
         path: the file.
-        threads: to compute with; llama.cpp's own default when None.
+        threads: number of threads; llama.cpp's own default when None.
 
     Raises:
         RuntimeError: llama.cpp cannot load it; it has printed why.
@@ -154,8 +154,7 @@ class Model:
         """Token ids of a text.
 
         Args:
-            text: any.
-            add_special: with the ids that the file says to put in front or behind (BOS, EOS).
+            add_special: whether to add the ids that the file says to put in front or behind (BOS, EOS).
             parse_special: whether the text of a special token becomes that token.
         """
         raw = text.encode()
@@ -167,7 +166,7 @@ class Model:
         return list(ids[:count])
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """float32 [T, V] of T token ids, each position after those before it.
+        """Logits float32 [T, V] of T token ids, which are one sequence.
 
         Raises:
             RuntimeError: llama.cpp does not run the model.
@@ -177,7 +176,7 @@ class Model:
             return self._decode(context, batch, entries)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """The next ids of prompts by greedy decoding, all sequences in one batch, the end of a text among them.
+        """Continues prompts by greedy decoding, all sequences in one batch; does not stop at the end of a text.
 
         Args:
             prompts: token ids [B][P], of one length.
@@ -205,7 +204,7 @@ class Model:
 
     @contextmanager
     def _context(self, positions: int, *, tokens: int, sequences: int) -> Iterator[tuple[Any, Any]]:
-        """A context of so many positions, over all sequences, and a batch of so many tokens."""
+        """A context of `positions` positions, over all sequences, and a batch of `tokens` tokens."""
         parameters = self._library.llama_context_default_params()
         parameters.n_ctx, parameters.n_seq_max = positions, sequences
         parameters.n_batch = parameters.n_ubatch = tokens
@@ -238,12 +237,12 @@ class Model:
 def quantize_rows(
     values: npt.NDArray[np.float32], *, ggml_type: int, importance: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Rows of numbers in a type of ggml.
+    """Quantizes rows of numbers to a type of ggml.
 
     Args:
         values: float32 [rows, n], C order; n a multiple of the type's block.
-        ggml_type: as `gguf.GGMLQuantizationType`.
-        importance: float32 [n], what the squared error of every column weighs; None for all alike.
+        ggml_type: number of the type in `gguf.GGMLQuantizationType`.
+        importance: float32 [n], weight of every column's squared error; None for equal weights.
 
     Returns:
         uint8 [rows, bytes per row].

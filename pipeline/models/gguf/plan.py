@@ -1,4 +1,4 @@
-"""What goes into a GGUF file: which tensors of a Hugging Face folder, under which names, in which types. No torch."""
+"""Plans a GGUF file: the tensors of a Hugging Face folder, with their names and types in the file. No torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class GgufTensor:
     """A tensor of the file.
 
     Attributes:
-        name: in the file.
+        name: name in the file.
         sources: names in the folder: one, or one for each expert in their order.
-        shape: with the row last.
-        type: of ggml.
+        shape: shape in the file, with the row last.
+        type: type of ggml.
     """
 
     name: str
@@ -34,7 +34,7 @@ class GgufTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Of its values in the file."""
+        """Bytes of the tensor's values in the file."""
         elements, block_bytes = GGML_QUANT_SIZES[self.type]
         return prod(self.shape) // int(elements) * int(block_bytes)
 
@@ -46,9 +46,7 @@ class GgufPlan:
     Attributes:
         source: the folder.
         type: name of the file's type.
-        architecture: of the model.
-        tokenizer: of the model.
-        tensors: in the order of the file.
+        tensors: tensors in the order of the file.
     """
 
     source: ModelFolder

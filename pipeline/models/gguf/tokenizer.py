@@ -22,7 +22,7 @@ from pipeline.models.split_names import refused, sentencepiece_bpe, split_name
 _BPE, _SENTENCEPIECE = "gpt2", "llama"
 _DEFAULT = "default"
 _ENDS = ("eos", "eot", "eom")
-"""What llama.cpp stops at: end of text, of a turn, of a message; it takes the three alike (`llama_vocab_is_eog`)."""
+"""Tokens at which llama.cpp stops: end of text, of a turn, of a message; all the same to it (`llama_vocab_is_eog`)."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class GgufTokenizer:
     Attributes:
         model: "gpt2" (byte-level BPE) or "llama" (sentencepiece BPE).
         split: name of the split pattern; "default" with sentencepiece.
-        tokens: by id, as many as the model has.
-        types: of each token, `gguf.TokenType`.
-        merges: of byte-level BPE, "left right".
-        scores: of sentencepiece's pieces.
-        ids: "bos", "eos", "unknown", "padding" -> id; "eot" and "eom" of the other tokens that end a generation.
+        tokens: text of every token by id, as many as the model has.
+        types: type of every token, a number of `gguf.TokenType`.
+        merges: merges of byte-level BPE, "left right"; empty for sentencepiece.
+        scores: scores of sentencepiece's pieces; None for byte-level BPE.
+        ids: "bos", "eos", "unknown", "padding" -> id; "eot" and "eom" for the other tokens that end a generation.
         adds_bos: whether the Hugging Face tokenizer puts BOS in front.
-        chat_templates: name -> in Jinja; "default" is what programs use.
+        chat_templates: name -> template in Jinja; programs use "default".
     """
 
     model: str
@@ -52,7 +52,7 @@ class GgufTokenizer:
     chat_templates: Mapping[str, str]
 
     def write(self, writer: GGUFWriter) -> None:
-        """Adds its keys."""
+        """Adds the tokenizer's keys to a file."""
         writer.add_tokenizer_model(self.model)
         writer.add_tokenizer_pre(self.split)
         writer.add_token_list(self.tokens)
@@ -84,10 +84,10 @@ class GgufTokenizer:
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
-    """The tokenizer of a folder.
+    """Reads the tokenizer of a folder.
 
     Args:
-        folder: with tokenizer.json; with tokenizer.model, too, where sentencepiece made it.
+        folder: folder with tokenizer.json, and with tokenizer.model where sentencepiece made it.
         vocabulary: V, rows of the embedding; ids without a token are filled up.
 
     Raises:
@@ -165,7 +165,7 @@ def _special_ids(folder: Path, about: Mapping[str, Any], known: Mapping[str, int
 
 
 def _ends(folder: Path) -> list[int]:
-    """The tokens that end a generation, as transformers has them: of generation_config.json, else of config.json."""
+    """The tokens that end a generation: from generation_config.json, else from config.json, as in transformers."""
     given = read_generation(folder)
     if given is None and (folder / "config.json").is_file():
         given = read_json(folder / "config.json")

@@ -1,4 +1,4 @@
-"""The types of GGUF files, and which tensor gets which. No torch.
+"""The types of GGUF files, and the type of each tensor in them. No torch.
 
 A mix (Q4_K_M and the like) gives some tensors more bits. Ours follows llama.cpp's `llama-quantize` in its purpose: the
 head, or an embedding that is the head too, in 6 bits; the value projections and the down projections of the first and
@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 Q = GGMLQuantizationType
 
 _FALLBACK = {Q.Q2_K: Q.Q4_0, Q.Q3_K: Q.Q4_0, Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0}
-"""For rows that are no multiple of 256."""
+"""K-quant -> the type for rows that are no multiple of 256."""
 
 FLOATING_POINT = {Q.F32, Q.F16, Q.BF16}
 
@@ -38,13 +38,13 @@ UNWEIGHTED = FLOATING_POINT | {Q.Q8_0}
 
 @dataclass(frozen=True)
 class FileType:
-    """A type of file.
+    """A type of GGUF file.
 
     Attributes:
-        base: of most matrices.
-        more: of the value and down projections of some layers.
-        head: of the head, or of an embedding that is the head.
-        number: what the file says of itself (`general.file_type`).
+        base: type of most matrices.
+        more: type of the value and down projections of some layers.
+        head: type of the head, or of an embedding that is the head.
+        number: number of the type, which the file records (`general.file_type`).
     """
 
     base: GGMLQuantizationType
@@ -77,22 +77,22 @@ FILE_TYPES = {
     # every tensor a type of its own; before the choice, BF16
     "mixed": FileType(Q.BF16, Q.BF16, Q.BF16, LlamaFileType.GUESSED),
 }
-"""By name, as llama.cpp calls them."""
+"""llama.cpp's name -> type of file."""
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _MORE = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|ffn_down_exps)\.weight")
 _FULL = re.compile(r"(_norm|ffn_gate_inp|position_embd|rope_freqs)\b")
-"""Norms, routers, positions and frequencies: small, and not for rounding."""
+"""Pattern of tensors that are not rounded, and small: norms, routers, positions and frequencies."""
 
 
 def type_of(name: str, shape: tuple[int, ...], file_type: FileType, *, layers: int, tied: bool) -> GGMLQuantizationType:
     """The type of one tensor.
 
     Args:
-        name: in the file.
-        shape: of the tensor; the last dim is the row.
-        file_type: of the file.
-        layers: of the model.
+        name: name of the tensor in the file.
+        shape: shape of the tensor; the last dim is the row.
+        file_type: type of the file.
+        layers: number of the model's layers.
         tied: whether the embedding is the head, too.
     """
     if len(shape) < 2 or _FULL.search(name):

@@ -25,10 +25,10 @@ def stored_tokens(file: Path) -> list[str]:
 
 
 def first_difference(tokens: list[str], tokenizer: Path) -> str | None:
-    """What sets a GGUF file's tokens apart from a tokenizer.json; None where every id stands for the same token.
+    """Describes the first difference between a GGUF file's tokens and a tokenizer.json; None where there is none.
 
     Args:
-        tokens: of the file, by id; it may have more, as models do whose vocabulary is filled up.
+        tokens: tokens of the file, by id; there may be more, as in models whose vocabulary is filled up.
         tokenizer: the tokenizer.json.
     """
     from tokenizers import Tokenizer  # noqa: PLC0415

@@ -1,5 +1,7 @@
-"""Writes model.gguf from a Hugging Face folder, tensor by tensor: never more than one tensor in memory, or one layer's
-experts of one projection. What was written is read back and compared."""
+"""Writes model.gguf from a Hugging Face folder, tensor by tensor; reads it back and compares it.
+
+At most one tensor is in memory, or one layer's experts of one projection.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ def write(
     """Writes `model.gguf` into a folder.
 
     Args:
-        plan: from `prepare`.
-        folder: exists.
-        importance: tensor in the Hugging Face folder -> what the squared error of each of its inputs weighs, float32
-            [inputs]; None, or a tensor that is not in it, for all alike.
-        progress: called with (tensors written, all tensors).
+        plan: plan from `plan_file`.
+        folder: folder to write into, which exists.
+        importance: tensor in the Hugging Face folder -> weight of the squared error of each of its inputs, float32
+            [inputs]; equal weights when None, or for a tensor that is not in it.
+        progress: function called with (tensors written, all tensors).
     """
     writer = open_writer(plan, folder / FILE)
     weights = Weights(plan.source.path)
@@ -53,9 +55,9 @@ def check(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _a
     """Reads `model.gguf` back and compares every tensor with the original's.
 
     Args:
-        plan: that it was written by.
-        folder: with the file.
-        progress: called with (tensors compared, all tensors).
+        plan: plan that the file was written by.
+        folder: folder with the file.
+        progress: function called with (tensors compared, all tensors).
 
     Raises:
         DataError: a tensor is missing, or it differs by more than its type rounds.
@@ -77,19 +79,19 @@ def check(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _a
 
 
 def _values(tensor: GgufTensor, weights: Weights, plan: GgufPlan) -> Array:
-    """fp32, in the file's shape."""
+    """The values of a tensor, fp32, in the file's shape."""
     config, kind = plan.source.config, plan.architecture
     values = [architectures.stored_value(name, weights.read(name), config, kind) for name in tensor.sources]
     return np.stack(values) if len(tensor.shape) == 3 else values[0]
 
 
 def encoded(value: Array, kind: GGMLQuantizationType, importance: Sequence[Array | None] = ()) -> Any:
-    """A tensor in a type of ggml: float32 or float16 of its shape, or the bytes of its rows, uint8 [..., bytes].
+    """Converts a tensor to a type of ggml: float32 or float16 of its shape, or its rows' bytes, uint8 [..., bytes].
 
     Args:
         value: fp32 [O, I], or of experts [E, O, I].
         kind: type of ggml.
-        importance: of the matrix, or of every expert's: weights [I] of the squared errors; None for all alike.
+        importance: weights [I] of squared errors, for the matrix or for each expert's; None for equal weights.
     """
     weighed = [None if kind in UNWEIGHTED else each for each in importance]
     if kind in BY_GGUF and not any(each is not None for each in weighed):

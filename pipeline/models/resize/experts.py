@@ -1,4 +1,4 @@
-"""Shrinks a mixture of experts: the numbers of experts, of those of a token and of groups, and the layers without."""
+"""Shrinks a mixture of experts: numbers of experts, of experts per token and of groups; layers without experts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PERIODS = (
     *("decoder_sparse_step", "expert_layer_period", "moe_layer_interval", "moe_layer_freq"),
     "interleave_moe_layer_step",
 )
-"""Names of the number of layers of which one has experts."""
+"""Names of the period at which layers have experts, in layers."""
 
 
 def few_experts(given: dict[str, Any]) -> dict[str, int]:
-    """Four experts, of which a token has two. Where groups are chosen first: two of one of two groups of four."""
+    """Keys for four experts, two per token; where groups of experts are chosen first, for two groups of four."""
     chosen = {key: min(given[key], 2) for key in _CHOSEN if given.get(key)}
     groups = max(given.get(key) or 1 for key in _GROUPS)
     if groups == 1:

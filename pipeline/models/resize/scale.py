@@ -22,7 +22,7 @@ _FEWEST_GROUPS = 8
 """Key/value heads from which on the number of heads is scaled; with fewer there are too few widths to choose from."""
 _SMALLEST_HEAD, _HEAD_MULTIPLE, _WIDTH_MULTIPLE = 4, 2, 8
 _FEWEST_LAYERS = 4
-"""Depth that is kept as it is: a model of one layer differs from one of two in more than size."""
+"""Smallest depth after scaling: a model of one layer differs from one of two in more than size."""
 _NOT_SCALED = (
     *(
         "kv_lora_rank",
@@ -42,7 +42,7 @@ def scale(config: PretrainedConfig, width: float) -> PretrainedConfig:
     """The config of a smaller model.
 
     Args:
-        config: of the large model.
+        config: config of the large model.
         width: ratio of the hidden sizes, in (0, 1]; the nearest possible one is taken.
 
     Raises:
@@ -85,9 +85,9 @@ def section_of(scaled: PretrainedConfig, original: PretrainedConfig, given: Mapp
     """A scaled config as the `model.config` section of a training config.
 
     Args:
-        scaled: by `scale`.
-        original: of the large model.
-        given: the large model's section, of which all is kept that was not scaled; None where its model is a folder.
+        scaled: config from `scale`.
+        original: config of the large model.
+        given: the large model's section, whose keys are kept unless they were scaled; None where its model is a folder.
     """
     known = known_keys(scaled.model_type) | optional_keys(scaled.model_type)
     before = original.to_dict()

@@ -20,7 +20,7 @@ from pipeline.models.resize.experts import DENSE_FIRST, depth_with_experts, few_
 from pipeline.models.routers import EXPERTS
 
 HEAD_SIZE = 8
-"""The rotated part of it stays even with partial_rotary_factor 0.25 to 1."""
+"""Features of a head; the rotated part of them stays even with partial_rotary_factor 0.25 to 1."""
 
 WINDOW = 12
 """Positions of a sliding window: fewer than a short test sequence has."""
@@ -54,7 +54,7 @@ _THRESHOLDS = (
     *("index_topk", "indexer_budget", "keep_window_size", "attention_window_size"),
     *("chunk_size", "mamba_chunk_size", "block_size", "index_block_size"),
 )
-"""Lengths at which a model changes what it computes."""
+"""Keys of lengths at which a model's computation changes."""
 _OF_POSITIONS = re.compile(
     "position|length|window|chunk|block_size|budget|index_topk|floor_scale|context|compress_rate"
 )
@@ -80,13 +80,13 @@ def shrink(
     """The config of a tiny model of the same architecture.
 
     Args:
-        config: of the real model.
+        config: config of the real model.
         divide: number of ranks that share the heads in the layout to test (tp x cp). The shrunk numbers of heads and
             key/value heads are divisible by it where the real ones are.
         layers: minimum number of decoder layers; more if needed for every layer type to appear.
-        vocab_size: of the tiny model.
-        lengths: positions of the real model's sequences, and of the tiny model's: a threshold that the first cross is
-            half of the second. Thresholds are kept when None.
+        vocab_size: vocabulary size of the tiny model.
+        lengths: positions of the real model's sequences, and of the tiny model's: a threshold that the first cross
+            becomes at most half of the second. Thresholds are kept when None.
 
     Raises:
         ConfigError: transformers does not accept the small sizes for this architecture.
@@ -140,8 +140,8 @@ def not_reached(config: PretrainedConfig, *, lengths: tuple[int, int]) -> dict[s
     """Thresholds in positions that the real model's sequences cross and the tiny model's do not: key -> positions.
 
     Args:
-        config: of the tiny model.
-        lengths: see `shrink`.
+        config: config of the tiny model.
+        lengths: positions of the real model's sequences, and of the tiny model's.
     """
     real, tiny = lengths
     found = dict(_integers(config.to_dict()))
@@ -157,7 +157,7 @@ def _integers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, i
 
 
 def _crossed(key: str, value: Any, real: int, tiny: int) -> Any:
-    """A value of a config; of a threshold that sequences of `real` positions cross, one that those of `tiny` cross."""
+    """Sets a threshold so that `tiny` positions cross it if `real` positions do; other values of a config stay."""
     if isinstance(value, dict):
         return {name: _crossed(name, each, real, tiny) for name, each in value.items()}
     if key in _THRESHOLDS and isinstance(value, int):
@@ -248,7 +248,7 @@ def _states(given: dict[str, Any], hidden: int) -> dict[str, int]:
 
 
 def _single_layers(given: dict[str, Any], small: dict[str, Any], depth: int) -> dict[str, Any]:
-    """What single layers have of their own: sizes in the small model's proportion to those of all other layers."""
+    """Sizes of single layers that differ from the others, in the small model's proportion to those of the others."""
     own = given.get("per_layer_config")
     if not own:
         return {}

@@ -31,15 +31,16 @@ DEFAULT_FILE = "machine.json"
 _TRAINER_IMPORTS = (
     "import pipeline.run.session; from pipeline.runtime.metrics import memory; print(memory.resident_peak())"
 )
-"""Program that prints the resident bytes of a process that could train, by name: the trainer imports the planner."""
+"""Program that prints the resident bytes of a process with the trainer's imports. It is text because the trainer
+imports the planner."""
 
 _TRAINING = 1.15
-"""What a process that trains has resident over that: gloo, threads of autograd, workspaces. 384 MB were 435 to 450 in
-runs of 2M parameters in one process and two."""
+"""Resident bytes of a process that trains over those after the imports: gloo, threads of autograd, workspaces. 384 MB
+were 435 to 450 in runs of 2M parameters in one process and two."""
 
 
 def calibrate_command(file: str | None) -> int:
-    """Measures and writes; prints what was found.
+    """Measures this machine, writes its file and prints the rates.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -57,7 +58,7 @@ def calibrate_command(file: str | None) -> int:
 
 
 def calibrated() -> Machine:
-    """The present machine, measured."""
+    """Measures the present machine."""
     device = pick_device()
     gpu = device.type == "cuda"
     threads = torch.get_num_threads()
@@ -137,7 +138,7 @@ def _dtypes(measured: MeasuredSection) -> list[Dtype]:
 
 
 def _shares(products: Sequence[MeasuredProduct], dtype: str, peak: float) -> list[float]:
-    """Least, median and most of the products of a dtype, over the peak."""
+    """Least, median and most FLOP/s of the products of a dtype, over the peak."""
     own = [each.flops_per_s for each in products if each.dtype == dtype]
     low, high = min(each[0] for each in own), max(each[2] for each in own)
     return [low / peak, statistics.median(each[1] for each in own) / peak, high / peak]
@@ -152,9 +153,9 @@ def _memory(device: torch.device) -> float:
 
 
 def _overhead() -> dict[str, list[float]]:
-    """Of a process on a CPU: what one that can train has resident before it has a tensor.
+    """Measures the resident bytes of a CPU process that can train, before it has a tensor.
 
-    A process of its own: this one has measured products and copies, and never gives back what they took.
+    In a process of its own: this one has measured products and copies, and never gives back their memory.
     """
     done = subprocess.run([sys.executable, "-c", _TRAINER_IMPORTS], capture_output=True, text=True, check=True)
     resident = _TRAINING * float(done.stdout)

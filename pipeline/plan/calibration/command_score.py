@@ -31,13 +31,13 @@ _WIDTH = 120
 
 
 def score_command(runs: Sequence[str], machine: Machine | None, *, save: str | None, as_json: bool) -> int:
-    """Scores runs and prints; with `save`, writes the machine that fits them.
+    """Scores runs and prints the errors; with `save`, writes the machine that fits them.
 
     Args:
-        runs: their directories.
-        machine: that predicts; None for the shipped one of each run's device.
-        save: file of the fitted machine.
-        as_json: print one JSON object in the place of the table.
+        runs: directories of the runs.
+        machine: machine that predicts; None for the shipped machine of each run's device.
+        save: file of the fitted machine; None for no fit.
+        as_json: whether to print one JSON object in the place of the table.
 
     Raises:
         ConfigError, DataError: a run cannot be scored, or the file is there already.
@@ -62,7 +62,7 @@ def score_command(runs: Sequence[str], machine: Machine | None, *, save: str | N
 def plain(
     scores: Sequence[Score], machines: Sequence[Machine], after: Sequence[Score] | None, save: str | None
 ) -> dict[str, Any]:
-    """For JSON: bytes and seconds; errors are (predicted - measured) / measured."""
+    """The scores for JSON, in bytes and seconds; errors are (predicted - measured) / measured."""
     found: dict[str, Any] = {
         "runs": [
             {
@@ -85,7 +85,7 @@ def plain(
 
 
 def table(scores: Sequence[Score]) -> Table:
-    """One row for a run."""
+    """A table with one row per run."""
     shown = Table(box=None, pad_edge=False)
     for name in ("run", "layout", *("peak, predicted", "measured", "error"), *("step, predicted", "measured", "error")):
         shown.add_column(name, justify="left" if name in ("run", "layout") else "right", overflow="fold")

@@ -1,4 +1,4 @@
-"""A machine of the user's own from scored runs: efficiencies and overheads fitted, the spread of the runs as ranges."""
+"""Fits the efficiencies and overheads of a machine to scored runs, whose spread gives the ranges."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from pipeline.runtime.machines.machine import (
 )
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "data_parallel")
-"""Parts of a step that links take; all others but checkpoints take the device."""
+"""Parts of a step whose time depends on the links; all others but checkpoints depend on the device."""
 
 SHARE = 0.05
-"""Share of a step from which a run says something of the links."""
+"""Share of a step that communication must take in some run before the factor of the links is fitted."""
 
 _ROUNDS = 5
-"""The exposed part of communication depends on what it runs beside: both factors are fitted again."""
+"""Rounds of the fit: the exposed part of communication changes with the factors, so both are fitted again."""
 
 
 def fitted(scores: Sequence[Score], machine: Machine) -> Machine:
-    """The machine that predicts these runs: rates of the device and of the links by one factor each.
+    """Fits a machine to these runs: rates of the device and of the links by one factor each.
 
     The factors are those of least squares of the relative errors; without a run in which communication takes a
     noticeable share, that of the links is 1. Typical rates come from the factors; the ends of the ranges from the runs
@@ -69,7 +69,7 @@ def fitted(scores: Sequence[Score], machine: Machine) -> Machine:
 
 
 def _factors(scores: Sequence[Score]) -> tuple[float, float]:
-    """By how much the device and the links are slower than predicted."""
+    """The factors by which the device and the links are slower than predicted."""
     seconds = np.array([[*_split(each.parts)] for each in scores])
     measured = np.array([each.step.measured for each in scores])
     shares = seconds[:, 1] / seconds.sum(axis=1)
@@ -115,7 +115,7 @@ def _slower(machine: Machine, *, device: float, links: float) -> Machine:
 
 
 def _with_spread(machine: Machine, scores: Sequence[Score]) -> Machine:
-    """A machine whose typical rates stay, and whose ranges are as wide as the runs are far from them."""
+    """The machine with the same typical rates, and ranges as wide as the spread of the runs."""
     times = [end / each.step.predicted for each in scores for end in (each.measured.step_s[0], each.measured.step_s[2])]
     low, high = min(1.0, 1 / max(times)), max(1.0, 1 / min(times))
     efficiency = machine.efficiency
@@ -150,7 +150,7 @@ def _slower_measured(own: MeasuredSection, factor: float) -> MeasuredSection:
 
 
 def _overhead(scores: Sequence[Score], machine: Machine) -> OverheadSection:
-    """On a CPU what is resident beside tensors; on a GPU the share of activations that the allocator loses."""
+    """Fits the overhead: on a CPU resident bytes beside tensors, on a GPU fragmentation as a share of activations."""
     overhead = machine.overhead
     if not machine.gpu:
         # the typical peak counts the allocator's share of activations too

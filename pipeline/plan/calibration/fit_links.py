@@ -12,10 +12,10 @@ from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.runtime.machines.machine import MeasuredCollective, Operation
 
 _LEAST_S = 1e-9
-"""Latency where the measurements say less than none."""
+"""Latency where the fit finds none or a negative one, in seconds."""
 
 _ONE_LINK = {"bytes_per_s": 1e9, "latency_s": 1e-4}
-"""Stands for links that were not measured: a single device has none."""
+"""Placeholder for links that were not measured: a single device has none."""
 
 
 def links_of(
@@ -56,6 +56,6 @@ def link_of(rows: Sequence[MeasuredCollective]) -> Link:
 
 
 def _formula(row: MeasuredCollective, *, latency: bool) -> float:
-    """Seconds with a latency of 1 s and bandwidth without limit, or with no latency and 1 byte/s."""
+    """Seconds of a collective with a latency of 1 s and unlimited bandwidth, or with no latency and 1 byte/s."""
     link = Link(float("inf"), 1.0) if latency else Link(1.0, 0.0)
     return collective_s(row.kind, "ring", RankGroup(row.ranks, 1), LinkTopology(row.ranks, link, link), size=row.bytes)

@@ -13,7 +13,7 @@ from pipeline.plan.predict.work import ATTENTION_BACKWARD
 from pipeline.runtime.machines.machine import Dtype, MeasuredProduct
 
 REPEATS = 12
-"""Measurements of one thing, from which its range comes."""
+"""Number of measurements of a rate, from which its range comes."""
 
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -22,17 +22,17 @@ GPU_SHAPES = ((4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (1638
 positions."""
 
 CPU_SHAPES = ((128, 256, 1024), (256, 128, 512), (512, 512, 2048), (1024, 1024, 1024))
-"""The same on a CPU, for models of tests."""
+"""(m, k, n) of products on a CPU, for models of tests."""
 
 _ROUNDS = 3
-"""Times that all shapes are measured in turn: what slows a machine for a second does not meet one shape alone."""
+"""Rounds over all shapes: a disturbance of a second does not slow the measurements of one shape alone."""
 
 _ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
-"""Of the weights of a measurement together: more than the caches of a GPU or of a core by itself hold."""
+"""Elements of all weights of a measurement: more than the caches of a GPU or of a single core hold."""
 
 Ends = tuple[float, float, float]
 Clock = Callable[[], float]
-"""Seconds since some moment."""
+"""Function that returns the seconds since some fixed moment."""
 
 
 def seconds_of(
@@ -46,11 +46,11 @@ def seconds_of(
     """Least, median and most seconds of a call, each measured over as many calls as take `least_s`.
 
     Args:
-        call: is run twice before, so that kernels are chosen and memory is there.
-        device: that is waited for.
-        repeats: measurements.
-        least_s: of a measurement.
-        clock: by which it is measured.
+        call: function to time; it is called twice before, so that kernels are chosen and memory is allocated.
+        device: device to synchronize with, if it is a GPU.
+        repeats: number of measurements.
+        least_s: least seconds of a measurement.
+        clock: clock that measures the seconds.
     """
     return range_of(_samples(call, device, repeats=repeats, least_s=least_s, clock=clock))
 
@@ -71,7 +71,7 @@ def _samples(
 
 
 def range_of(values: Sequence[float]) -> Ends:
-    """Least, median and most."""
+    """The least, median and most of some values."""
     return min(values), statistics.median(values), max(values)
 
 
@@ -88,7 +88,7 @@ def products(device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> li
     weights, and gradients are newly allocated.
 
     Args:
-        device: that computes.
+        device: device to measure.
         shapes: (m, k, n): positions, inputs and outputs of the layer.
     """
     dtypes = {name: dtype for name, dtype in _DTYPES.items() if name != "fp16" or device.type != "cpu"}
@@ -116,7 +116,7 @@ def _layers(shape: tuple[int, int, int], device: torch.device) -> int:
 def _linear_layers(
     layers: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """A forward and a backward pass of so many linear layers beside each other."""
+    """A function that runs a forward and a backward pass of linear layers beside each other."""
     m, k, n = shape
     weights = [torch.randn(n, k, device=device).to(dtype).requires_grad_() for _ in range(layers)]
     inputs, gradients = (torch.randn(m, width, device=device).to(dtype) for width in (k, n))
@@ -154,7 +154,7 @@ def copies(device: torch.device) -> Ends:
 
 
 def host_copies(device: torch.device) -> Ends:
-    """Bytes per second between the host's page-locked memory and the device; of a CPU those of a copy."""
+    """Bytes per second between the host's page-locked memory and the device; on a CPU, bytes copied per second."""
     if device.type != "cuda":
         low, typical, high = copies(device)
         return low / 2, typical / 2, high / 2
@@ -166,7 +166,7 @@ def host_copies(device: torch.device) -> Ends:
 def timed(
     call: Callable[[], object], device: torch.device, times: int = 1, *, clock: Clock = time.perf_counter
 ) -> float:
-    """Seconds of so many calls, of which a GPU is waited for."""
+    """Seconds of `times` calls, until a GPU has finished them."""
     _wait(device)
     started = clock()
     for _ in range(times):

@@ -1,7 +1,7 @@
-"""Measures what the host takes for a decoder layer beside the work of its kernels: dispatch, autograd, Python.
+"""Measures the host's time for a decoder layer beside its kernels: dispatch, autograd, Python.
 
-By the CPU time of this thread, in which autograd's backward pass on a CPU runs too: it is a difference of two
-measurements, and what else runs on the core may be longer than either.
+Measured is the CPU time of this thread, which includes autograd's backward pass on a CPU: the result is a difference of
+two measurements, and other work on the core may take longer than either.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaModel
 from pipeline.plan.calibration.measure import REPEATS, seconds_of
 
 _TOKENS, _HIDDEN = 8, 32
-"""So few that kernels take no time."""
+"""Sizes so small that kernels take almost no time."""
 
 _FEW, _MANY = 2, 6
-"""Layers whose difference is measured, so that what comes once for all layers does not count."""
+"""Numbers of layers of the two models whose times are subtracted: work done once for all layers cancels."""
 
 
 def host_seconds() -> tuple[float, float]:

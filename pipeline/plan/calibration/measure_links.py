@@ -1,8 +1,8 @@
-"""Measures collectives between the devices of this node, and what they do to each other, in processes of their own.
+"""Measures collectives between the devices of this node, their overlap, and the rates of devices that are all busy.
 
     python -m pipeline.plan.calibration.measure_links RANK RANKS PORT
 
-One such process for each device; the first prints the results as JSON.
+One process per device runs this; rank 0 prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the whole tensor of a collective."""
 
 LARGEST_ON_GPUS = 1 << 28
-"""Bytes of another one, which a CPU would take seconds for."""
+"""Bytes of a further size on GPUs; a CPU would take seconds for it."""
 
 _TIMEOUT_S = 600.0
-"""Of all processes, imports included: only a hang takes so long."""
+"""Seconds after which the processes are killed, imports included: only a hang takes so long."""
 
 _REPEATS = 31
-"""Measurements of an all-reduce or all-to-all."""
+"""Number of measurements of a collective."""
 
 
 @dataclass(frozen=True)
 class RanksMeasured:
-    """What was measured between ranks.
+    """Measurements between ranks.
 
     Attributes:
-        collectives: by kind and size; none of a single device.
-        overlap: see `measure_overlap.overlap`.
-        all_busy: see `measure_overlap.all_busy`.
+        collectives: seconds of collectives by kind and size; empty for a single device.
+        overlap: share of an all-reduce that products hide: low, typical and high.
+        all_busy: rates of products and of copies on all devices at the same time, over those of one device alone; at
+            most 1, and empty for a single device.
     """
 
     collectives: tuple[MeasuredCollective, ...]
@@ -53,10 +54,10 @@ class RanksMeasured:
 
 
 def between_ranks(*, ranks: int) -> RanksMeasured:
-    """Measures between so many devices of this node; a single one has neither collectives nor busy neighbours.
+    """Measures between `ranks` devices of this node; a single one has neither collectives nor busy neighbours.
 
     Raises:
-        RuntimeError: a process failed; with what it wrote.
+        RuntimeError: a process failed; the message has the end of its output.
     """
     if ranks < 2:
         return RanksMeasured((), OVERLAP, {})
@@ -85,9 +86,9 @@ def between_ranks(*, ranks: int) -> RanksMeasured:
 
 
 def _collectives(ranks: int, device: torch.device) -> Iterator[tuple[Operation, int, Ends]]:
-    """Every kind by size; on a CPU all-gathers and reduce-scatters as FSDP2 makes them.
+    """Measures every kind at every size; on a CPU all-gathers and reduce-scatters as FSDP2 runs them.
 
-    On a GPU the host goes ahead of them, and copies take little beside the links.
+    On a GPU the host runs ahead of them, and FSDP2's copies take little time beside the links.
     """
     unit = 256 * ranks  # shards of equal size
     for least in (*SIZES, LARGEST_ON_GPUS) if device.type == "cuda" else SIZES:
@@ -111,7 +112,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> Ends:
 
 
 def main() -> None:
-    """One rank."""
+    """Measures as one rank."""
     rank, ranks, port = map(int, sys.argv[1:])
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Measures what ranks of a node do to each other: overlap of collectives with products, and rates of busy devices.
+"""Measures how ranks of a node slow each other: overlap of collectives with products, and rates of busy devices.
 
 Every function is collective: all ranks call it.
 """
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from pipeline.plan.calibration.measure import Ends, range_of, seconds_of, timed
 
 REPEATS = 21
-"""Measurements of the overlap."""
+"""Number of measurements of the overlap."""
 
 LONGER = 1.5
 """Seconds of the products over those of the collective that they run beside."""
 
 _ROUNDS = 3
-"""Measurements of busy devices, each beside one of a device alone."""
+"""Number of measurements of busy devices, each beside one of a device alone."""
 
 
 def overlap(device: torch.device) -> Ends:
@@ -75,7 +75,7 @@ def all_busy(device: torch.device) -> dict[str, float]:
 
 
 def a_product(device: torch.device) -> Callable[[], object]:
-    """A matrix product of a middle size."""
+    """A function that computes a matrix product of medium size."""
     gpu = device.type == "cuda"
     m, k, n = (8192, 4096, 4096) if gpu else (1024, 512, 512)
     a, b = (torch.randn(*size, device=device).to(torch.bfloat16 if gpu else torch.float32) for size in ((m, k), (k, n)))
@@ -93,14 +93,14 @@ def _busy(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _largest(value: float, device: torch.device) -> float:
-    """Over the ranks."""
+    """The largest value over the ranks."""
     found = torch.tensor([value], device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 
 
 def _mean(value: float, device: torch.device) -> float:
-    """Over the ranks."""
+    """The mean over the ranks."""
     found = torch.tensor([value], device=device)
     dist.all_reduce(found)
     return float(found) / dist.get_world_size()

@@ -1,6 +1,7 @@
-"""Measures all-gathers and reduce-scatters as FSDP2 makes them: with its hooks, its buffers, and copies in and out.
+"""Measures all-gathers and reduce-scatters as FSDP2 runs them: with its hooks, its buffers, and copies in and out.
 
-On a CPU new buffers and copies take as long as the collective, and torch makes gloo's reduce-scatter of an all-reduce.
+On a CPU new buffers and copies take as long as the collective, and torch builds gloo's reduce-scatter from an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from torch.distributed.fsdp import fully_shard
 from pipeline.plan.calibration.measure import Ends, range_of, timed
 
 LAYERS = 4
-"""Units that follow each other, as in a model: buffers of one are free when the next wants some."""
+"""Units in sequence, as in a model: the buffers of one are free when the next needs some."""
 
 REPEATS = 21
-"""Forward and backward passes of a size that count."""
+"""Forward and backward passes that are measured at each size."""
 
 _WIDTH = 64
 
 
 class _Touch(torch.autograd.Function):
-    """Takes a weight without computing; its gradient is as large, and its values do not matter."""
+    """An operator that takes a weight without computing; its gradient has the weight's size and arbitrary values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ class _Touch(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A weight of so many bytes."""
+    """A layer with a weight of `size` bytes."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__()
@@ -56,8 +57,8 @@ def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends
 
     Args:
         size: bytes of the unit's weights in fp32, a multiple of 256 x ranks.
-        ranks: over which they are sharded.
-        device: of this rank.
+        ranks: number of ranks over which the weights are sharded.
+        device: this rank's device.
     """
     mesh = init_device_mesh(device.type, (ranks,))
     root: Any = nn.Sequential(*(_Layer(size, device) for _ in range(LAYERS)))

@@ -1,4 +1,4 @@
-"""The machine at hand, where none is named."""
+"""The machine of a plan where the command names none."""
 
 from __future__ import annotations
 

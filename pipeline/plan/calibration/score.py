@@ -25,10 +25,11 @@ from pipeline.runtime.machines.ranks import with_ranks
 from pipeline.runtime.metrics.attempts_journal import read_events
 
 LEAST_STEPS = 5
-"""Timed steps of which a median is taken for the time of a step."""
+"""Fewest timed steps whose median is taken as the time of a step."""
 
 DRIFT = 0.01
-"""Difference of the memory that was predicted when a run was trained from today's above which it is mentioned."""
+"""Relative difference between today's predicted memory and that when the run was trained, above which it is
+reported."""
 
 _RESIDENT, _ALLOCATED, _RESERVED = "memory_resident_bytes", "memory_allocated_bytes", "memory_reserved_bytes"
 
@@ -48,13 +49,13 @@ class PredictionComparison:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run as it was trained.
+    """A trained run and its measurements.
 
     Attributes:
-        path: its directory.
-        config: as it was resolved.
+        path: directory of the run.
+        config: config in the run's manifest.
         record: the newest event `measured` of its attempts; see `pipeline.run.measured`.
-        hosts: that its ranks were on, by the event `nodes` of that attempt.
+        hosts: number of hosts of its ranks, by the event `nodes` of that attempt; 1 without the event.
     """
 
     path: Path
@@ -64,7 +65,7 @@ class MeasuredRun:
 
     @property
     def ranks_per_host(self) -> int:
-        """Of the host that had most, where all have equally many."""
+        """Ranks on a host, rounded up: all hosts are taken to have equally many."""
         return -(-int(self.record["world_size"]) // self.hosts)
 
     @property
@@ -74,23 +75,24 @@ class MeasuredRun:
         return low, median, high
 
     def peak(self, name: str) -> int | None:
-        """Bytes of the rank that needs most, by the name of `PeakMemory`."""
+        """Bytes of the rank that needs most, by a name of `PeakMemory`; None where they were not recorded."""
         found = self.record["memory"].get(name)
         return max(found) if found else None
 
 
 @dataclass(frozen=True)
 class Score:
-    """A run's prediction by a machine against what was measured.
+    """A run's prediction by a machine, and its measurements.
 
     Attributes:
-        measured: the run.
-        planned: the same, as it is planned.
-        memory: peak of the rank that needs most, in bytes: on a GPU what tensors hold, on a CPU what is resident.
+        measured: the trained run.
+        planned: the same run, resolved and counted for the prediction.
+        memory: peak of the rank that needs most: on a GPU bytes of tensors, on a CPU resident bytes.
         step: median seconds of a step, without checkpoints and evaluations.
-        parts: where the predicted seconds go.
+        parts: predicted seconds by part of a step.
         tensors: the formulas' peak of the rank that needs most.
-        drift: relative difference of that from what was predicted when the run was trained; None where it is unknown.
+        drift: relative difference of `tensors` from the peak predicted when the run was trained; None where that was
+            not recorded.
     """
 
     measured: MeasuredRun
@@ -103,18 +105,18 @@ class Score:
 
     @property
     def overhead(self) -> float:
-        """On a CPU: resident bytes beside the tensors that the formulas count."""
+        """Resident bytes beside the tensors that the formulas count, on a CPU."""
         return max(0.0, (self.measured.peak(_RESIDENT) or 0) - self.tensors.total)
 
     @property
     def fragmentation(self) -> float:
-        """On a GPU: bytes that the allocator held beside tensors, over activations and logits."""
+        """Bytes that the allocator held beside tensors over those of activations and logits, on a GPU."""
         lost = (self.measured.peak(_RESERVED) or 0) - (self.measured.peak(_ALLOCATED) or 0)
         return max(0.0, lost / (self.tensors.activations + self.tensors.logits))
 
 
 def read_measured(path: str | Path) -> MeasuredRun:
-    """A run and what it measured.
+    """Reads a run and its measurements.
 
     Raises:
         DataError: there is no run, or it has recorded nothing, or too few steps.
@@ -145,7 +147,7 @@ def machine_of(run: MeasuredRun) -> Machine:
     """The shipped machine of the device that a run was trained on.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no shipped machine has the device.
     """
     device = str(run.record["device"])
     machine = machine_of_device(device)
@@ -167,7 +169,7 @@ def score(run: MeasuredRun, machine: Machine) -> Score:
 
 
 def rescored(run: MeasuredRun, planned: PlannedRun, machine: Machine) -> Score:
-    """As `score`, of a run that is planned already, with another machine, of which it has some ranks on each host."""
+    """Compares a planned run with the prediction of another machine, with as many ranks per host as the run had."""
     of, costs = planned.run, planned.costs
     machine = with_ranks(machine, run.ranks_per_host)
     parts = step_time(of, works_of(of, costs), run_rates(of, costs, machine, TYPICAL), model=SIMULATED)

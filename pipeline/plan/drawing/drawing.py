@@ -16,15 +16,15 @@ _LETTER = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that takes time.
+    """A bar for something that takes time.
 
     Attributes:
-        row: from the top.
+        row: number of the row, from the top.
         start_s, end_s: seconds since the beginning.
         kind: key of the drawing's legend.
-        text: in the bar, where there is room.
-        title: shown under the pointer.
-        opacity: of its color.
+        text: text in the bar, where there is room.
+        title: text shown under the pointer.
+        opacity: opacity of the bar's color, up to 1.
     """
 
     row: int
@@ -41,12 +41,12 @@ class Drawing:
     """Bars in rows.
 
     Attributes:
-        label: what is shown, in a sentence.
-        rows: labels.
-        bars: of all rows.
-        legend: kind -> color.
-        note: at the upper right.
-        seconds: of the whole.
+        label: description of the drawing, in a sentence.
+        rows: labels of the rows.
+        bars: bars of all rows.
+        legend: kind of a bar -> color.
+        note: text at the upper right.
+        seconds: length of the time axis, in seconds.
     """
 
     label: str
@@ -58,7 +58,7 @@ class Drawing:
 
 
 def svg_of(drawing: Drawing) -> Markup:
-    """The SVG. Colors of text follow the page's (`currentColor`), so that it can be put into any HTML."""
+    """Draws the SVG. Colors of text follow the page's (`currentColor`), so that it can be put into any HTML."""
     scale = (_WIDTH - _LEFT - 8) / drawing.seconds
     height = _TOP + _ROW * len(drawing.rows) + 24
     lines = [
@@ -122,11 +122,11 @@ def _bar(each: Bar, scale: float, color: str) -> Markup:
 
 
 def page_of(title: str, parts: Sequence[tuple[str, Markup, Markup]]) -> str:
-    """A page that needs nothing from elsewhere.
+    """A self-contained HTML page.
 
     Args:
-        title: of the page.
-        parts: heading, SVG, and HTML below it.
+        title: title of the page.
+        parts: heading, SVG and HTML below it, of each section.
     """
     style = (
         ":root{color-scheme:light dark}body{font-family:sans-serif;max-width:1240px;margin:2em auto;padding:0 1em}"

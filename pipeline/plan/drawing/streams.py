@@ -30,26 +30,26 @@ class Streams:
     """The two streams of a rank over a micro-batch.
 
     Attributes:
-        names: of the units that are gathered together: embedding, layers, head.
-        overlap: their events.
+        names: names of the units whose weights are gathered together: embedding, layers, head.
+        overlap: events of both streams.
     """
 
     names: Sequence[str]
     overlap: Overlap
 
     def text(self, event: StreamEvent) -> str:
-        """E.g. "all-gather of weights, layer 3"."""
+        """An event in words, e.g. "all-gather of weights, layer 3"."""
         return f"{_KINDS[event.kind][0]}, {self.names[event.layer]}"
 
     @property
     def summary(self) -> str:
-        """Seconds in words."""
+        """Seconds of the micro-batch and of its exposed communication, in words."""
         of = self.overlap
         return f"{of.seconds:.4g} s, exposed communication {of.exposed_s:.4g} of {of.communication_s:.4g} s"
 
 
 def streams_of(how: DataParallel, rank: RankTime, *, micro_batches: int, engine: str) -> Streams:
-    """One micro-batch, with gathers and reductions: the only one of a step, or one of several that are alike.
+    """Simulates a micro-batch with gathers and reductions: the only one of a step, or one of several that are alike.
 
     Where weights are gathered or gradients reduced once in a step, it stands for the first forward and the last
     backward pass. Weights that an engine gathers after the update are left out.
@@ -63,7 +63,7 @@ def streams_of(how: DataParallel, rank: RankTime, *, micro_batches: int, engine:
 
 
 def svg(streams: Streams) -> Markup:
-    """Two rows from left to right."""
+    """Draws the two streams as rows from left to right."""
     used = {event.kind for event in streams.overlap.events}
     return svg_of(
         Drawing(

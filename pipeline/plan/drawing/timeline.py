@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def svg(timeline: Timeline) -> Markup:
-    """One row per rank from left to right, bars with the number of their micro-batch; later virtual stages are paler.
+    """Draws a row per rank, whose bars have the number of their micro-batch; later virtual stages are paler.
 
     Colors of text follow the page's (`currentColor`), so that it can be put into any HTML.
     """

@@ -20,10 +20,10 @@ def write_timeline(planned: PlannedRun, path: Path) -> str:
 
     Args:
         planned: the run.
-        path: ends in .html, .svg or .json.
+        path: file to write, which ends in .html, .svg or .json.
 
     Returns:
-        What is shown, in a sentence.
+        The path and its content, in a sentence.
     """
     run, costs = planned.run, planned.costs
     rates = run_rates(run, costs, planned.machine, TYPICAL)

@@ -1,1 +1,1 @@
-"""A CUDA device that is not there: a step on fake tensors gives memory, collectives host syncs (`check --exact`)."""
+"""A fake CUDA device: a step on fake tensors gives memory, collectives and host syncs (`check --exact`)."""

@@ -1,4 +1,4 @@
-"""Scaled dot product attention by the kernel that an H200 would take.
+"""Scaled dot product attention by the kernel that torch would choose on an H200.
 
 On fake devices torch decomposes attention to matrix products, because a CPU build finds no fused kernel. The choice is
 made here as CUDA makes it, and the kernel's own operator is called: torch knows its shapes without having it.
@@ -27,9 +27,9 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In the place of `F.scaled_dot_product_attention`: [B, H, T, d], [B, K, T', d] twice -> [B, H, T, d].
+    """Replaces `F.scaled_dot_product_attention`: [B, H, T, d], [B, K, T', d] twice -> [B, H, T, d].
 
-    Values may have another head size than queries and keys (multi-head latent attention): flash attention has not.
+    Values may have another head size than queries and keys (multi-head latent attention), which flash attention lacks.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
@@ -47,7 +47,7 @@ def attend(
 
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
-    """Attention is that of `attend` within."""
+    """Replaces attention by `attend` within the block."""
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = attend
     try:

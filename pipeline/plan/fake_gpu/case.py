@@ -1,4 +1,4 @@
-"""What is to be executed on the fake device, and the process that executes it. No torch."""
+"""Cases to execute on the fake device, and the process that executes them. No torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 
 EAGER = "compile.enabled=false"
-"""Operators are counted one by one; a compiled layer would be one of them."""
+"""Override that turns compilation off: operators are counted one by one, and a compiled layer would count as one."""
 
 _WORKER = (sys.executable, "-m", "pipeline.plan.fake_gpu.worker")
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step to be executed.
+    """A step to execute.
 
     Attributes:
         config: path of the config file.
         processes: world size.
-        pp_rank: which rank of the pipeline; 0 on every other axis.
-        vocabulary: ids of the tokenizer, for a model whose config does not say.
-        overrides: as of `--set`.
-        steps: how many; the last one is reported.
-        cpu: count as on a CPU: what offload has in the host's memory, and gloo's copies of what a reduce-scatter takes.
-        begun: the run is resumed: any number of processes is accepted; see `resolve`.
-        imbalance: rows of the fullest expert-parallel rank over the mean; None for what `expert_load` assumes.
+        pp_rank: pipeline rank to execute; it is rank 0 on every other axis.
+        vocabulary: number of ids of the tokenizer, for a model whose config does not give it.
+        overrides: overrides of the config, as texts of `--set`.
+        steps: number of steps; the last one is reported.
+        cpu: whether to count as on a CPU: offloaded tensors in the host's memory, and gloo's copies of the inputs of a
+            reduce-scatter.
+        begun: whether the run is resumed, so that any number of processes is accepted (see `resolve`).
+        imbalance: rows of the fullest expert-parallel rank over the mean; None for the load that `expert_load` assumes.
     """
 
     config: str
@@ -48,7 +49,7 @@ class StepCase:
     imbalance: float | None = None
 
     def resolved(self) -> ResolvedRun:
-        """The run of the case."""
+        """Resolves the run of the case."""
         config = load_config(self.config, [EAGER, *self.overrides])
         return replace(resolve(config, world_size=self.processes, begun=self.begun), imbalance=self.imbalance)
 
@@ -61,15 +62,15 @@ def run_cases(
     Each case is executed by a fork of it: layouts that share a process meet the process groups of one another.
 
     Args:
-        cases: what to execute, in order.
-        timeout_s: of all; without one, as long as it takes.
-        cwd: the directory that paths of configs are relative to; the present one when None.
+        cases: cases to execute, in order.
+        timeout_s: most seconds of all cases together; None for no limit.
+        cwd: directory that paths of configs are relative to; None for the present one.
 
     Returns:
-        Of each case "report" (`step.Report` as a dictionary), or "error" and "traceback"; and "seconds".
+        For each case "report" (`step.StepReport` as a dictionary), or "error" and "traceback"; and "seconds".
 
     Raises:
-        RuntimeError: the process ended early; with the end of what it wrote.
+        RuntimeError: the process ended early; the message has the end of its output.
 
     An interrupt or the time-out kills the process.
     """
@@ -83,7 +84,7 @@ def run_cases(
 
 @contextmanager
 def case_process() -> Iterator[Callable[[StepCase], dict[str, Any]]]:
-    """A process as `run_cases` has it, for one case after the other; it is killed at the end of the block.
+    """Starts a process as `run_cases` does, for one case after the other; it is killed at the end of the block.
 
     Yields:
         a function that executes a case and returns its result.

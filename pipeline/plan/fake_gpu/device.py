@@ -1,4 +1,4 @@
-"""The `cuda` device that is not there: an H200 for fake tensors. Import it before torch, in a process of its own.
+"""A fake `cuda` device: an H200 for fake tensors. Import it before torch, in a process of its own.
 
 Fake tensors have shapes, dtypes and devices, and no numbers. On this device they run through forward, backward, fused
 optimizers, FSDP2 and a fake process group, on a CPU build of torch; nothing is computed.
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
 
 MEMORY_BYTES = 140 * 2**30
-"""What `torch.cuda.get_device_properties` reports as the total memory of an H200: 141 GB less what the driver keeps."""
+"""Total memory of an H200 as `torch.cuda.get_device_properties` reports it: 141 GB less the driver's share."""
 
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -44,7 +44,7 @@ PROPERTIES = types.SimpleNamespace(
 
 
 class FakeStream:
-    """In the place of `torch.cuda.Stream`: everything is on one stream, and in order."""
+    """Replacement of `torch.cuda.Stream`: everything is on one stream, in order."""
 
     device_index, device_type, stream_id, cuda_stream = 0, 1, 0, 0
     device = torch.device("cuda", 0)
@@ -52,16 +52,16 @@ class FakeStream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
     def wait_stream(self, _stream: Any) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is no work to wait for."""
 
     def wait_event(self, _event: Any) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is no work to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is no work to wait for."""
 
     def record_event(self, event: Any = None) -> Any:
-        """An event of this stream."""
+        """Returns the event, or a new one."""
         return event or FakeEvent()
 
     def query(self) -> bool:
@@ -79,25 +79,25 @@ class FakeStream:
 
 
 class FakeEvent:
-    """In the place of `torch.cuda.Event`: it has happened."""
+    """Replacement of `torch.cuda.Event`: every event has happened."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
     def record(self, *_args: Any) -> None:
-        """Nothing to record."""
+        """Does nothing: there is no work to record."""
 
     def wait(self, *_args: Any) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is no work to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is no work to wait for."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether the event has happened."""
         return True
 
     def elapsed_time(self, _other: Any) -> float:
-        """Milliseconds."""
+        """Milliseconds between two events: none."""
         return 0.0
 
 
@@ -106,7 +106,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _answer_for_cuda() -> None:
-    """What `torch.cuda` says of its device."""
+    """Replaces the functions of `torch.cuda` that ask for the device."""
     stream, generator_state = FakeStream(), torch.zeros(16, dtype=torch.uint8)
     answers = {
         "is_available": True,
@@ -150,7 +150,7 @@ def _answer_for_cuda() -> None:
 
 
 def _patch_torch() -> None:
-    """What else asks for a device that computes."""
+    """Replaces the other functions of torch that need a device that computes."""
     torch.random.fork_rng = _always(contextlib.nullcontext())
     torch.Tensor.record_stream = _always(None)  # type: ignore[method-assign]
     fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
@@ -162,7 +162,7 @@ def _not_for_a_fake_tensor(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _name_cuda_kernels() -> torch.library.Library:
-    """Operators of which torch has a CUDA kernel in a CUDA build alone, and elsewhere a composition of others.
+    """Registers CUDA kernels of operators that torch composes of others, except in a CUDA build.
 
     Autograd would take the composition, which allocates six buffers of an MLP's width where the kernel has one. The
     kernels named here are never called: fake tensors take the shapes of the operator.
@@ -174,7 +174,7 @@ def _name_cuda_kernels() -> torch.library.Library:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """All tensors that are made within are fake, whatever their device."""
+    """Makes all tensors fake that are created within the block, whatever their device."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         yield mode
 
@@ -182,4 +182,4 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 _answer_for_cuda()
 _patch_torch()
 _KERNELS = _name_cuda_kernels()
-"""Registered for as long as it lives."""
+"""The registered kernels, which last as long as this object."""

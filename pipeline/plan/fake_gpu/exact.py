@@ -1,4 +1,4 @@
-"""The memory of a run by executing its step on the fake device: for `headrace check --exact`."""
+"""Measures the memory of a run by executing its step on the fake device, for `headrace check --exact`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pipeline.run.before.summary import Entry
 
 @dataclass(frozen=True)
 class Source:
-    """Where a run comes from, so that another process can resolve it again.
+    """The inputs of a run, from which another process can resolve it again.
 
     Attributes:
         config: path of the config file.
-        overrides: as of `--set`.
+        overrides: overrides of the config, as texts of `--set`.
         processes: world size.
-        begun: whether it is resumed.
-        vocabulary: ids of the dataset's tokenizer.
-        imbalance: see `StepCase`.
+        begun: whether the run is resumed.
+        vocabulary: number of ids of the dataset's tokenizer.
+        imbalance: rows of the fullest expert-parallel rank over the mean; None for the load that `expert_load` assumes.
     """
 
     config: str
@@ -41,12 +41,12 @@ def execute(source: Source, *, ranks: Sequence[int], pp: int, engine: str) -> Ex
 
     Args:
         source: the run, for the other process.
-        ranks: of the pipeline.
-        pp: pipeline ranks.
-        engine: the config's.
+        ranks: pipeline ranks to execute.
+        pp: number of pipeline ranks.
+        engine: engine of the config.
 
     Raises:
-        ConfigError: the step failed; with its error.
+        ConfigError: the step failed; the message has its error.
     """
     found: list[Executed] = []
     for rank in ranks:
@@ -59,7 +59,7 @@ def execute(source: Source, *, ranks: Sequence[int], pp: int, engine: str) -> Ex
 
 
 def step_entries(executed: Executed) -> Iterator[Entry]:
-    """What else the step did: collectives, reads of the device by the host, FLOPs."""
+    """Summarizes the step: collectives, reads of the device by the host, FLOPs."""
     report = executed.report
     names = ("kind", "axes", "dtype", "count", "bytes")
     collectives = [dict(zip(names, row, strict=True)) for row in report["collectives"]]

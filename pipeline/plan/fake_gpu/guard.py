@@ -16,7 +16,7 @@ _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 
 
 def missing() -> str | None:
-    """Why this machine cannot have the fake device; None where it can."""
+    """The reason why this machine cannot have the fake device; None where it can."""
     if shutil.which("g++") is None:
         return "g++ is missing, which builds the fake device's guard (apt-get install g++)"
     if not (_torch_folder() / "include/ATen").is_dir():

@@ -1,4 +1,4 @@
-"""What the storages of a step are: weights, gradients, optimizer states, or what the passes leave."""
+"""Kinds of a step's storages: weights, gradients, optimizer states, logits and buffers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Together:
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:
-    """AdamW of an engine; ZeRO's own optimizer has it within."""
+    """The AdamW of an engine, taken out of ZeRO's own optimizer."""
     if hasattr(engine, "_optimizer"):
         return engine._optimizer  # type: ignore[no-any-return]
     if isinstance(engine, TorchSingle):
@@ -49,7 +49,7 @@ def optimizer_of(engine: Any) -> torch.optim.Optimizer:
 
 
 def name_weights(optimizer: torch.optim.Optimizer, roots: Sequence[nn.Module], memory: Memory) -> int:
-    """Names weights and buffers; the number of elements of the weights."""
+    """Names weights and buffers; returns the number of elements of the weights."""
     weights = {id(p): p for root in roots for p in root.parameters()}
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     memory.name([*weights.values(), *masters], "weights")
@@ -70,7 +70,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def watched(memory: Memory) -> Iterator[None]:
-    """Attention by fused kernels; gradients are named before they are reduced or added up, and resizes followed."""
+    """Runs attention by fused kernels, names gradients before they are reduced or added up, and follows resizes."""
     group = _fsdp_param_group.FSDPParamGroup
     post_backward, add_gradient = group.post_backward, single._Master.add_gradient
 
@@ -99,7 +99,7 @@ def watched(memory: Memory) -> Iterator[None]:
 
 
 def makers() -> dict[CodeType, str]:
-    """Functions whose allocations have a kind."""
+    """Code of functions whose allocations are of a known kind -> that kind."""
     param = _fsdp_param.FSDPParam
     functions: dict[Any, str] = {
         _fsdp_collectives.foreach_all_gather: "weights",

@@ -1,4 +1,4 @@
-"""Device memory of a fake step: which storages live when, and what they are."""
+"""Device memory of a fake step: its storages, their lifetimes and their kinds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 _BLOCK = 512
-"""Bytes that the allocator of CUDA rounds up to."""
+"""Granularity of CUDA's allocator, in bytes."""
 _DEEPEST = 60
-"""Frames that are looked at for the function that allocates."""
+"""Most stack frames that are searched for the function that allocates."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of bytes that lived at one time, and what they were.
+    """The largest number of bytes that lived at one time, by kind.
 
     Attributes:
-        bytes: in all.
+        bytes: total of all kinds.
         kinds: kind -> bytes at that time.
     """
 
@@ -69,7 +69,7 @@ class Memory:
         weakref.finalize(storage, self._resized, number, 0).atexit = False
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Says what tensors are, which may be DTensors."""
+        """Sets the kind of tensors, which may be DTensors."""
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             number = self._numbers.get(local.untyped_storage())
@@ -77,7 +77,7 @@ class Memory:
                 self._kinds[number] = kind
 
     def pass_through(self, size: int) -> None:
-        """Notes so many bytes of a buffer that lives only within an operator."""
+        """Notes a buffer of `size` bytes that lives only within an operator."""
         self._kinds.append("buffers")
         self._bytes.append(0)
         number = len(self._kinds) - 1
@@ -85,7 +85,7 @@ class Memory:
         self._resized(number, 0)
 
     def begin(self) -> None:
-        """The peak is that of what comes."""
+        """Begins a new peak: earlier moments no longer count."""
         self._begin = len(self._events)
 
     def peak(self) -> Peak:
@@ -100,7 +100,7 @@ class Memory:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """FSDP2 frees gathered weights by resizing their storage, which no dispatch mode sees."""
+        """Follows resizes of storages, by which FSDP2 frees gathered weights, and which no dispatch mode sees."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:

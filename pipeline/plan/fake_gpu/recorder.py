@@ -44,8 +44,8 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "recv_": ("recv", 0),
     "barrier": ("barrier", 0),
 }
-"""Operator of torch.distributed -> its name here, and the argument with the whole tensor: what is gathered, reduced or
-sent."""
+"""Operator of torch.distributed -> its name here, and the position of the argument with the tensor that is gathered,
+reduced or sent."""
 
 FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather",
@@ -65,20 +65,22 @@ _SHAPE_READS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Enter it within fake tensors. It counts from `begin` on; memory is followed from the start.
+    """A dispatch mode that counts the work of a step on fake tensors.
+
+    Entered within fake tensors, it counts from `begin` on; memory is followed from the start.
 
     Args:
-        memory: is told every storage of the device.
-        axes_of: ranks of a process group -> the axes they are along, for people.
-        gloo: followed is, too, the copy that gloo makes of the input of a reduce-scatter, which NCCL does not make.
-        host: tensors in the host's memory are followed, too.
+        memory: record of every storage of the device.
+        axes_of: ranks of a process group -> the axes along which they differ, for people.
+        gloo: whether to follow the copy that gloo makes of the input of a reduce-scatter; NCCL makes none.
+        host: whether to follow tensors in the host's memory, too.
 
     Attributes:
         collectives: (kind, axes, dtype) -> [count, bytes of the whole tensors].
         host_reads: line of ours that made the host wait for the device -> count.
         deferred_reads: line of ours that began a copy to the host which it waits for later -> count.
         unpinned: line of ours that copied pageable host memory to the device -> count.
-        flops: of matrix products and attention; causal attention counts in full, as in the FLOPs of MFU.
+        flops: FLOPs of matrix products and attention; causal attention counts in full, as in the FLOPs of MFU.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def deferring_reads(self) -> Iterator[None]:
-        """`HostCopy` is counted within, and has constants; a fake device has no events."""
+        """Counts every `HostCopy` within the block and gives it constants; a fake device has no events."""
 
         def begin(copy: HostCopy, values: Tensor) -> None:
             if values.device.type == "cuda":
@@ -141,7 +143,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def reading_lists(self) -> Iterator[None]:
-        """`tolist` is one read within, as on a device; fake tensors read number by number."""
+        """Counts `tolist` as one read within the block, as on a device; fake tensors read number by number."""
 
         def tolist(tensor: FakeTensor) -> Any:
             if tensor.device.type == "cuda":
@@ -168,7 +170,7 @@ class Recorder(TorchDispatchMode):
             self.unpinned[_line()] += 1
 
     def _all_rows(self, tensor: Tensor, masks: Any) -> Tensor:
-        """The host waits for the number of rows that a mask selects; here it selects all of them."""
+        """Selects all rows, and counts the read by which the host waits for the number of rows of a mask."""
         self.host_reads[f"{_line()} (mask)"] += 1
         return tensor.new_empty((masks[0].numel(), *tensor.shape[masks[0].ndim :]))
 
@@ -201,7 +203,7 @@ class Recorder(TorchDispatchMode):
 
 
 def pin(tensor: Tensor, *_device: Any) -> Tensor:
-    """In the place of `Tensor.pin_memory`."""
+    """Replaces `Tensor.pin_memory`."""
     tensor.__dict__["_pinned"] = True
     return tensor
 
@@ -233,14 +235,14 @@ def _copied(op: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, str]:
 
 
 def _constant(dtype: torch.dtype) -> bool | float | int:
-    """What the host reads, where there are no numbers."""
+    """The value that the host reads of a fake tensor, which has no numbers."""
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
 
 
 def _asks_for_overflow() -> bool:
-    """Whether DeepSpeed reads if gradients overflow or their norm is invalid: they do not, and it is not."""
+    """Whether DeepSpeed reads if gradients overflow or their norm is invalid; on fake tensors the answer is no."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name

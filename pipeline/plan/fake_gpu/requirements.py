@@ -12,10 +12,10 @@ def check_exact(engine: str, *, distils: bool, matrices: bool, exchange: str = "
     """Refuses a step that cannot be executed here, before data and model are looked at.
 
     Args:
-        engine: the config's.
+        engine: engine of the config.
         distils: whether the run is a distillation.
         matrices: whether the optimizer exchanges whole matrices.
-        exchange: `parallel.ep_exchange`, of a run with expert parallelism.
+        exchange: exchange of experts (`parallel.ep_exchange`) of a run with expert parallelism.
 
     Raises:
         ConfigError: this machine cannot have the fake device, the engine's package is missing, or the config is one of

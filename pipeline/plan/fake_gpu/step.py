@@ -40,16 +40,16 @@ from pipeline.run.prepare import attention_of
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did. All figures are of one rank.
+    """Counts of a step on one rank.
 
     Attributes:
-        layout: in words.
-        collectives: kind, axes, dtype, count, bytes of the whole tensors; sorted.
-        host_reads: line -> count; the host waits.
-        deferred_reads: line -> count; the host waits after it has begun the next step.
-        unpinned: line of a copy from pageable memory -> count.
-        flops: of matrix products and attention.
-        peak: bytes.
+        layout: layout of the run, in words.
+        collectives: rows of kind, axes, dtype, count and bytes of the whole tensors, sorted.
+        host_reads: line of code -> number of reads for which the host waits.
+        deferred_reads: line of code -> number of reads for which the host waits after it has begun the next step.
+        unpinned: line of code -> number of copies from pageable memory.
+        flops: FLOPs of matrix products and attention.
+        peak: peak of the device's memory, in bytes.
         kinds: kind -> bytes at the peak.
         parameters: elements of the weights that this rank holds between steps.
     """
@@ -66,7 +66,7 @@ class StepReport:
 
 
 def run_step(case: StepCase) -> dict[str, Any]:
-    """Runs a case; a `StepReport` as a dictionary."""
+    """Runs a case; returns a `StepReport` as a dictionary."""
     run, model = _run_and_model(case)
     hf_config: Any = model.config
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
@@ -169,7 +169,7 @@ def axes_of(topology: Topology, ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def world(topology: Topology, pp_rank: int) -> Iterator[int]:
-    """A fake process group, in which this process is the first rank of a pipeline stage."""
+    """Opens a fake process group, in which this process is the first rank of a pipeline stage."""
     rank = topology.rank(pp=pp_rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
     try:

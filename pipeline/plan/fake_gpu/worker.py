@@ -27,7 +27,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def main() -> None:
-    """Entry point."""
+    """Executes the cases of the input."""
     for line in sys.stdin:
         began = time.monotonic()
         fields = json.loads(line)
@@ -56,7 +56,7 @@ def _forked(case: StepCase) -> dict[str, Any]:
 
 
 def _execute(case: StepCase, reader: int, writer: int) -> NoReturn:
-    """In the fork: executes a case, writes its result to the pipe and ends the process without the parent's cleanup."""
+    """Executes a case in the fork, writes its result to the pipe and ends the process without the parent's cleanup."""
     code = 1
     try:
         die_with_parent()  # who stops waiting ends the parent

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs on the fake device besides what torch does. Import it before deepspeed."""
+"""Patches that DeepSpeed needs on the fake device, beside those of torch. Import it before deepspeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def deepspeed_on_fake_device(*, rank: int, processes: int) -> Iterator[None]:
-    """DeepSpeed takes the device for CUDA within; it needs a process of its own, which runs one layout only.
+    """Makes DeepSpeed take the fake device for CUDA within the block, in a process that runs one layout only.
 
     Replaced are: moving a model to the device where it already is, which cannot replace fake parameters in place; and
     comparisons of numbers between ranks, since there are no other ranks.

@@ -1,6 +1,6 @@
 """`headrace ladder --config F`: predicts the held-out loss of a large run from a ladder of small ones.
 
-`--coordinate-check` and `--rate-check` look at whether the parametrization transfers between sizes.
+`--coordinate-check` and `--rate-check` check whether the parametrization transfers between sizes.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans, trains what is not done, fits, predicts.
+    """Plans a ladder, trains the runs that are not finished, fits a law and predicts.
 
     Returns:
         0; 2 where the fit is too poor to be used; 1 where a coordinate check is not flat; the exit code of a run that
         failed or was stopped.
 
     Raises:
-        ConfigError, DataError: before any work.
+        ConfigError, DataError: the config or an option is refused, before any work.
     """
     _check(arguments)
     if arguments.coordinate_check or arguments.rate_check:

@@ -79,7 +79,7 @@ def check_coordinate_arguments(arguments: argparse.Namespace) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Runs the check that was asked for; the exit code."""
+    """Runs the check that was asked for; returns the exit code."""
     return _coordinate_check(arguments) if arguments.coordinate_check else _rate_check(arguments)
 
 
@@ -90,7 +90,7 @@ def _coordinate_check(arguments: argparse.Namespace) -> int:
         0; 1 where a line of CompleteP is not flat.
 
     Raises:
-        ConfigError: before any run is trained.
+        ConfigError: the config or an option is refused, before any run is trained.
         TrainingError: a run has a non-finite loss.
     """
     from pipeline.plan.ladder.coordinate_check.check import coordinate_check  # noqa: PLC0415  (brings in torch)
@@ -111,7 +111,7 @@ def _rate_check(arguments: argparse.Namespace) -> int:
     """Trains all sizes at all rates on the CPU, prints the best of each, and writes figures and a picture.
 
     Raises:
-        ConfigError: before any run is trained.
+        ConfigError: the config or an option is refused, before any run is trained.
     """
     from pipeline.plan.ladder.coordinate_check.picture import save_rates  # noqa: PLC0415  (brings in torch)
     from pipeline.plan.ladder.coordinate_check.rates import sweep  # noqa: PLC0415
@@ -128,7 +128,7 @@ def _rate_check(arguments: argparse.Namespace) -> int:
 
 
 def _common(arguments: argparse.Namespace, check: str) -> dict[str, Any]:
-    """Steps, seeds and where progress is reported, as both checks take them."""
+    """Arguments of both checks: steps, seeds and the function that reports progress."""
     report: Callable[[str], None] = (lambda _line: None) if arguments.json else partial(print, flush=True)
     steps = _at_least_one("steps", _STEPS[check] if arguments.steps is None else arguments.steps)
     return {"steps": steps, "seeds": _at_least_one("seeds", arguments.seeds), "report": report}
@@ -150,7 +150,7 @@ def output_of(given: str | None, run: RunSection) -> Path:
     """The directory of all runs and results, by default beside that of the run.
 
     Raises:
-        ConfigError: none is given, and the run's is a URL.
+        ConfigError: no directory is given, and run.dir is a URL.
     """
     if given is None and is_url(run.dir):
         raise ConfigError("--output", why=f"run.dir is a URL, {run.dir}", remedy="--output DIR, a path")

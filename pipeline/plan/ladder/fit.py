@@ -21,13 +21,13 @@ Array = npt.NDArray[np.float64]
 Form = Literal["free exponents", "fixed exponents"]
 
 DELTA = 1e-3
-"""Of the Huber loss: Hoffmann et al., section 3.3."""
+"""Delta of the Huber loss (Hoffmann et al., section 3.3)."""
 FIXED = (0.3478, 0.3658)
 """alpha and beta by Besiroglu et al. 2024, table 1."""
 UNKNOWNS: dict[Form, int] = {"free exponents": 5, "fixed exponents": 3}
-"""Of each form."""
+"""Number of unknowns of each form."""
 _ITERATIONS, _CONVERGED, _RESTS = 200, 1e-6, 8
-"""Steps at most; and after how many that lower no objective by such a share the search ends."""
+"""Most steps; relative decrease of an objective that counts as progress; steps without progress that end the search."""
 _LOWEST = np.array([-8.0, -8.0, -8.0, 0.02, 0.02])
 _HIGHEST = np.array([4.0, 4.0, 4.0, 2.5, 2.5])
 """Limits of log E, of the logs of both terms at the runs' mean N and D (nats per token), and of both exponents."""
@@ -42,7 +42,7 @@ class Points:
     losses: Array
 
     def take(self, index: npt.NDArray[np.intp]) -> Points:
-        """Some of the runs."""
+        """The runs of these indices."""
         return Points(self.parameters[index], self.tokens[index], self.losses[index])
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Laws:
     """Fitted laws, one for each row of weights.
 
     Attributes:
-        form: which unknowns were fitted.
+        form: form of the laws, by the unknowns that were fitted.
         center: log N and log D at which both terms are stated.
         values: float64 [laws, 5]: log E, logs of both terms at the center, alpha, beta.
     """
@@ -83,18 +83,18 @@ class Laws:
 
 
 def can_fit(points: Points, form: Form) -> bool:
-    """Whether there are more runs than unknowns, and N and D each have three values or, of fixed exponents, two."""
+    """Whether there are more runs than unknowns, and N and D each have three values (two with fixed exponents)."""
     values = 3 if form == "free exponents" else 2
     sizes, budgets = np.unique(points.parameters).size, np.unique(points.tokens).size
     return len(points) > UNKNOWNS[form] and min(sizes, budgets) >= values
 
 
 def fit(points: Points, form: Form, *, weights: Array | None = None, start: Laws | None = None) -> Laws:
-    """The law of the smallest Huber loss.
+    """Fits the law with the smallest Huber loss.
 
     Args:
         points: the runs.
-        form: with `fixed exponents` alpha and beta are `FIXED`.
+        form: form of the law; with "fixed exponents" alpha and beta are `FIXED`.
         weights: float64 [laws, runs], how often each run counts; None: one law of all runs.
         start: a law to start from, beside the grid's coarser points.
     """
@@ -139,7 +139,7 @@ def _terms(values: Array, n: Array, d: Array) -> Array:
 
 
 def _minimize(values: Array, weights: Array, data: tuple[Array, Array, Array], *, unknowns: int) -> tuple[Array, Array]:
-    """Levenberg-Marquardt from all rows of `values` [rows, 5] at once; the values and their costs [rows]."""
+    """Levenberg-Marquardt from all rows of `values` [rows, 5] at once; returns values and costs [rows]."""
     n, d, logs = data
 
     def residuals(values: Array) -> Array:

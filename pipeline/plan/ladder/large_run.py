@@ -28,7 +28,7 @@ _LAYOUT = (
     "pipeline",
     "activation_checkpointing",
 )
-"""Sections that say how a model is spread over devices: small ones need none."""
+"""Sections that say how a model is spread over devices: small models need none."""
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -42,7 +42,7 @@ class Counts:
         multiplied: parameters in matrix products, which are the body and the head: N of the ladder's own fit. Pearce
             and Song 2024 (arXiv:2406.12907) and Porian et al. 2024 (arXiv:2406.19146): leaving the head out bends the
             law of small models.
-        flops_per_token: forward and backward.
+        flops_per_token: FLOPs of one token, forward and backward.
     """
 
     body: int
@@ -55,11 +55,11 @@ class LargeRun:
     """The run whose loss is predicted.
 
     Attributes:
-        raw: its config, as it was given.
-        flat: its config without its layout, for one process.
-        prepared: of `flat`: data and model were found to fit.
-        model: its Hugging Face config.
-        counts: of its model.
+        raw: config of the run, as the user gave it.
+        flat: config without its layout, for one process.
+        prepared: run of `flat`, whose data and model were found to fit.
+        model: Hugging Face config of the model.
+        counts: parameters and FLOPs of the model.
     """
 
     raw: Mapping[str, Any]
@@ -70,7 +70,7 @@ class LargeRun:
 
     @property
     def run(self) -> ResolvedRun:
-        """Resolved for one process."""
+        """The run, resolved for one process."""
         return self.prepared.run
 
     @property
@@ -80,19 +80,19 @@ class LargeRun:
 
     @property
     def flops(self) -> float:
-        """Of the whole training."""
+        """FLOPs of the whole training."""
         return self.counts.flops_per_token * self.tokens
 
     @property
     def training(self) -> Training:
-        """Its hyperparameters, for the published laws."""
+        """Hyperparameters of the run, for the published laws."""
         run, body = self.run, self.counts.body
         return training_of(
             run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=body
         )
 
     def count(self, config: PretrainedConfig) -> Counts:
-        """Counts of another model in the place of the run's."""
+        """Counts another model in the place of the run's."""
         given, dtype = self.run.config, model_dtype(self.run.config)
         model = build_meta(config, dtype=dtype, attn_implementation=given.model.attn_implementation)
         size = measure(model, config, sequence_length=self.run.batch.sequence_length)
@@ -103,7 +103,7 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
     """Checks the config of the large run and counts its model.
 
     Raises:
-        ConfigError, DataError: it cannot run, or a ladder of it would not mean anything.
+        ConfigError, DataError: the config cannot run, or a ladder of it would mean nothing.
     """
     section = raw.get("model") or {}
     if raw.get("distill"):
@@ -128,7 +128,7 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
 
 
 def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what spreads a model over devices; the same samples in each step."""
+    """A config without its layout over devices; each step has the same samples."""
     return {key: value for key, value in raw.items() if key not in (*_LAYOUT, *_BATCH)}
 
 

@@ -15,7 +15,7 @@ from pipeline.plan.ladder.runs import Done, done_of
 BROAD = 0.005
 """Share of the loss within which the config's own learning rate counts as good as the best of the sweep."""
 _EXTENSIONS = 2
-"""Times that a sweep is extended by a factor of two where the best rate is at its end."""
+"""Most extensions of a sweep by a factor of two, while the best rate is at its end."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Chosen:
     """The outcome of a sweep.
 
     Attributes:
-        factor: by which all scaled learning rates, and the large run's, are multiplied; 1 keeps the config's.
+        factor: factor on all scaled learning rates, and on the large run's; 1 keeps the config's.
         points: factor and loss of each run, by factor.
-        at_the_end: the best rate is the largest or smallest that was tried: a better one may be beyond.
+        at_the_end: whether the best rate is the largest or smallest that was tried: a better one may be beyond.
     """
 
     factor: float
@@ -34,14 +34,14 @@ class Chosen:
 
 
 def sweep(ladder: Ladder, train: Callable[[Sequence[LadderRun]], int]) -> tuple[Chosen | None, int]:
-    """Trains the sweep, which is extended while the best rate is at its end.
+    """Trains the sweep, and extends it while the best rate is at its end.
 
     Args:
-        ladder: of the sweep.
-        train: trains those runs that are not finished; returns an exit code.
+        ladder: ladder whose smallest rung is swept.
+        train: function that trains the runs that are not finished, and returns an exit code.
 
     Returns:
-        What was chosen, None where a run failed; and the exit code.
+        The chosen learning rate, None where a run failed; and the exit code.
     """
     reach = ladder.options.learning_rates // 2
     low, high = -reach, reach
@@ -59,10 +59,10 @@ def sweep(ladder: Ladder, train: Callable[[Sequence[LadderRun]], int]) -> tuple[
 
 
 def chosen_before(ladder: Ladder) -> Chosen:
-    """The outcome of a sweep that is finished, with its extensions.
+    """The outcome of a finished sweep, with its extensions.
 
     Raises:
-        DataError: it is not finished.
+        DataError: the sweep is not finished.
     """
     reach = ladder.options.learning_rates // 2
     for low, high in [(-reach - e, reach) for e in (2, 1)] + [(-reach, reach + e) for e in (2, 1, 0)]:
@@ -74,13 +74,13 @@ def chosen_before(ladder: Ladder) -> Chosen:
 
 
 def choose(done: Sequence[Done], exponents: Sequence[int]) -> Chosen:
-    """The best learning rate: the minimum of a parabola through the best run and its neighbours, over log lr.
+    """Chooses the learning rate at the minimum of a parabola through the best run and its neighbours, over log lr.
 
     The config's own is kept where its loss is within `BROAD` of the best.
 
     Args:
         done: all runs of the sweep, by learning rate.
-        exponents: of the powers of two by which the config's scaled rate was multiplied.
+        exponents: exponents of the powers of two by which the config's scaled rate was multiplied.
     """
     losses = [each.loss for each in done]
     points = tuple((2.0**exponent, loss) for exponent, loss in zip(exponents, losses, strict=True))
@@ -93,7 +93,7 @@ def choose(done: Sequence[Done], exponents: Sequence[int]) -> Chosen:
 
 
 def _vertex(losses: Sequence[float]) -> float:
-    """Where the parabola through three losses at -1, 0 and 1 is lowest, between -0.5 and 0.5; 0 is the lowest one."""
+    """Position of the minimum of a parabola through losses at -1, 0 (the lowest) and 1, between -0.5 and 0.5."""
     before, lowest, after = losses
     bend = before - 2 * lowest + after
     shift = (before - after) / (2 * bend) if bend > 0 else 0.0

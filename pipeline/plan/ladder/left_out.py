@@ -1,4 +1,4 @@
-"""Tests of a law: what it says of runs that it has not seen.
+"""Tests of a law by its predictions of runs that it was not fitted to.
 
 Each rung is left out in turn, which tells whether the form fits. The largest rungs are left out together, one, two and
 so on as long as a law of the others can be fitted, which tells how errors grow with the distance of an extrapolation.
@@ -21,13 +21,13 @@ class LeftOut:
     """A form's predictions of runs left out.
 
     Attributes:
-        form: of the law.
-        errors: float64 [runs]: log of predicted by measured loss of each run, by the law of the other rungs' runs.
-        largest: the root mean square of those of the largest rung alone.
-        distances: float64 [extrapolations]: log of the N of a run by the N of the largest rung that was fitted.
-        extrapolated: float64 [extrapolations]: log of predicted by measured loss at these distances.
-        noise: root mean square of log predicted by measured loss of the law of all runs on the runs themselves, per
-            degree of freedom.
+        form: form of the law.
+        errors: float64 [runs]: log of predicted over measured loss of each run, by the law of the other rungs' runs.
+        largest: root mean square of the errors of the largest rung alone.
+        distances: float64 [extrapolations]: log of the N of a run over the N of the largest rung that was fitted.
+        extrapolated: float64 [extrapolations]: log of predicted over measured loss at these distances.
+        noise: root mean square of log predicted over measured loss of all runs by the law of all runs, per degree of
+            freedom.
     """
 
     form: Form
@@ -49,16 +49,16 @@ class LeftOut:
         return float(np.sqrt(np.mean(beyond / self.distances**2)))
 
     def spread(self, distance: float) -> float:
-        """Standard deviation of log predicted by measured loss of one run at a distance.
+        """Standard deviation of log predicted over measured loss of one run at a distance.
 
-        The noise of a run stays what it is; the error of the law grows in proportion to the distance, as does, to first
-        order, what a wrong exponent does to the logarithm of the loss.
+        The noise of a run stays the same; the error of the law grows in proportion to the distance, as does, to first
+        order, the effect of a wrong exponent on the logarithm of the loss.
         """
         return float(np.hypot(self.noise, self.growth * max(distance, 0.0)))
 
 
 def left_out(points: Points) -> Iterator[LeftOut]:
-    """Of each form that can be fitted whichever rung is left out."""
+    """Tests each form that can be fitted whichever rung is left out."""
     if not np.isfinite(points.losses).all():
         return
     sizes = np.unique(points.parameters)
@@ -88,7 +88,7 @@ def _extrapolations(points: Points, form: Form, sizes: Array) -> tuple[Array, Ar
 
 
 def _errors(points: Points, form: Form, out: np.ndarray) -> Array:
-    """Log of predicted by measured loss of the runs `out`, bool [runs], by the law of the others."""
+    """Log of predicted over measured loss of the runs `out`, bool [runs], by the law of the others."""
     law = fit(points.take(np.flatnonzero(~out)), form)
     found: Array = np.log(law.predict(points.parameters[out], points.tokens[out])[0] / points.losses[out])
     return found

@@ -26,7 +26,6 @@ def save_picture(
 
     Args:
         path: the file; its directory exists.
-        ladder: of the runs.
         done: finished runs that were fitted.
         verdict: the law, and the prediction if there is one.
         measured: the large run's held-out loss, where it was trained.

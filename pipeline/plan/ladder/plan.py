@@ -26,7 +26,7 @@ from pipeline.plan.laws.laws import step_law_batch, step_law_learning_rate
 
 _FEWEST_RUNGS = 3
 _ABOVE_LARGEST = 1.25
-"""The largest rung may have so many times the parameters that were asked for, where no size is nearer."""
+"""Most parameters of the largest rung over those that were asked for, where no size is nearer."""
 _TRIALS = 40
 _FEWEST_STEPS = 20
 _CHECKPOINTS = 4
@@ -35,13 +35,14 @@ _CHECKPOINTS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """How a ladder is built.
+    """Options of a ladder.
 
     Attributes:
         rungs: number of model sizes.
-        smallest, largest: their parameters, as shares of the large run's.
+        smallest, largest: parameters of the smallest and largest size, as shares of the large run's.
         budgets: tokens of each rung's runs, as multiples of the large run's tokens per parameter.
-        learning_rates: of the sweep on the smallest rung, each twice the one before; 1 for no sweep.
+        learning_rates: number of learning rates of the sweep on the smallest rung, each twice the one before; 1 for no
+            sweep.
         seeds: runs of each size and budget, from run.seed on.
     """
 
@@ -53,10 +54,10 @@ class Options:
     seeds: int = 1
 
     def check(self) -> None:
-        """Refuses what gives no ladder.
+        """Refuses options that give no ladder.
 
         Raises:
-            ConfigError: names the option.
+            ConfigError: an option is refused; the error names it.
         """
         if self.rungs < _FEWEST_RUNGS:
             why = "two sizes determine no law: their loss would fit any"
@@ -83,7 +84,7 @@ class Rung:
 
     @property
     def name(self) -> str:
-        """Width x layers."""
+        """Name of the rung: width x layers."""
         return f"{self.model.hidden_size}x{self.model.num_hidden_layers}"
 
 
@@ -92,13 +93,13 @@ class LadderRun:
     """One run of a ladder.
 
     Attributes:
-        rung: its size.
-        tokens: D, whole steps.
-        learning_rate: its peak.
-        samples: per step.
+        rung: model size.
+        tokens: training tokens (D), a whole number of steps.
+        learning_rate: peak learning rate.
+        samples: samples per step.
         steps: optimizer steps.
-        seed: of the run.
-        swept: whether it is of the sweep alone.
+        seed: value of run.seed.
+        swept: whether the run is for the sweep alone.
     """
 
     rung: Rung
@@ -111,12 +112,12 @@ class LadderRun:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of the run's directory."""
         return f"{self.rung.name}-{self.tokens}-lr{self.learning_rate:.3g}-seed{self.seed}"
 
     @property
     def flops(self) -> float:
-        """Of the whole training."""
+        """FLOPs of the whole training."""
         return self.rung.counts.flops_per_token * self.tokens
 
 
@@ -126,9 +127,9 @@ class Ladder:
 
     Attributes:
         large: the run whose loss is predicted.
-        options: how it is built.
-        rungs: from the smallest to the largest.
-        output: its directory.
+        options: options of the ladder.
+        rungs: model sizes, from the smallest to the largest.
+        output: directory of all runs and results.
     """
 
     large: LargeRun
@@ -150,7 +151,8 @@ class Ladder:
         """The smallest rung at several learning rates, with as many tokens per parameter as the large run.
 
         Args:
-            exponents: of the powers of two by which the scaled learning rate is multiplied.
+            exponents: exponents of the powers of two by which the scaled learning rate is multiplied; None for those of
+                the options.
         """
         reach = self.options.learning_rates // 2
         seed = self.large.run.config.run.seed
@@ -192,7 +194,7 @@ class Ladder:
         return self.output / "runs" / run.name
 
     def flops(self) -> float:
-        """Of all runs, the sweep's included, each counted once."""
+        """FLOPs of all runs, the sweep's included, each counted once."""
         found = {run.name: run.flops for run in [*self.sweep(), *self.runs()]}
         return sum(found.values())
 
@@ -250,7 +252,7 @@ def _sizes(large: LargeRun) -> Iterator[Rung]:
 
 
 def _chosen(sizes: list[Rung], wanted: list[float]) -> list[Rung]:
-    """For each wanted number of parameters the nearest size above the one before; fewer where there are no more."""
+    """Chooses the nearest size to each wanted number of parameters, above the one before; fewer if sizes run out."""
     found: list[Rung] = []
     for parameters in wanted:
         last, most = found[-1].counts.multiplied if found else 0, _ABOVE_LARGEST * wanted[-1]

@@ -1,8 +1,8 @@
 """Predicts the loss of the large run with an interval, or says why the ladder must not be extrapolated.
 
 A fit is used when it predicts runs that it has not seen (`left_out.py`). The interval is of a single run: a normal
-distribution of the log of the loss around what each form that passes the test says, as wide as the errors of that
-form's extrapolations within the ladder, grown to the distance of the large run. How often it holds the loss:
+distribution of the log of the loss around the prediction of each form that passes the test, as wide as the errors of
+that form's extrapolations within the ladder, grown to the distance of the large run. How often it holds the loss:
 docs/how-to/scaling-ladder.md.
 """
 
@@ -18,11 +18,11 @@ from pipeline.plan.ladder.fit import Laws, Points, fit
 from pipeline.plan.ladder.left_out import LeftOut, left_out
 
 LEVEL = 0.9
-"""Of the interval."""
+"""Nominal coverage of the interval."""
 SAMPLES = 20_000
-"""Draws of each form."""
+"""Number of draws for each form."""
 _TOO_WIDE = 0.1
-"""Half of an interval, as a share of the prediction, above which it decides nothing."""
+"""Largest half-width of an interval that decides something, as a share of the prediction."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Prediction:
     """A predicted loss.
 
     Attributes:
-        loss: nats per token, of the form with the smallest error on runs left out.
-        low, high: ends of the interval.
+        loss: predicted loss in nats per token, by the form with the smallest error on runs left out.
+        low, high: ends of the interval, in nats per token.
     """
 
     loss: float
@@ -41,13 +41,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PredictionVerdict:
-    """What a ladder says.
+    """The verdict on a ladder: a prediction, or the reasons against one.
 
     Attributes:
-        law: of the form with the smallest error on runs left out; None where no form can be fitted.
-        left_out: of each form that can be fitted, best first.
-        reasons: why the fit must not be used; empty where it may be.
-        prediction: of the large run; None where there are reasons.
+        law: law of the form with the smallest error on runs left out, of those that pass if any does; None where no
+            form can be fitted.
+        left_out: test of each form that can be fitted, best first.
+        reasons: reasons why the fit must not be used; empty where it may be.
+        prediction: predicted loss of the large run; None where there are reasons.
     """
 
     law: Laws | None
@@ -59,14 +60,14 @@ class PredictionVerdict:
 def judge(
     points: Points, names: Sequence[str], *, parameters: float, tokens: float, tolerance: float, seed: int = 0
 ) -> PredictionVerdict:
-    """Fits, tests and, where the test is passed, predicts.
+    """Fits and tests the laws and, where one passes, predicts the loss of the large run.
 
     Args:
         points: finished runs.
-        names: of the runs.
+        names: names of the runs, for the reasons.
         parameters, tokens: N and D of the large run.
         tolerance: largest relative error of the loss on runs left out, root mean square.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     reasons = list(_disagreements(points, names, tolerance))
     tests = sorted(left_out(points), key=lambda each: each.rms)
@@ -93,7 +94,7 @@ def judge(
 
 
 def _disagreements(points: Points, names: Sequence[str], tolerance: float) -> Iterator[str]:
-    """Runs that are not finite, or worse than one with fewer parameters and no more tokens."""
+    """Reasons against a fit: losses that are not finite, or worse than with fewer parameters or tokens."""
     bad = [name for name, loss in zip(names, points.losses, strict=True) if not np.isfinite(loss)]
     if bad:
         yield f"the loss of {', '.join(bad)} is not finite"

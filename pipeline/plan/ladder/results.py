@@ -1,4 +1,4 @@
-"""What a ladder leaves: results.json, ladder.svg, and the large run's config with the learning rate that was found."""
+"""Results of a ladder: results.json, ladder.svg, and the large run's config with the learning rate that was found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Outcome:
     """A ladder whose runs are finished.
 
     Attributes:
-        ladder: it.
+        ladder: planned ladder.
         done: the runs that were fitted.
         chosen: the outcome of the sweep.
         verdict: the law, and the prediction if there is one.
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def learning_rate(self) -> float:
-        """Of the large run: its config's, times the factor of the sweep."""
+        """Learning rate of the large run: its config's, times the factor of the sweep."""
         return float(f"{self.ladder.large.run.config.optimizer.params.lr * self.chosen.factor:.3g}")
 
     @property

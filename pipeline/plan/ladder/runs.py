@@ -29,8 +29,8 @@ class Done:
     """A finished run of a ladder.
 
     Attributes:
-        run: it.
-        loss: held out, in nats per token, after the last step.
+        run: planned run.
+        loss: held-out loss after the last step, in nats per token.
     """
 
     run: LadderRun
@@ -46,7 +46,7 @@ def finished_loss(run_dir: Path, *, steps: int) -> float | None:
 
 
 def done_of(ladder: Ladder, runs: Sequence[LadderRun]) -> list[Done]:
-    """Those of the runs that are finished."""
+    """The finished runs, with their losses."""
     losses = [(run, finished_loss(ladder.run_dir(run), steps=run.steps)) for run in runs]
     return [Done(run, loss) for run, loss in losses if loss is not None]
 
@@ -68,18 +68,18 @@ def write_config(ladder: Ladder, run: LadderRun) -> Path:
 
 
 def train_all(ladder: Ladder, runs: Sequence[LadderRun], *, jobs: int, nproc: int, say: Say) -> int:
-    """Trains what is not finished, several at a time.
+    """Trains the runs that are not finished, several at a time.
 
     Args:
-        ladder: of the runs.
-        runs: largest last: the longest ones end together.
-        jobs: runs at a time.
+        ladder: ladder with the directory and the configs of the runs.
+        runs: runs to train, largest last: the longest ones end together.
+        jobs: number of runs at a time.
         nproc: processes of each run.
-        say: prints a line.
+        say: function that prints a line.
 
     Returns:
-        0, or the exit code of the first run that failed or was asked to stop: the others at work are waited for, and
-        the same command goes on.
+        0, or the exit code of the first run that failed or was asked to stop: the other runs at work are waited for,
+        and the same command resumes.
     """
     known = {each.run.name for each in done_of(ladder, runs)}
     waiting = [run for run in {run.name: run for run in runs}.values() if run.name not in known]
@@ -117,7 +117,7 @@ def _started(ladder: Ladder, run: LadderRun, command: list[str]) -> subprocess.P
 
 
 def _ended(ladder: Ladder, run: LadderRun, code: int, *, say: Say) -> int:
-    """Says how a run ended; its exit code."""
+    """Reports how a run ended; returns its exit code."""
     loss = finished_loss(ladder.run_dir(run), steps=run.steps)
     if loss is not None:
         say(f"  {run.name}: held-out loss {loss:.4f}")

@@ -32,12 +32,12 @@ def element() -> int | None:
 
 
 def submit(ladder: Ladder, words: Sequence[str], *, say: Callable[[str], None]) -> None:
-    """Submits the chain.
+    """Submits the chain of jobs.
 
     Args:
-        ladder: it.
+        ladder: planned ladder.
         words: arguments of `headrace ladder` that every job has.
-        say: prints a line.
+        say: function that prints a line.
 
     Raises:
         ConfigError: there is no sbatch, or it refuses a job; then none of the chain is left in the queue.
@@ -60,7 +60,7 @@ def submit(ladder: Ladder, words: Sequence[str], *, say: Callable[[str], None]) 
 
 
 def _submit(ladder: Ladder, phase: str, words: Sequence[str], *, size: int | None, after: Sequence[str]) -> str:
-    """Submits one job or array; its number."""
+    """Submits one job or array; returns its number."""
     root = _root()
     pattern = "%A-%a" if size is not None else "%j"
     options = [f"--job-name=headrace-ladder-{phase}", f"--output={ladder.output / LOGS}/slurm-{phase}-{pattern}.out"]

@@ -1,4 +1,4 @@
-"""What `headrace ladder` prints."""
+"""Lines that `headrace ladder` prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def line(label: str, text: str) -> str:
 
 
 def laws_lines(training: Training) -> Iterator[str]:
-    """What the published laws suggest for a run, beside what it has."""
+    """The suggestions of the published laws for a run, beside its own values."""
     yield line(
         "model", f"N = {training.parameters:,} parameters without embedding and head, D = {training.tokens:,} tokens"
     )
@@ -97,5 +97,5 @@ def _prediction_lines(outcome: Outcome) -> Iterator[str]:
 
 
 def shown(value: float) -> str:
-    """A number of any size."""
+    """Formats a number of any size."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"

@@ -15,7 +15,7 @@ FAR = {Quantity.BATCH: 4.0, Quantity.LEARNING_RATE: 3.0, Quantity.WEIGHT_DECAY: 
 ranges, and the optimum is broad (Step Law, figure 1)."""
 
 FEWEST_TOKENS = 5.0
-"""Tokens per parameter below which a smaller model would be better at the same compute, clearly."""
+"""Tokens per parameter below which a smaller model would clearly be better at the same compute."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Training:
     """The hyperparameters of a run that the laws are about.
 
     Attributes:
-        parameters: N, without input embedding and output head.
-        tokens: D.
+        parameters: parameters (N) without input embedding and output head.
+        tokens: training tokens (D).
         sequence_length: tokens per sample.
         batch: tokens per step.
-        learning_rate: the peak.
-        weight_decay: of matrices.
+        learning_rate: peak learning rate.
+        weight_decay: weight decay of matrices.
         warmup: tokens of warm-up.
-        adamw: whether its rates mean what they do to AdamW, of which the laws are.
+        adamw: whether learning rate and weight decay have AdamW's scale, for which the laws hold.
     """
 
     parameters: int
@@ -43,7 +43,7 @@ class Training:
     adamw: bool = True
 
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """What the laws suggest for it; the weight decay for its own batch and learning rate."""
+        """The suggestions of the laws for the run; weight decay for its own batch and learning rate."""
         return suggestions(
             self.parameters,
             self.tokens,
@@ -53,7 +53,7 @@ class Training:
         )
 
     def value(self, quantity: Quantity) -> float:
-        """What the run has of a quantity."""
+        """The run's own value of a quantity."""
         return {
             Quantity.BATCH: float(self.batch),
             Quantity.LEARNING_RATE: self.learning_rate,
@@ -69,11 +69,11 @@ def training_of(
     """The hyperparameters of a resolved run.
 
     Args:
-        batch: its batch sizes.
-        schedule: its learning rates.
-        optimizer: its config's section.
-        steps: its length.
-        parameters_non_embedding: of its model, without input embedding and output head.
+        batch: batch sizes of the run.
+        schedule: learning rates of the run.
+        optimizer: optimizer section of its config.
+        steps: number of steps.
+        parameters_non_embedding: parameters of the model without input embedding and output head.
     """
     return Training(
         parameters=parameters_non_embedding,
@@ -88,7 +88,7 @@ def training_of(
 
 
 def warnings(training: Training) -> Iterator[str]:
-    """One line for each hyperparameter that is far from what all laws suggest, with their values."""
+    """Yields a line for each hyperparameter that is far from all laws' suggestions, with their values."""
     yield from _tokens(training)
     if not training.adamw:
         return
@@ -127,5 +127,5 @@ def _tokens(training: Training) -> Iterator[str]:
 
 
 def shown(value: float) -> str:
-    """A value of any size."""
+    """Formats a value of any size."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -23,7 +23,7 @@ CHINCHILLA_RATIO = 20
 
 
 class Quantity(StrEnum):
-    """What a law suggests, with its unit."""
+    """Quantities that laws suggest, with their units."""
 
     BATCH = "batch size, tokens"
     LEARNING_RATE = "peak learning rate"
@@ -39,7 +39,7 @@ class Range:
     Attributes:
         parameters: smallest and largest N.
         tokens_per_parameter: smallest and largest D / N.
-        text: for people, with what else was held fixed.
+        text: the range in words, with the settings that were held fixed.
     """
 
     parameters: tuple[float, float]
@@ -47,7 +47,7 @@ class Range:
     text: str
 
     def holds(self, parameters: float, tokens: float) -> bool:
-        """Whether a run is within."""
+        """Whether a run is within the range."""
         (smallest, largest), (fewest, most) = self.parameters, self.tokens_per_parameter
         return smallest <= parameters <= largest and fewest <= tokens / parameters <= most
 
@@ -57,12 +57,12 @@ class Suggestion:
     """A value that a law suggests for a run.
 
     Attributes:
-        quantity: what it is, with the unit.
-        law: name.
-        value: in the quantity's unit.
-        formula: with the law's numbers.
-        source: of the law.
-        fitted_on: its range of validity.
+        quantity: suggested quantity, with its unit.
+        law: name of the law.
+        value: suggested value, in the quantity's unit.
+        formula: formula of the law, with its numbers.
+        source: publication of the law.
+        fitted_on: range of models that the law was fitted on, in words.
         in_range: whether the run is within the range; else the value is an extrapolation.
     """
 
@@ -77,12 +77,12 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Gain:
-    """What more tokens buy, by the Chinchilla law.
+    """Effect of more tokens on the loss, by the Chinchilla law.
 
     Attributes:
-        tokens: D.
+        tokens: training tokens (D).
         per_parameter: D / N.
-        loss_change: nats per token against 20 tokens per parameter.
+        loss_change: change of the loss against 20 tokens per parameter, in nats per token.
         compute: training FLOPs as a multiple of those of 20 tokens per parameter.
     """
 
@@ -139,10 +139,10 @@ def power_lines_weight_decay(parameters: float, tokens: float, *, batch: float, 
     """Weight decay by Power Lines: that of the timescale B / (lr wd D) = 1.084 (D/N)^-0.527 (arXiv:2505.13738).
 
     Args:
-        parameters: N.
-        tokens: D.
-        batch: B, in tokens.
-        learning_rate: the peak.
+        parameters: non-embedding parameters (N).
+        tokens: training tokens (D).
+        batch: tokens per step (B).
+        learning_rate: peak learning rate.
     """
     timescale = 1.084 * (tokens / parameters) ** -0.527
     return float(batch / (learning_rate * timescale * tokens))
@@ -162,11 +162,11 @@ def suggestions(
     batch: float | None = None,
     learning_rate: float | None = None,
 ) -> tuple[Suggestion, ...]:
-    """What the laws suggest for a run.
+    """The suggestions of all laws for a run.
 
     Args:
         parameters_non_embedding: N, without input embedding and output head; of a mixture of experts the active ones.
-        tokens: D, that the run trains on.
+        tokens: training tokens (D).
         sequence_length: tokens per sample; no batch is smaller.
         batch: tokens per step that the weight decay is suggested for; None: Step Law's.
         learning_rate: peak that the weight decay is suggested for; None: Step Law's.
@@ -209,13 +209,13 @@ def _all(n: float, d: float, sequence_length: int, batch: float, lr: float) -> I
 
 
 def more_tokens(parameters: int, *, ratios: tuple[int, ...] = (5, 20, 40, 100, 200)) -> tuple[Gain, ...]:
-    """What fewer and more tokens than 20 per parameter cost and buy, by the Chinchilla law.
+    """Compute and loss with fewer and more tokens than 20 per parameter, by the Chinchilla law.
 
     A model that serves long is worth training past 20 tokens per parameter: the loss falls, and inference costs the
     same. Source of the numbers: Besiroglu et al. 2024, arXiv:2404.10102.
 
     Args:
-        parameters: N.
+        parameters: non-embedding parameters (N).
         ratios: tokens per parameter.
     """
     n = float(parameters)

@@ -1,4 +1,4 @@
-"""What the published laws suggest for a planned run, as lines of its plan and in its JSON."""
+"""Suggestions of the published laws for a planned run, as lines of its plan and in its JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def training_of_plan(planned: PlannedRun) -> Training | None:
     """The hyperparameters of a planned run, for the laws.
 
     Returns:
-        None where the laws do not apply: they are of AdamW's rates, of training from initial values on the loss of the
-        next token, and of the standard parametrization, in which learning rate and weight decay depend on the size.
+        None where the laws do not apply: they hold for AdamW's rates, for training from initial values on the loss of
+        the next token, and for the standard parametrization, in which learning rate and weight decay depend on the
+        size.
     """
     config = planned.run.config
     loaded = config.model.path is not None and not config.model.fresh
@@ -38,7 +39,7 @@ def training_of_plan(planned: PlannedRun) -> Training | None:
 
 
 def law_lines(training: Training) -> Iterator[tuple[str, str]]:
-    """Label and text: what the laws suggest for each quantity, beside the config's value, and warnings."""
+    """Labels and texts: the laws' suggestions for each quantity beside the config's value, and warnings."""
     found = training.suggestions()
     for quantity in Quantity:
         laws = "; ".join(_law(each) for each in found if each.quantity is quantity)
@@ -49,7 +50,7 @@ def law_lines(training: Training) -> Iterator[tuple[str, str]]:
 
 
 def laws_json(training: Training) -> dict[str, Any]:
-    """The same as JSON: parameters, tokens, a list of suggestions and a list of warnings."""
+    """The laws for JSON: parameters, tokens, a list of suggestions and a list of warnings."""
     return {
         "parameters_non_embedding": training.parameters,
         "tokens": training.tokens,

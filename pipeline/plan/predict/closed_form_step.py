@@ -16,14 +16,14 @@ from pipeline.plan.predict.step_model import StepModel, data_parallel
 
 
 class ClosedForms:
-    """The slowest rank's times stand for all ranks."""
+    """Step model by closed forms: the slowest rank's times stand for all ranks."""
 
     def collective(self, transfer: Transfer, rates: Rates) -> float:
-        """A ring over the slowest link, with the latency of a tree."""
+        """Seconds of a ring over the slowest link, with the latency of a tree."""
         return collective_seconds(transfer.kind, transfer.bytes, transfer.ranks, rates.topology, transfer.count)
 
     def pipeline(self, run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> PipelineTime:  # noqa: ARG002
-        """All ranks as slow as the busiest one."""
+        """Time of a pipeline whose ranks are all as slow as the busiest one."""
         slowest = max(ranks, key=lambda rank: rank.busy)
         return pipeline_step(
             run.config.parallel.schedule,
@@ -36,7 +36,7 @@ class ClosedForms:
         )
 
     def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
-        """What is longer than the passes beside which it runs, or cannot run beside them."""
+        """Seconds of communication that outlasts the passes beside which it runs, or cannot run beside them."""
         how, count = data_parallel(run, rates), run.batch.accumulation
         if how.every_pass:
             return _unhidden(rank.weights + rank.gradients, beside=count * rank.busy, share=how.gather_share)
@@ -45,7 +45,7 @@ class ClosedForms:
 
 
 def _unhidden(seconds: float, *, beside: float, share: float) -> float:
-    """What is left of some communication when the share that can is hidden behind so many seconds of kernels."""
+    """Seconds left of some communication when `share` of it is hidden behind at most `beside` seconds of kernels."""
     return seconds - min(seconds * share, beside)
 
 

@@ -1,7 +1,7 @@
 """Seconds of collectives and of a pipeline's step, by the simplest closed forms.
 
-Ring collectives over the slowest link (Thakur et al. 2005, section 4), and the bubble of a schedule. Closed forms for
-the search (`closed_forms`), simulated for what is shown (`simulated_step`).
+Ring collectives over the slowest link (Thakur et al. 2005, section 4), and the bubble of a schedule. The search uses
+closed forms (`closed_form_step`); what is shown is simulated (`simulated_step`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def collective_seconds(
 
     Args:
         kind: all_gather, reduce_scatter, all_to_all, all_reduce or send.
-        size_bytes: of the whole tensors of all collectives.
+        size_bytes: bytes of the whole tensors of all collectives.
         ranks: global ranks of the group.
         topology: the links.
-        count: how many collectives the bytes are spread over.
+        count: number of collectives that the bytes are spread over.
     """
     n = len(ranks)
     if n < 2:
@@ -47,11 +47,11 @@ def collective_seconds(
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """A step's passes.
+    """Time of a step's passes.
 
     Attributes:
-        seconds: of all micro-batches, with the bubble.
-        bubble: that a rank waits for the others.
+        seconds: seconds of all micro-batches, with the bubble.
+        bubble: seconds that a rank waits for the others.
     """
 
     seconds: float
@@ -75,13 +75,13 @@ def pipeline_step(
     them.
 
     Args:
-        schedule: as in `parallel.schedule`.
-        stages: ranks of the pipeline.
-        micro_batches: of a step.
-        forward_s: of a micro-batch on the slowest rank, all its virtual stages.
-        backward_s: the same, backward.
-        transfer_s: of a message between two stages.
-        virtual_stages: of a rank.
+        schedule: name of the schedule, as in `parallel.schedule`.
+        stages: number of pipeline ranks.
+        micro_batches: number of micro-batches in a step.
+        forward_s: seconds of a micro-batch's forward pass on the slowest rank, over all its virtual stages.
+        backward_s: seconds of its backward pass on that rank.
+        transfer_s: seconds of a message between two stages.
+        virtual_stages: number of virtual stages per rank.
     """
     computing = micro_batches * (forward_s + backward_s)
     bubble = (stages - 1) * (SCHEDULES[schedule].bubble * (forward_s + backward_s) / virtual_stages + 2 * transfer_s)

@@ -10,7 +10,7 @@ g of them on each of m nodes, and n bytes:
 | all-to-all | every message by itself | - | within nodes, then between peers |
 
 H = (g - 1) (a_in + n / (g b_in)) + (m - 1) (a_out + n / (p b_out)).
-L = (p - m) a_in + (m - 1) a_out: what a chunk meets on its way around the ring. B = min(b_in, g b_out): a ring per
+L = (p - m) a_in + (m - 1) a_out: latency of a chunk on its way around the ring. B = min(b_in, g b_out): a ring per
 network card, each with its share of the bytes, as NCCL makes them, so that a node's whole network carries a ring.
 Where devices of a node are linked one to one, g of them have g - 1 links each, and b_in is the sum of these.
 
@@ -44,7 +44,7 @@ class RankGroup:
 
     Attributes:
         size: number of ranks.
-        nodes: how many nodes they are on, in equal numbers.
+        nodes: number of nodes, with equally many ranks on each.
     """
 
     size: int
@@ -60,9 +60,9 @@ def group_of(topology: LinkTopology, *, size: int, stride: int = 1) -> RankGroup
     """The group of `size` ranks, each `stride` ranks after the one before, from the first rank of a node on.
 
     Args:
-        topology: ranks are numbered node by node.
+        topology: links of the nodes; ranks are numbered node by node.
         size: number of ranks.
-        stride: e.g. tp for a data-parallel group, whose members are tp ranks apart.
+        stride: distance of the ranks, e.g. tp for a data-parallel group, whose members are tp ranks apart.
     """
     nodes = {rank * stride // topology.devices_per_node for rank in range(size)}
     return RankGroup(size, len(nodes))
@@ -74,10 +74,10 @@ def collective_s(
     """Seconds of a collective.
 
     Args:
-        operation: which.
+        operation: kind of collective.
         algorithm: ring for all; a tree for all-reduce only; hierarchical: within nodes, then between them.
-        group: its ranks.
-        topology: their links.
+        group: ranks of the collective.
+        topology: links between them.
         size: bytes of the whole tensor.
 
     Raises:
@@ -91,7 +91,7 @@ def collective_s(
 
 
 def fastest(operation: Operation, group: RankGroup, topology: LinkTopology, *, size: float) -> tuple[Algorithm, float]:
-    """The algorithm that takes the fewest seconds, and these."""
+    """The algorithm that takes the fewest seconds, and its seconds."""
     found = [
         (algorithm, collective_s(operation, algorithm, group, topology, size=size))
         for of, algorithm in _ALGORITHMS
@@ -106,7 +106,7 @@ def send_s(topology: LinkTopology, *, size: float, same_node: bool) -> float:
 
 
 def _bandwidth(group: RankGroup, topology: LinkTopology) -> float:
-    """What a ring or tree over the group moves in bytes per second: B above."""
+    """Bytes per second that a ring or tree over the group moves: B above."""
     if group.nodes == 1:
         return topology.within.bandwidth
     network = group.per_node * topology.between.bandwidth
@@ -114,7 +114,7 @@ def _bandwidth(group: RankGroup, topology: LinkTopology) -> float:
 
 
 def _shares(ranks: int, link: Link, size: float) -> float:
-    """p - 1 messages of n / p bytes."""
+    """Seconds of p - 1 messages of n / p bytes."""
     return (ranks - 1) * link.seconds(size / ranks)
 
 

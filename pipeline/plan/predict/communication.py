@@ -1,6 +1,6 @@
-"""What a rank sends in a step: the least of `parallel.traffic`, with what the engines really do beside it.
+"""Communication of a rank in a step: the least by `engines.sizes.traffic`, and what the engines send beyond it.
 
-`tests/plan/test_work.py` holds it against the collectives of steps executed on fake tensors.
+`tests/plan/test_work.py` compares it with the collectives of steps executed on fake tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MATRIX_BYTES = 2
 """Bytes per element of a matrix that is orthogonalized on a GPU."""
 
 _GRADIENT_BYTES = 4
-"""Gradients are reduced in fp32, unless communication_data_type says bf16."""
+"""Bytes per element of gradients that are reduced: in fp32, unless communication_data_type says bf16."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Transfer:
     Attributes:
         purpose: weights, gradients, tensor, context, experts, pipeline or matrices.
         kind: all_gather, reduce_scatter, all_reduce, all_to_all or send.
-        bytes: of the whole tensors, in a step.
-        count: of collectives, in a step.
+        bytes: bytes of the whole tensors, in a step.
+        count: number of collectives, in a step.
         ranks: global ranks of rank 0's group.
     """
 
@@ -49,7 +49,7 @@ def transfers(layout: TrafficLayout) -> list[Transfer]:
 
 
 def _data_parallel(layout: TrafficLayout) -> Iterator[Transfer]:
-    """Of all data ranks; with expert parallelism, of the ranks that hold the same experts too."""
+    """Collectives of all data ranks; with expert parallelism, also of the ranks that hold the same experts."""
     run, (rest, experts) = layout.run, layout.apart()
     data = group_of(run.topology, ("dp", "cp"))
     shard = run.config.parallel.hybrid_shard_size or len(data)
@@ -61,7 +61,7 @@ def _data_parallel(layout: TrafficLayout) -> Iterator[Transfer]:
 
 
 def _sharded(layout: TrafficLayout, data: tuple[int, ...], *, shard: int, units: int) -> Iterator[Transfer]:
-    """Gathers and reductions of some units over some ranks, each `shard` of which share out what they hold."""
+    """Gathers and reductions of `units` units over data ranks, sharded in groups of `shard`."""
     run, stage, micro_batches = layout.run, layout.stage, layout.micro_batches
     weights = _weights(layout) * (0.5 if run.config.fp8.enabled and run.config.fp8.fsdp_all_gather else 1.0)
     gathers = units * (2 * micro_batches if stage == 3 else 1)

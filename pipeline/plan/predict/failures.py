@@ -1,4 +1,4 @@
-"""What failures of nodes add to a plan, by the formula of `headrace goodput` at its defaults."""
+"""Time that failures of nodes add to a plan, by the formula of `headrace goodput` at its defaults."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class UnderFailures:
     """A plan with failures in it.
 
     Attributes:
-        goodput: expected share of the time that goes into steps that count.
-        mtbf_s: mean time between failures of all nodes.
-        interval_s: between two checkpoints, the best by Daly.
-        days: of the run, failures included.
-        gpu_hours: the same, of all devices.
+        goodput: expected share of the time that goes into steps that are kept.
+        mtbf_s: mean time between failures of all nodes, in seconds.
+        interval_s: seconds between two checkpoints, the best by Daly.
+        days: days of the run, failures included.
+        gpu_hours: GPU-hours of all devices, failures included.
     """
 
     goodput: float
@@ -29,7 +29,7 @@ class UnderFailures:
 
 
 def under_failures(plan: Plan, *, nodes: int) -> UnderFailures:
-    """A plan with the failures that so many nodes have: Llama 3's rate per node, spares at hand, the best interval."""
+    """Adds the failures of `nodes` nodes to a plan: Llama 3's rate per node, spares at hand, the best interval."""
     model = with_best_interval(FailureModel(nodes=nodes))
     goodput = expected_goodput(model)
     return UnderFailures(

@@ -13,8 +13,8 @@ class GatheredUnit:
 
     Attributes:
         name: "embedding", "layer 0" (the first of the rank), ..., "head".
-        elements: of its weights on this rank, before sharding; without experts that no other rank holds.
-        forward_s, backward_s: of a micro-batch, with the communication for which it waits.
+        elements: number of its weights on this rank, before sharding; without experts that no other rank holds.
+        forward_s, backward_s: seconds of a micro-batch's passes, with the communication for which they wait.
     """
 
     name: str
@@ -24,7 +24,7 @@ class GatheredUnit:
 
 
 def units_of(rank: RankTime) -> list[GatheredUnit]:
-    """In the order of the forward pass.
+    """The units of a rank in the order of the forward pass.
 
     The layers of a stage take equally long. A final norm counts with the head; a tied head with the embedding.
     """

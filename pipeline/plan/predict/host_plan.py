@@ -17,7 +17,7 @@ PROCESS_BYTES = 4e9
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What the ranks of one node take of its host, if each takes what the largest takes.
+    """Memory and disk that the ranks of a node take of its host, if each takes as much as the largest.
 
     Attributes:
         memory: kind -> bytes of host memory.
@@ -39,7 +39,7 @@ class HostPlan:
 
 
 def host_plan(run: ResolvedRun, footprint: Footprint, machine: Machine) -> HostPlan:
-    """Host memory and disk of the node whose ranks need most; nothing of a machine that is a CPU, whose memory is one.
+    """Host memory and disk of the node whose ranks need most; none on a CPU, whose ranks have the host's memory.
 
     The page cache, which the kernel gives up, and a loader's batches, some MB, are not counted.
     """
@@ -85,7 +85,7 @@ def _to_nvme(run: ResolvedRun) -> tuple[OffloadOptimizerSection | None, OffloadP
 
 
 def _buffers(run: ResolvedRun, rank: RankModel) -> float:
-    """Page-locked buffers of a rank through which DeepSpeed swaps (0.19.8, `runtime/swap_tensor`)."""
+    """Bytes of a rank's page-locked buffers through which DeepSpeed swaps (0.19.8, `runtime/swap_tensor`)."""
     optimizer, weights = _to_nvme(run)
     size, shard = 0.0, rank.parameters / (run.topology.dp * run.topology.cp)
     if optimizer is not None:

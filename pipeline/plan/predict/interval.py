@@ -16,23 +16,23 @@ class Interval:
 
     @classmethod
     def of(cls, *values: float) -> Interval:
-        """From three values at the three ends of what is assumed, in any order; the second is the typical one."""
+        """The interval of three values, of which the second is the typical one and the others are in any order."""
         return cls(min(values), values[1], max(values))
 
     @classmethod
     def exact(cls, value: float) -> Interval:
-        """Of a number that is known."""
+        """The interval of a known number, without width."""
         return cls(value, value, value)
 
     def map(self, function: Callable[[float], float]) -> Interval:
-        """The interval of a monotone function."""
+        """The interval of a monotone function of the quantity."""
         return Interval.of(function(self.low), function(self.typical), function(self.high))
 
     def shown(self, text: Callable[[float], str]) -> str:
-        """E.g. "1.2 s (1.0 to 1.5)"; the number alone where it has no width."""
+        """The interval in words, e.g. "1.2 s (1.0 to 1.5)"; the number alone where it has no width."""
         typical, low, high = text(self.typical), text(self.low), text(self.high)
         return typical if low == high else f"{typical} ({low} to {high})"
 
     def plain(self) -> dict[str, float]:
-        """For JSON."""
+        """The interval for JSON."""
         return asdict(self)

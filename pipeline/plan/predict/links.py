@@ -28,11 +28,11 @@ class LinkTopology:
     """Nodes of equal devices: ranks are numbered node by node.
 
     Attributes:
-        devices_per_node: devices that `within` connects
-        within: between two devices of a node
-        between: between two devices of different nodes, each with its share of the node's network
-        operations: kind of collective -> what stands for `within`, where it was measured
-        within_links: links that `within` is the sum of, one to each other device of the node; 1 for a switch
+        devices_per_node: number of devices that `within` connects
+        within: link between two devices of a node
+        between: link between two devices of different nodes, each with its share of the node's network
+        operations: kind of collective -> link that replaces `within`, where it was measured
+        within_links: number of links that `within` sums up, one to each other device of the node; 1 for a switch
     """
 
     devices_per_node: int
@@ -42,12 +42,12 @@ class LinkTopology:
     within_links: int = 1
 
     def of(self, kind: str) -> LinkTopology:
-        """The links as one kind of collective meets them: all_reduce, all_gather, reduce_scatter or all_to_all."""
+        """The links for one kind of collective: all_reduce, all_gather, reduce_scatter or all_to_all."""
         own = self.operations.get(kind)
         return self if own is None else replace(self, within=own, operations={})
 
     def among(self, devices: int) -> LinkTopology:
-        """The links as so many devices of a node meet them: where each has a link to every other one, of these."""
+        """The links among some devices of a node: where each has a link to every other one, only those between them."""
         if self.within_links == 1 or devices < 2:
             return self
         share = min(1.0, (devices - 1) / self.within_links)

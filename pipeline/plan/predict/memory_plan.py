@@ -1,4 +1,4 @@
-"""Peak memory of a rank by phase and by kind, with its interval, by the formulas of `parallel.memory`."""
+"""Peak memory of a rank by phase and by kind, with its interval, by the formulas of `engines.sizes.memory`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.runtime.machines.machine import Machine
 
 FORMULA_ERROR = 0.05
-"""How far the formulas are from a step on fake tensors (tests/plan/fake_gpu/test_traffic_and_memory.py)."""
+"""Relative error of the formulas against a step on fake tensors (tests/plan/fake_gpu/test_traffic_and_memory.py)."""
 
 LABELS = {"buffers": "communication buffers"}
-"""Kind -> how it is shown, where the two differ."""
+"""Kind -> its label, where the two differ."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class MemoryPlan:
     """Memory of the pipeline rank that needs most.
 
     Attributes:
-        pp_rank: which rank.
+        pp_rank: pipeline rank that needs most.
         phases: phase -> kind -> bytes; "fragmentation" and "context and NCCL" are kinds beside those of tensors.
         peak: bytes of the phase that needs most.
-        phase: its name.
-        device: bytes of a device.
-        node: what a node's host holds.
+        phase: name of the phase that needs most.
+        device: bytes of a device's memory.
+        node: memory and disk that the ranks of a node take of its host.
         host: bytes of host memory of that rank under offload; 0 without. On a CPU they are in the phases too.
     """
 
@@ -42,12 +42,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the typical peak fits a device, and what the ranks of a node keep beside it fits their host."""
+        """Whether the typical peak fits a device, and the host has room for what the ranks of a node keep there."""
         return self.peak.typical <= self.device and self.node.fits
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """Whether the peak fits a device, in words."""
         if self.peak.high <= self.device:
             return "fits"
         if self.peak.typical <= self.device:
@@ -56,16 +56,16 @@ class MemoryPlan:
 
 
 def with_margin(machine: Machine, margin: float) -> Machine:
-    """The machine without a share of each device's memory, for what is proposed."""
+    """The machine without a share of each device's memory, for proposed layouts."""
     memory = machine.memory.model_copy(update={"bytes": machine.memory.bytes * (1 - margin)})
     return machine.model_copy(update={"memory": memory})
 
 
 def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> MemoryPlan:
-    """The memory of a run.
+    """Predicts the memory of a run.
 
     Raises:
-        ConfigError: see `ModelCosts.shares`.
+        ConfigError: the architecture does not have the layout.
     """
     footprint = costs.shares(run).footprint
     by_rank = [phases(run, footprint, pp_rank=rank, cpu=not machine.gpu) for rank in range(run.topology.pp)]
@@ -77,7 +77,7 @@ def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Memory
 
 
 def host_fits(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> bool:
-    """Whether what the ranks of a node keep on their host fits there."""
+    """Whether the host of a node has room for what its ranks keep there."""
     return host_plan(run, costs.shares(run).footprint, machine).fits
 
 

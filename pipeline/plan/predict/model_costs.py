@@ -26,10 +26,10 @@ class StageFlops:
 
     Attributes:
         layers: number of its decoder layers.
-        linear: of the matrix products of its layers.
-        attention: of scores and values: the causal half, which kernels compute.
-        experts: of the matrix products, those of a token's routed experts.
-        head: of the head; 0 on stages without it.
+        linear: FLOPs of the matrix products of its layers.
+        attention: FLOPs of scores and values: the causal half, which kernels compute.
+        experts: part of `linear` for a token's routed experts.
+        head: FLOPs of the head; 0 on stages without it.
     """
 
     layers: int
@@ -41,11 +41,11 @@ class StageFlops:
 
 @dataclass(frozen=True)
 class CostShares:
-    """What the ranks of a pipeline hold and compute.
+    """Sizes and FLOPs of the ranks of a pipeline.
 
     Attributes:
-        footprint: of all ranks.
-        flops: of every rank, those of its (virtual) stages in order.
+        footprint: parts of the model that the ranks hold.
+        flops: FLOPs of the (virtual) stages of every rank, in order.
     """
 
     footprint: Footprint
@@ -54,12 +54,12 @@ class CostShares:
 
 @dataclass
 class ModelCosts:
-    """A model on meta, and what is counted of it.
+    """A model on meta, and its counts.
 
     Attributes:
-        model: on meta.
+        model: the model, on meta.
         size: parameters and FLOPs per token.
-        routed: elements that a mixture of experts sums over all ranks; see `traffic.Layout`.
+        routed: elements that a mixture of experts sums over all ranks (see `TrafficLayout`).
         experts_fit_fp8: whether its experts have grouped products in fp8, on a GPU that has them.
     """
 
@@ -100,7 +100,7 @@ class ModelCosts:
         return found
 
     def shares(self, run: ResolvedRun) -> CostShares:
-        """What each rank of a run's pipeline holds and computes.
+        """Counts the sizes and FLOPs of each rank of a run's pipeline.
 
         Raises:
             ConfigError: the architecture does not have the layout.

@@ -1,12 +1,12 @@
-"""Communication of sharded layers beside their computation: what compute does not hide, by a small event simulation.
+"""Exposed communication of sharded layers beside their computation, by a small event simulation.
 
 One stream computes, one communicates, each in order, as with FSDP2 and DeepSpeed's ZeRO-3 on a GPU. In the forward pass
 weights of layer i + k are gathered while layer i computes (k: prefetch). In the backward pass layers come in the
 reverse order; weights are gathered again where they were freed, and gradients of a layer are reduce-scattered once they
 are computed. The gather of a layer may begin when the layer k visits before it begins to compute.
 
-FSDP2 puts reduce-scatters on a stream of their own; they share the network with gathers, so that one queue is what they
-have together, with gathers first where both could begin.
+FSDP2 puts reduce-scatters on a stream of their own; they share the network with gathers, so both are simulated as one
+queue, with gathers first where both could begin.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class LayerCosts:
 
     Attributes:
         forward_s, backward_s: computation.
-        gather_s: all-gather of its weights; 0 where they are whole.
-        reduce_s: reduce-scatter of its gradients; 0 where they are not reduced after this micro-batch.
+        gather_s: all-gather of the layer's weights; 0 where they are whole.
+        reduce_s: reduce-scatter of the layer's gradients; 0 where they are not reduced after this micro-batch.
     """
 
     forward_s: float
@@ -50,33 +50,33 @@ class StreamEvent:
 
     @property
     def computes(self) -> bool:
-        """Whether it is of the stream that computes."""
+        """Whether the event is on the stream that computes."""
         return self.kind in ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A forward and a backward pass.
+    """The events of a forward and a backward pass.
 
     Attributes:
-        events: of both streams, each stream's in order.
+        events: events of both streams, each stream's in order.
     """
 
     events: tuple[StreamEvent, ...]
 
     @property
     def seconds(self) -> float:
-        """From the first gather to the last reduction."""
+        """Seconds from the first gather to the last reduction."""
         return max(each.end_s for each in self.events)
 
     @property
     def compute_s(self) -> float:
-        """Of them, computation."""
+        """Seconds of computation."""
         return sum(each.end_s - each.start_s for each in self.events if each.computes)
 
     @property
     def communication_s(self) -> float:
-        """Of all gathers and reductions, hidden or not."""
+        """Seconds of all gathers and reductions, hidden or not."""
         return sum(each.end_s - each.start_s for each in self.events if not each.computes)
 
     @property
@@ -102,10 +102,11 @@ def overlapped(
     """Simulates the passes of one micro-batch.
 
     Args:
-        layers: in the order of the forward pass.
-        prefetch: layers whose weights are gathered ahead of the one that computes; 0: none, every gather is exposed.
-        regather: weights are freed after the forward pass and gathered again for the backward pass (ZeRO-3, FSDP2's
-            reshard_after_forward); else only once. The last layer's stay, as FSDP2 keeps them.
+        layers: costs of the layers, in the order of the forward pass.
+        prefetch: number of layers whose weights are gathered ahead of the one that computes; with 0 every gather is
+            exposed.
+        regather: whether weights are freed after the forward pass and gathered again for the backward pass (ZeRO-3,
+            FSDP2's reshard_after_forward); else they are gathered once. The last layer's stay, as FSDP2 keeps them.
         beside: whether communication may run beside computation; else each waits for the other.
     """
     assert layers
@@ -121,7 +122,7 @@ def overlapped(
 
 
 def _serial(visits: Sequence[_Visit]) -> Iterator[StreamEvent]:
-    """One after the other."""
+    """Runs computation and communication one after the other."""
     now = 0.0
     for each in visits:
         for kind, seconds in (("gather", each.gather_s), (each.kind, each.compute_s), ("reduce", each.reduce_s)):
@@ -131,7 +132,7 @@ def _serial(visits: Sequence[_Visit]) -> Iterator[StreamEvent]:
 
 
 def _simulate(visits: Sequence[_Visit], prefetch: int) -> Iterator[StreamEvent]:
-    """Both streams at once."""
+    """Runs both streams at once."""
     network = _Network()
     compute_end = 0.0
     starts: list[float] = []

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does in a step, in order: passes over micro-batches, and messages between stages."""
+"""Instructions of each rank of a pipeline in a step, in order: passes over micro-batches, messages between stages."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Instruction:
     """One instruction of a rank.
 
     Attributes:
-        kind: what is done.
+        kind: kind of pass or message.
         stage: virtual stage, from 0, that computes, sends or receives.
-        micro_batch: from 0.
+        micro_batch: number of the micro-batch, from 0.
     """
 
     kind: PassKind
@@ -47,8 +47,9 @@ class Program:
 
     Attributes:
         ranks: instructions of every rank, in order.
-        placed: the rank of every virtual stage.
-        waits_for_sends: a rank begins its next pass when what it has sent has been received; else it computes on.
+        placed: rank of every virtual stage.
+        waits_for_sends: whether a rank begins its next pass only when its sends have been received; else it computes
+            on.
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]

@@ -1,4 +1,4 @@
-"""Simulates a step of a pipeline: every rank executes its program, and waits for what others send.
+"""Simulates a step of a pipeline: every rank executes its program, and waits for messages of the others.
 
 A message is on its way from the moment when the sender has sent it and the receiver has asked for it (rendezvous, as
 NCCL and gloo do), and takes a given time. A pass begins when the rank is free and its input has arrived. Under NCCL the
@@ -23,7 +23,7 @@ class PassTimes(Protocol):
     """The times of a virtual stage's passes."""
 
     def seconds(self, instruction: Instruction) -> float:
-        """Of a pass."""
+        """Seconds of a pass."""
         ...
 
 
@@ -42,7 +42,7 @@ class StageTimes:
     weight_backward_s: float = 0.0
 
     def seconds(self, instruction: Instruction) -> float:
-        """Of a pass. torch does all of the first stage's backward pass with its weights: no input needs a gradient."""
+        """Seconds of a pass. torch runs stage 0's whole backward pass with the weights: its inputs need no gradient."""
         backward = self.input_backward_s + self.weight_backward_s
         first = instruction.stage == 0
         return {
@@ -59,7 +59,7 @@ class TimedPass:
 
     Attributes:
         rank: pipeline rank.
-        instruction: what is computed.
+        instruction: pass that is computed.
         start_s, end_s: seconds since the step began.
     """
 
@@ -75,7 +75,7 @@ class Timeline:
 
     Attributes:
         ranks: number of pipeline ranks.
-        passes: of all ranks, each rank's in order.
+        passes: passes of all ranks, each rank's in order.
     """
 
     ranks: int
@@ -83,7 +83,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Of all passes of the step, without the reduction of gradients and the update."""
+        """Seconds of all passes of the step, without the reduction of gradients and the update."""
         return max(each.end_s for each in self.passes)
 
     def idle_s(self, rank: int) -> float:
@@ -96,9 +96,10 @@ class Timeline:
         return sum(self.idle_s(rank) for rank in range(self.ranks)) / (self.ranks * self.seconds)
 
     def peak_in_flight(self, rank: int) -> int:
-        """Most micro-batches whose activations a rank holds at once, each virtual stage's counting.
+        """Most micro-batches whose activations a rank holds at once, counted once for each virtual stage.
 
-        From the beginning of the forward pass to the end of the backward pass, that of the weights where it is split.
+        Each counts from the beginning of its forward pass to the end of its backward pass, or of that of the weights
+        where it is split.
         """
         held, peak = 0, 0
         own = [each.instruction.kind for each in self.passes if each.rank == rank]
@@ -115,11 +116,11 @@ def simulate_pipeline(
     """Simulates one step.
 
     Args:
-        program: of the schedule.
-        times: of every virtual stage.
+        program: program of the schedule.
+        times: pass times of every virtual stage.
         transfers: seconds of a micro-batch's hidden states from each virtual stage to the next; its gradients take as
             long on the way back.
-        in_order: messages of a rank in one group pass one after another (NCCL).
+        in_order: whether messages of a rank in one group pass one after another (NCCL).
     """
     assert len(times) == program.stages == len(transfers) + 1
     # a rank that waits for what it sends has nothing behind it
@@ -133,7 +134,7 @@ def simulate_pipeline(
 
 
 _Message = tuple[bool, int, int]
-"""Forward or not, the receiving stage, the micro-batch."""
+"""A message: whether it goes forward, the receiving stage, the micro-batch."""
 
 
 @dataclass
@@ -141,7 +142,8 @@ class _Mail:
     """Messages between stages, and when they have been received.
 
     Attributes:
-        arrivals: of what has been sent, asked for, and had its turn on both ranks.
+        arrivals: message -> time in seconds at which it arrives, once it has been sent, asked for, and had its turn on
+            both ranks.
     """
 
     transfers: Sequence[float]
@@ -153,7 +155,7 @@ class _Mail:
     _free: dict[Hashable, float] = field(default_factory=dict)
 
     def post(self, rank: int, message: _Message, now: float) -> None:
-        """Puts a send, or the receive that belongs to it, behind those of its stream; a stream has one at a time."""
+        """Queues a send, or the receive that belongs to it, in its stream, which transfers one message at a time."""
         stream = self._stream(rank, message)
         self._sides.setdefault(message, []).append((stream, now))
         self._streams.setdefault(stream, deque()).append(message)
@@ -173,7 +175,7 @@ class _Mail:
                 heads += list(self._streams[each])[:1]
 
     def _stream(self, rank: int, message: _Message) -> Hashable:
-        """Where a message waits on a rank; alone, where messages may overtake each other."""
+        """The stream in which a message waits on a rank: one of its own where messages may overtake each other."""
         if not self.in_order:
             return rank, message
         forward, stage, _ = message

@@ -1,4 +1,4 @@
-"""A plan: what a run needs and takes, with intervals, what binds it, and what would help."""
+"""A plan: memory and time of a run with their intervals, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ CONSTRAINTS = {
     "data": "the data loader",
     "checkpoint": "checkpoints",
 }
-"""Part of a step's time -> what a run is bound by where that part is the longest."""
+"""Part of a step's time -> bottleneck of a run in which that part is the longest."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs and takes.
+    """Memory and time of a run.
 
     Attributes:
-        memory: of the rank that needs most.
-        step: seconds of a step by part; see `StepTime`.
-        split: the same, summed up.
+        memory: memory of the rank that needs most.
+        step: seconds of a step by part (see `StepTime`).
+        split: seconds of a step, summed up in fewer parts.
         step_s: seconds of a step.
-        tokens: of the whole run.
-        tokens_per_s: of all ranks.
-        mfu: model FLOPs utilization, 6N + 12Lhs over the dense peak of the run's dtype, of bf16 for fp8 too.
-        days: of the run, without failures and evaluation.
-        gpu_hours: of all devices.
-        constraint: key of `CONSTRAINTS`, or "memory".
+        tokens: training tokens of the whole run.
+        tokens_per_s: tokens per second of all ranks together.
+        mfu: model FLOPs utilization, 6N + 12Lhs over the dense peak of the run's dtype, of bf16 for fp8 too; None where
+            the model's FLOPs are unknown.
+        days: days of the run, without failures and evaluation.
+        gpu_hours: GPU-hours of all devices, without failures and evaluation.
+        constraint: bottleneck: a key of `CONSTRAINTS`, or "memory".
     """
 
     memory: MemoryPlan
@@ -73,7 +74,7 @@ class Plan:
 
 
 def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
-    """The plan of a run, simulated.
+    """Plans a run by simulation.
 
     Raises:
         ConfigError: the architecture does not have the layout.
@@ -114,7 +115,7 @@ def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model
 
 
 def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -> Rates:
-    """A machine's rates for a run: those of its dtype, and of a calibrated one of its largest product, the MLP's."""
+    """A machine's rates for the dtype of a run and, of a calibrated machine, for its largest product, the MLP's."""
     config, widths = run.config, costs.shares(run).footprint.widths
     rows = run.batch.micro * run.batch.sequence_length // run.topology.cp
     inner = widths.intermediate if widths.experts else max(1, widths.intermediate // run.topology.tp)

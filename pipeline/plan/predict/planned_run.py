@@ -30,19 +30,19 @@ from pipeline.runtime.machines.machine import Machine
 from pipeline.runtime.machines.ranks import with_ranks
 
 VOCABULARY = 128_256
-"""Ids where neither the config nor a dataset says how many: Llama 3's."""
+"""Number of ids where neither the config nor a dataset gives it: Llama 3's."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a plan is made of.
+    """A run to plan, with its model's costs and its machine.
 
     Attributes:
-        run: resolved for the processes.
-        costs: of its model.
-        machine: that it runs on, with the rates that its ranks get.
-        vocabulary: ids of the tokenizer.
-        notes: what was assumed, one sentence each.
+        run: the run, resolved for its processes.
+        costs: sizes and FLOPs of its model.
+        machine: machine that it runs on, with the rates that its ranks get.
+        vocabulary: number of ids of the tokenizer.
+        notes: assumptions, one sentence each.
     """
 
     run: ResolvedRun
@@ -53,7 +53,7 @@ class PlannedRun:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the processes of its mesh."""
+        """Number of nodes for the processes of its mesh."""
         return -(-self.run.topology.world_size // self.machine.devices_per_node)
 
 
@@ -69,12 +69,12 @@ def open_run(
     """Reads a config, resolves it for a number of nodes and builds its model on meta.
 
     Args:
-        path: of the config.
-        overrides: as of `--set`.
-        machine: the nodes.
-        nodes: how many; None for the fewest that the layout takes.
-        processes: ranks, in the place of all devices of the nodes; on a CPU all on one host.
-        imbalance: as of `--imbalance`.
+        path: path of the config.
+        overrides: overrides of the config, as texts of `--set`.
+        machine: machine of the nodes.
+        nodes: number of nodes; None for the fewest that the layout takes.
+        processes: number of ranks, on a CPU all on one host; None for all devices of the nodes.
+        imbalance: rows of the fullest expert-parallel rank over the mean; None for the load that `expert_load` assumes.
 
     Raises:
         ConfigError, DataError: the config cannot run, or the formulas do not hold for its model.
@@ -96,13 +96,13 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     """Builds the model of a resolved run on meta and counts it.
 
     Args:
-        run: resolved for its processes.
-        machine: the nodes.
-        vocabulary: ids of the tokenizer.
-        notes: what was assumed so far.
+        run: the run, resolved for its processes.
+        machine: machine of the nodes.
+        vocabulary: number of ids of the tokenizer.
+        notes: assumptions so far, one sentence each.
 
     Raises:
-        ConfigError, DataError: see `open_run`.
+        ConfigError, DataError: the model cannot be built, lacks the layout, or has no formulas.
     """
     config = run.config
     tokenizer = {"vocab_size": vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
@@ -128,7 +128,7 @@ def check_fp8_machine(section: Fp8Section, model: nn.Module, machine: Machine) -
     """Refuses fp8 that a run would refuse on the machine, whose compute capability is known.
 
     Raises:
-        ConfigError: see `check_fp8_capability`.
+        ConfigError: the machine's GPUs are too old for the recipe, or have no kernel for experts in fp8.
     """
     if machine.compute_capability is not None:
         experts = experts_in_fp8(section, model)
@@ -165,7 +165,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _vocabulary(config: Config, notes: list[str]) -> int:
-    """Ids of the dataset's tokenizer; of the config where there is no dataset yet."""
+    """Number of ids of the dataset's tokenizer; the config's where there is no dataset yet."""
     source = next(iter(config.data.sources), None)
     path = getattr(source, "path", None)
     if path is not None and (is_store_url(path) or Path(path).is_dir()):

@@ -10,12 +10,12 @@ from pipeline.plan.predict.rates import Rates
 from pipeline.plan.predict.work import Pass, Passes, Work
 
 Collective = Callable[[Transfer, Rates], float]
-"""Seconds of all collectives of a transfer."""
+"""Function that gives the seconds of all collectives of a transfer."""
 
 
 HOST_READ_S = 30e-6
-"""Of a read of the device by the host, after which kernels start anew: assumed, a copy of some numbers and the start of
-the next kernels, of 10 microseconds each."""
+"""Seconds of a read of the device by the host, after which kernels start anew. Assumed: a copy of some numbers and the
+start of the next kernels, of 10 microseconds each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PassSeconds:
     Attributes:
         forward: the forward pass.
         backward: the backward pass, with what is recomputed and the gradients of weights.
-        weights: of the backward pass, the gradients of weights: as many FLOPs of products as the forward pass has.
+        weights: part of the backward pass for the gradients of weights: as many FLOPs of products as the forward pass.
     """
 
     forward: float
@@ -39,8 +39,8 @@ class StageSeconds:
 
     Attributes:
         layers: number of its decoder layers.
-        decoder: of all of them.
-        head: of the head and the loss.
+        decoder: seconds of all these layers.
+        head: seconds of the head and the loss.
     """
 
     layers: int
@@ -49,17 +49,17 @@ class StageSeconds:
 
     @property
     def forward(self) -> float:
-        """Of the forward pass."""
+        """Seconds of the forward pass."""
         return self.decoder.forward + self.head.forward
 
     @property
     def backward(self) -> float:
-        """Of the whole backward pass."""
+        """Seconds of the whole backward pass."""
         return self.decoder.backward + self.head.backward
 
     @property
     def weights(self) -> float:
-        """Of the gradients of weights."""
+        """Seconds of the gradients of weights."""
         return self.decoder.weights + self.head.weights
 
 
@@ -68,13 +68,14 @@ class RankTime:
     """Seconds of one rank.
 
     Attributes:
-        products, kernels: of a micro-batch; kernels with the host's time for layers on a CPU.
-        stages: its (virtual) stages in order.
+        products, kernels: matrix products with attention, and other kernels, of a micro-batch; kernels with the host's
+            time for layers on a CPU.
+        stages: passes of its (virtual) stages in order.
         tensor, context, experts, weights, gradients: communication of a step, hidden or not; "experts" is the exchange
             of rows, with the host's reads of their number, but for what runs beside another micro-batch.
-        matrices: of an optimizer of whole matrices: their exchange and their orthogonalization in a step.
-        message: of hidden states to the next stage, by the collectives of the same model.
-        work: what it computes.
+        matrices: exchange and orthogonalization of whole matrices by the optimizer (Muon), in a step.
+        message: one message of hidden states to the next stage, by the same model of collectives.
+        work: work and communication that the seconds are of.
     """
 
     products: float
@@ -111,12 +112,12 @@ class RankTime:
 
 
 def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
-    """The times of a rank.
+    """Computes the times of a rank.
 
     Args:
-        work: what it computes and sends.
-        rates: of the machine.
-        collective: seconds of collectives.
+        work: work and communication of the rank.
+        rates: rates of the machine.
+        collective: function that gives the seconds of all collectives of a transfer.
     """
     sums = dict.fromkeys(("tensor", "context", "experts", "weights", "gradients", "matrices"), 0.0)
     message = 0.0
@@ -156,13 +157,13 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
 
 
 def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, exchange_s: float) -> float:
-    """Seconds of the exchange of a step that are beside the passes of another micro-batch (`parallel.ep_overlap`).
+    """Seconds of a step's exchange of experts that the passes of another micro-batch hide (`parallel.ep_overlap`).
 
     Each forward pass but the first is beside a backward pass, and in a pipeline, of 2 n passes of n micro-batches in
     two stages, 2 n - 3 pp + 1 on the first rank, which has the fewest. The exchanges of each are hidden by no more
-    than the layers of the other compute, and no more than the share of communication that runs beside kernels. Of each
-    layer a pass has two, and full checkpointing repeats those of the forward pass in the backward pass: what it has
-    more of, and one of four turns without a product between, hide nothing
+    than the layers of the other compute, and no more than the share of communication that runs beside kernels. A pass
+    has two exchanges per layer, and full checkpointing repeats those of the forward pass in the backward pass: the
+    repeated ones are not hidden, nor is one of four turns, which has no product between
     (tests/engines/parallel/test_overlapped_passes.py).
     """
     run = work.layout.run
@@ -180,7 +181,7 @@ def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, ex
 
 
 def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 0) -> PassSeconds:
-    """Computation, its matrix products at so many FLOP/s, and on a CPU what the host takes for so many layers."""
+    """Seconds of computation, with products at `flops_per_s`, and on a CPU of the host's work for `layers` layers."""
     forward, backward = (
         _products(each, rates, flops_per_s) + each.kernel_bytes / rates.memory + layers * host_s
         for each, host_s in ((passes.forward, rates.layer_forward_s), (passes.backward, rates.layer_backward_s))

@@ -1,4 +1,4 @@
-"""What a machine reaches, at one end of the range that is known of it: rates of products, memory and links.
+"""Rates of products, memory and links that a machine reaches, at one end of their ranges.
 
 An estimate is made three times, with all rates at their low, typical and high values. The three results are an interval
 that holds wherever the rates are within their ranges, since every time falls as any rate grows. The ranges of a shipped
@@ -33,19 +33,20 @@ class Rates:
 
     Attributes:
         products: FLOP/s of the matrix products of decoder layers, in the run's dtype.
-        head: FLOP/s of the head's: in bf16 where those of decoder layers are in fp8.
+        head: FLOP/s of the head's matrix products, in bf16 where those of decoder layers are in fp8.
         attention: FLOP/s of attention, which no engine computes in fp8.
         memory: bytes/s that other kernels read and write.
         topology: links between devices.
         host: link to the host's memory.
         storage: bytes/s that a node writes.
         disk: bytes/s that a node reads or writes on its local disks.
-        overlap: share of communication that can run beside kernels; see `machine.OVERLAP`.
+        overlap: share of communication that can run beside kernels (see `machine.OVERLAP`).
         layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside
-            products; ours has none.
+            products; 0 for this project's engines.
         gpu: whether devices are GPUs, whose collectives are NCCL's; else gloo's.
-        layer_forward_s: of the host for a layer and micro-batch; 0 where a device computes while the host goes ahead.
-        layer_backward_s: the same, backward.
+        layer_forward_s: seconds of the host for a layer's forward pass of a micro-batch; 0 where the host runs ahead of
+            a device.
+        layer_backward_s: seconds of the host for a layer's backward pass; 0 where the host runs ahead.
     """
 
     products: float
@@ -74,10 +75,11 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
     """The rates at one end of their ranges.
 
     Args:
-        machine: a shipped or a calibrated one.
-        dtype: see `dtype_of`.
+        machine: a shipped or a calibrated machine.
+        dtype: dtype of the run's matrix products: fp8, bf16, fp16 or fp32.
         end: LOW, TYPICAL or HIGH.
-        product: a typical one; of a calibrated machine the measured product nearest to it counts.
+        product: a typical matrix product of the run, whose nearest measured one counts on a calibrated machine; None
+            for the rate of all products.
         hidden: whether the engine computes on while it communicates.
     """
     efficiency, links, measured = machine.efficiency, machine.links, machine.measured

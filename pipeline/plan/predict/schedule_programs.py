@@ -55,10 +55,10 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
 
     Args:
         engine: "torch" or "deepspeed", as in the config.
-        schedule: as in `parallel.schedule`; DeepSpeed has "1f1b" only.
-        ranks: pp, 2 or more.
-        micro_batches: of a step; what `pipeline.config.rules.layout.check_schedule` allows.
-        virtual_stages: per rank.
+        schedule: name of the schedule, as in `parallel.schedule`; DeepSpeed has "1f1b" only.
+        ranks: number of pipeline ranks (pp), 2 or more.
+        micro_batches: number of micro-batches in a step, which `pipeline.config.rules.layout.check_schedule` allows.
+        virtual_stages: number of virtual stages per rank.
     """
     if engine == "deepspeed":
         assert (schedule, virtual_stages) == ("1f1b", 1), "checked with the config"
@@ -79,7 +79,7 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
 
 
 def _of_table(actions: list[Any]) -> Iterator[Instruction]:
-    """A rank's actions without those that shard weights or reduce gradients; of a pair of passes each."""
+    """Instructions of a rank's actions, both of a pair, without those that shard weights or reduce gradients."""
     for action in (part for whole in actions for part in whole.sub_actions or (whole,)):
         kind = _TORCH_KINDS.get(action.computation_type.value)
         if kind is not None:
@@ -100,7 +100,7 @@ def _no_loss(*_: Any) -> None:
 
 
 class _Stage:
-    """What torch's schedules need of a stage; notes what it is asked for, and computes and sends nothing."""
+    """A stage for torch's schedules, which notes their calls, and computes and sends nothing."""
 
     submod = None
     has_backward = True
@@ -133,7 +133,7 @@ class _Stage:
         self._note(PassKind.BACKWARD, index)
 
     def perform_reduce_grad(self, *_: Any) -> None:
-        """Follows the passes."""
+        """Does nothing: the reduction follows the passes."""
 
 
 def _deepspeed(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:

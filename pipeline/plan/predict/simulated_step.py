@@ -30,15 +30,15 @@ from pipeline.runtime.machines.machine import Operation
 
 
 def algorithms(operation: Operation, *, gpu: bool) -> tuple[Algorithm, ...]:
-    """Those between which NCCL (gloo on CPUs) chooses."""
+    """The algorithms between which NCCL (gloo on CPUs) chooses."""
     return ("ring", "tree") if gpu and operation == "all_reduce" else ("ring",)
 
 
 class SimulatedStep:
-    """Every rank with its own times."""
+    """Step model by simulation: every rank has its own times."""
 
     def collective(self, transfer: Transfer, rates: Rates) -> float:
-        """Collectives of equal size by the fastest algorithm that the library has; messages over the slowest link."""
+        """Seconds of equal collectives by the library's fastest algorithm, or of messages over the slowest link."""
         per_node = rates.topology.devices_per_node
         nodes = len({rank // per_node for rank in transfer.ranks})
         size = transfer.bytes / transfer.count
@@ -51,7 +51,7 @@ class SimulatedStep:
         )
 
     def pipeline(self, run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> PipelineTime:
-        """The program of the engine, executed with every stage's own times."""
+        """Time of the engine's program, executed with every stage's own times."""
         busy = run.batch.accumulation * max(rank.busy for rank in ranks)
         if run.topology.pp == 1:
             return PipelineTime(busy, 0.0)
@@ -59,7 +59,7 @@ class SimulatedStep:
         return PipelineTime(seconds, max(0.0, seconds - busy))
 
     def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
-        """Gathers and reductions layer by layer beside the passes; at least what cannot run beside kernels."""
+        """Exposed seconds of gathers and reductions by layer; at least the share that cannot run beside kernels."""
         how, count = data_parallel(run, rates), run.batch.accumulation
         units = units_of(rank)
         if how.every_pass:
@@ -77,17 +77,17 @@ class SimulatedStep:
 
 
 def _limited(exposed_s: float, whole_s: float, *, share: float) -> float:
-    """Of the communication no more than a share runs beside kernels."""
+    """Exposed seconds, where no more than `share` of the communication runs beside kernels."""
     return max(exposed_s, (1 - share) * whole_s)
 
 
 def pipeline_timeline(run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> Timeline:
-    """The simulated passes of a step of a pipeline.
+    """Simulates the passes of a step of a pipeline.
 
     Args:
-        run: with pp of 2 or more.
-        ranks: of the pipeline.
-        rates: of the machine.
+        run: run with pp of 2 or more.
+        ranks: times of every pipeline rank.
+        rates: rates of the machine.
     """
     program = program_of(run)
     times = [_stage_times(ranks[program.rank_of(stage)], stage // len(ranks)) for stage in range(program.stages)]
@@ -102,7 +102,7 @@ def pipeline_timeline(run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates)
 
 
 def _stage_times(rank: RankTime, number: int) -> StageTimes:
-    """Of a rank's stage; communication for which layers wait belongs to the passes, by the number of layers."""
+    """Times of a rank's stage; communication for which layers wait is spread over the stages by number of layers."""
     stage = rank.stages[number]
     layers = sum(each.layers for each in rank.stages)
     inside = rank.inside * (stage.layers / layers if layers else 1 / len(rank.stages))
@@ -117,9 +117,9 @@ def layer_costs(units: Sequence[GatheredUnit], *, gather_s: float, reduce_s: flo
     """The communication of a micro-batch spread over the units of a rank by their elements.
 
     Args:
-        units: in the order of the forward pass.
-        gather_s: of all gathers of the micro-batch.
-        reduce_s: of all its reductions.
+        units: units of the rank, in the order of the forward pass.
+        gather_s: seconds of all gathers of the micro-batch.
+        reduce_s: seconds of all reductions of the micro-batch.
         regather: whether the backward pass gathers all but the last unit again.
     """
     elements = [unit.elements for unit in units]

@@ -1,4 +1,4 @@
-"""The part of a step's time that has two models: collectives, the pipeline, and what computation does not hide.
+"""The part of a step's time that has two models: collectives, the pipeline, and exposed communication.
 
 `closed_form_step.CLOSED` for the search over a thousand layouts; `simulated_step.SIMULATED` for what is shown: the
 plan, the score, the best layouts of a search. All else of a step is computed once, for both, by `step_time`.
@@ -25,7 +25,7 @@ class StepModel(Protocol):
         ...
 
     def pipeline(self, run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> PipelineTime:
-        """Seconds of all passes of a step; the bubble is what the busiest rank waits."""
+        """Seconds of all passes of a step; the bubble is the time that the busiest rank waits."""
         ...
 
     def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
@@ -35,13 +35,13 @@ class StepModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """When an engine gathers weights and reduces gradients.
+    """Data-parallel communication of an engine: how often it gathers weights and reduces gradients.
 
     Attributes:
-        every_pass: weights are gathered for each pass of each micro-batch (stage 3); else once in a step.
-        reductions: micro-batches after which gradients are reduced.
+        every_pass: whether weights are gathered for each pass of each micro-batch (stage 3); else once in a step.
+        reductions: number of micro-batches after which gradients are reduced.
         gather_share: share of the gathers that can run beside kernels.
-        reduce_share: the same, of the reductions.
+        reduce_share: share of the reductions that can run beside kernels.
     """
 
     every_pass: bool
@@ -51,7 +51,7 @@ class DataParallel:
 
 
 def data_parallel(run: ResolvedRun, rates: Rates) -> DataParallel:
-    """How a run's engine communicates.
+    """The data-parallel communication of a run's engine.
 
     Stage 3 gathers and reduces in all passes; the others gather weights beside the first forward pass (FSDP2) or
     after the update (DeepSpeed), and reduce gradients beside the backward pass of the last micro-batch, at stage 2

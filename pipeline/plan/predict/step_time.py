@@ -1,4 +1,4 @@
-"""The time of a training step at given rates, and where it goes."""
+"""The time of a training step at given rates, by part."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class StepTime:
 
     Attributes:
         products: matrix products and attention.
-        kernels: other kernels, bound by memory bandwidth; on a CPU what the host takes to dispatch them too.
+        kernels: other kernels, bound by memory bandwidth; on a CPU also their dispatch by the host.
         tensor_parallel: collectives of tensor parallelism, for which layers wait.
-        context_parallel: the same, of context parallelism.
-        expert_parallel: the same, of expert parallelism.
+        context_parallel: collectives of context parallelism, for which layers wait.
+        expert_parallel: collectives of expert parallelism, for which layers wait.
         data_parallel: gathers of weights and reductions of gradients that no kernel hides.
-        bubble: of the pipeline.
+        bubble: bubble of the pipeline.
         optimizer: the update, with whole matrices that it moves and orthogonalizes, and the addition of gradients.
         offload: transfers to the host and the update there.
-        data: for which the loader keeps the step waiting.
-        checkpoint: for which training waits, spread over the steps between two checkpoints.
+        data: wait for the data loader.
+        checkpoint: wait for a checkpoint, spread over the steps between two of them.
     """
 
     products: float = 0.0
@@ -58,11 +58,11 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return float(sum(getattr(self, part.name) for part in fields(self)))
 
     def split(self) -> dict[str, float]:
-        """Seconds by what a step is divided into at first sight."""
+        """Seconds of the step, summed up in six parts."""
         return {
             "compute": self.products + self.kernels,
             "exposed communication": self.tensor_parallel
@@ -80,19 +80,19 @@ def works_of(run: ResolvedRun, costs: ModelCosts) -> list[Work]:
     """The work of every rank of the pipeline.
 
     Raises:
-        ConfigError: see `ModelCosts.shares`.
+        ConfigError: the architecture does not have the layout.
     """
     return [work_of(run, costs, rank) for rank in range(run.topology.pp)]
 
 
 def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepModel) -> StepTime:
-    """The time of a step.
+    """Computes the time of a step.
 
     Args:
         run: the resolved config.
-        works: of every rank of its pipeline.
-        rates: of the machine.
-        model: of collectives, pipeline and overlap: SIMULATED for what is shown, CLOSED for a search.
+        works: work of every pipeline rank.
+        rates: rates of the machine.
+        model: model of collectives, pipeline and overlap: SIMULATED for what is shown, CLOSED for a search.
     """
     ranks = [rank_time(work, rates, model.collective) for work in works]
     slowest = max(ranks, key=lambda rank: rank.busy)
@@ -114,11 +114,11 @@ def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepM
 
 
 def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
-    """Gradients to the host, the update there, weights back; weights of `offload_param` for every pass.
+    """Seconds of gradients to the host, the update there, weights back, and weights of `offload_param` in every pass.
 
     On NVMe, master weights, optimizer states and gradients are read and written once in a step, and weights read for
-    every pass and written once, by all ranks of a node from the same disks. Counted as not overlapped: so are
-    DeepSpeed's own defaults of `pipeline_read` and `pipeline_write`.
+    every pass and written once, by all ranks of a node from the same disks. Swaps are counted as not overlapped, as
+    with DeepSpeed's defaults of `pipeline_read` and `pipeline_write`.
     """
     section, rank = run.config.zero_optimization, work.layout.rank
     if run.config.engine != "deepspeed":
@@ -152,7 +152,7 @@ def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) 
 
 
 def _checkpoint(run: ResolvedRun, works: list[Work], rates: Rates, *, step_s: float) -> float:
-    """Seconds per step: the copy to the host; of a checkpoint that training waits for, writing it too.
+    """Seconds per step for a checkpoint's copy to the host and, where training waits for it, its write.
 
     With "auto", by the interval that a run would take after a save of this length.
     """

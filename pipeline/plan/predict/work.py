@@ -1,6 +1,6 @@
-"""What one rank computes in a step, by closed formulas: FLOPs of products and attention, bytes of other kernels.
+"""Work of one rank in a step, by closed formulas: FLOPs of products and attention, bytes of other kernels.
 
-Shapes as in `parallel.footprint`. The FLOPs are those of an executed step on fake tensors, but for the half of causal
+Shapes as in `rank_model`. The FLOPs are those of an executed step on fake tensors, but for the half of causal
 attention that kernels skip (`tests/plan/test_work.py`).
 """
 
@@ -27,10 +27,10 @@ pass needs. Fitted to the kernels that Inductor writes for the shipped configs (
 quarter."""
 
 RECOMPUTED_PASSES = {"none": 0.0, "selective": 0.35, "full": 0.5}
-"""The same, of the kernels that activation checkpointing repeats."""
+"""Bytes that kernels repeated by activation checkpointing read and write, over the same activations, by its mode."""
 
 EAGER_PASSES = 4.0
-"""How many times as much without compilation: torchtitan's 8B trains 5,762 tokens/s eager and 6,667 compiled on 8 x
+"""Factor of these bytes without compilation: torchtitan's 8B trains 5,762 tokens/s eager and 6,667 compiled on 8 x
 H100, a difference of 24 microseconds per token, where the compiled kernels take 7."""
 
 LOSS_PASSES = 5.0
@@ -39,13 +39,13 @@ LOSS_PASSES = 5.0
 
 @dataclass(frozen=True)
 class Pass:
-    """Of one micro-batch on one rank.
+    """Work of a pass over one micro-batch on one rank.
 
     Attributes:
         products: FLOPs of matrix products.
         attention: FLOPs of attention.
-        kernel_bytes: read and written by other kernels.
-        unquantized: of the products, what an fp8 run computes in bf16.
+        kernel_bytes: bytes read and written by other kernels.
+        unquantized: part of `products` that an fp8 run computes in bf16.
     """
 
     products: float
@@ -64,12 +64,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one micro-batch.
+    """Work of both passes over one micro-batch.
 
     Attributes:
         forward: the forward pass.
         backward: the backward pass, with what is recomputed.
-        unquantized_weights: of the backward pass's products, gradients of weights that an fp8 run computes in bf16.
+        unquantized_weights: FLOPs of the backward pass for gradients of weights that an fp8 run computes in bf16.
     """
 
     forward: Pass
@@ -79,12 +79,12 @@ class Passes:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a (virtual) stage computes.
+    """Work of a (virtual) stage.
 
     Attributes:
         layers: number of its decoder layers.
-        decoder: of these layers, all together.
-        head: of the head and the loss; zeros on stages without them.
+        decoder: work of these layers together.
+        head: work of the head and the loss; zeros on stages without them.
     """
 
     layers: int
@@ -94,14 +94,14 @@ class StageWork:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank of the pipeline computes.
+    """Work of a rank of the pipeline.
 
     Attributes:
         layout: inputs of the formulas of traffic.
-        stages: its (virtual) stages in order.
-        update_bytes: read and written in a step by the optimizer, and to add up gradients.
-        matrix_flops: of the busiest rank in a step, to orthogonalize hidden matrices (Muon): each is on one rank.
-        host_reads: of the device by the host in a step, for which layers wait.
+        stages: work of its (virtual) stages in order.
+        update_bytes: bytes read and written in a step by the optimizer, and to add up gradients.
+        matrix_flops: FLOPs of the busiest rank in a step to orthogonalize hidden matrices (Muon), each on one rank.
+        host_reads: number of reads of the device by the host in a step, for which layers wait.
     """
 
     layout: TrafficLayout
@@ -112,12 +112,12 @@ class Work:
 
     @property
     def forward(self) -> Pass:
-        """Of a micro-batch, all stages together."""
+        """Forward pass of a micro-batch, all stages together."""
         return sum((part.forward for stage in self.stages for part in (stage.decoder, stage.head)), _NOTHING)
 
     @property
     def backward(self) -> Pass:
-        """Of a micro-batch, all stages together, with what is recomputed."""
+        """Backward pass of a micro-batch, all stages together, with what is recomputed."""
         return sum((part.backward for stage in self.stages for part in (stage.decoder, stage.head)), _NOTHING)
 
 
@@ -125,10 +125,10 @@ _NOTHING = Pass(0.0, 0.0, 0.0)
 
 
 def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
-    """The work of a rank.
+    """Computes the work of a rank.
 
     Raises:
-        ConfigError: see `ModelCosts.shares`.
+        ConfigError: the architecture does not have the layout.
     """
     shares = costs.shares(run)
     rank = shares.footprint.ranks[pp_rank]
@@ -149,14 +149,14 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
 
 
 def _host_reads(layout: TrafficLayout) -> float:
-    """Of the numbers of rows of expert parallelism: in each pass that computes a layer, also again (full)."""
+    """Reads of expert parallelism's numbers of rows: one in each pass that computes a layer, recomputation included."""
     memory = layout.run.config.memory
     again = 1 / memory.every_n_layers if memory.activation_checkpointing == "full" else 0.0
     return sum(each > 0 for each in layout.rank.experts) * layout.micro_batches * (1 + again)
 
 
 def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in_fp8: bool) -> Passes:
-    """The layers of a stage, whose activations are so many bytes. `in_fp8`: the experts, but for weight gradients."""
+    """Work of a stage's layers, with the bytes of their activations. `in_fp8`: experts, but for weight gradients."""
     memory, layers = layout.run.config.memory, len(layout.rank.layers)
     tokens = layout.tokens / layout.run.topology.tp
     mode = memory.activation_checkpointing
@@ -198,7 +198,7 @@ def _watched(layout: TrafficLayout, flops: StageFlops) -> float:
 
 
 def _head(layout: TrafficLayout, flops: StageFlops) -> Passes:
-    """Head and loss of the last stage."""
+    """Work of the head and the loss, on the last stage."""
     if not flops.head:
         return Passes(_NOTHING, _NOTHING)
     tokens = layout.tokens / layout.run.topology.tp

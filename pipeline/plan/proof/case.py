@@ -14,7 +14,7 @@ class Case:
     """One training run from its first step to its last.
 
     Attributes:
-        name: of its directory; unique among the cases of a launch.
+        name: name of the case and its directory, unique among the cases of a launch.
         config: a complete run config, as JSON; `run.dir` is replaced.
         processes: number of processes on this machine.
         save: steps after which the state is saved.
@@ -42,16 +42,16 @@ class CaseResult:
     """Result of a case.
 
     Attributes:
-        directory: of the case: `step-N` holds the state after step N, `rank-N.log` the output of a rank.
+        directory: directory of the case: `step-N` holds the state after step N, `rank-N.log` the output of a rank.
         losses: step -> loss.
         grad_norms: step -> gradient norm before clipping.
         resumed_losses: step -> loss of the steps repeated from another case's state.
         heldout_loss: cross-entropy per target on held-out data after the last step, nats.
-        layout: its description.
-        seconds: wall time from the start of its processes to their end.
-        cpu_seconds: CPU time of all processes.
+        layout: description of the layout.
+        seconds: wall time from the start of its processes to their end, in seconds.
+        cpu_seconds: CPU time of all processes, in seconds.
         error: the last lines of output of the rank that failed; None if the case succeeded.
-        refusal: what a rank refused, and why, where that is why the case failed.
+        refusal: error by which a rank refused the run; None if none did.
     """
 
     directory: Path

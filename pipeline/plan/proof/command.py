@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the proof; returns PROVEN, REFUTED or INCONCLUSIVE as the exit code.
 
     Raises:
-        ConfigError, DataError: the config cannot run, which is neither.
+        ConfigError, DataError: the config cannot run, so that its layout is neither proven nor refuted.
     """
     started = time.monotonic()
     config = load_config(arguments.config, arguments.overrides)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(results: list[ProofResult]) -> tuple[int, str]:
-    """Exit code and word. A layout is refuted by a quantity that rounding does not explain."""
+    """The exit code and its word. A layout is refuted by a quantity that rounding does not explain."""
     if all(result.passed for result in results):
         return PROVEN, "proven"
     if all(result.passed or result.inconclusive for result in results):
@@ -163,10 +163,10 @@ def _look_at_noise(
 
 
 def raise_refusal(case: Case, result: CaseResult) -> None:
-    """Nothing of a case that its ranks did not refuse.
+    """Raises the error of a case that its ranks refused.
 
     Raises:
-        HeadraceError: they did. The checks of the config at its own size have passed then.
+        HeadraceError: a rank refused it, although the checks of the config at its own size have passed.
     """
     if result.refusal is not None:
         where = f"in the shrunk run {case.name}, whose sizes are not the config's"

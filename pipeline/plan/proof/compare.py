@@ -33,10 +33,10 @@ class Comparison:
     """The largest difference of one quantity, and its tolerance.
 
     Attributes:
-        quantity: loss, RESUMED, gradient norm, held-out loss, gradient.
-        difference: relative.
-        tolerance: at that location.
-        location: step or tensor.
+        quantity: loss, RESUMED, gradient norm, held-out loss or gradient.
+        difference: relative difference at the location.
+        tolerance: allowed difference at the location.
+        location: step or tensor with the largest difference.
     """
 
     quantity: str
@@ -121,9 +121,9 @@ def compare(
     """The largest difference of every quantity.
 
     Args:
-        found: of a layout.
-        expected: of the reference.
-        gradient: from `relative_differences`.
+        found: result of a layout.
+        expected: result of the reference.
+        gradient: tensor -> relative difference of its first gradient, from `relative_differences`.
         tolerance: allowed differences.
     """
     steps = sorted(set(found.losses) & set(expected.losses))

@@ -12,8 +12,8 @@ from pipeline.plan.proof.compare import Comparison, compare, first_gradient, rel
 from pipeline.plan.proof.tolerance import Tolerance, fp32_tolerance, half_tolerance
 
 NOISE_FACTOR = 10.0
-"""How much more than noise on the initial values a layout may differ: it rounds differently in every one of 20 steps,
-noise is added once."""
+"""Largest difference of a layout over that of noise on the initial values: a layout rounds differently in every one of
+20 steps, noise is added once."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,11 @@ class ProofResult:
 
     @property
     def inconclusive(self) -> bool:
-        """Whether the curves differ, but no more than rounding explains: the first gradients are equal, and one plain
-        process with noise of the size of rounding differs from itself about as much."""
+        """Whether the curves differ, but no more than rounding explains.
+
+        Then the first gradients are equal, and one plain process with noise of the size of rounding differs from itself
+        about as much.
+        """
         failed = [each for each in self.comparisons if not each.passed]
         if self.error is not None or not failed or self.noise is None:
             return False
@@ -93,10 +96,10 @@ def check_equivalence(
 def with_noise(
     result: ProofResult, perturbed: tuple[Case, CaseResult], reference: tuple[Case, CaseResult]
 ) -> ProofResult:
-    """The result, with how much a perturbed reference differs from the reference.
+    """The result, with the differences between a perturbed reference and the reference.
 
     Args:
-        result: of a layout in the precision of both.
+        result: result of a layout, in the precision of both references.
         perturbed: the reference with noise on its initial values.
         reference: the reference run.
     """
@@ -108,7 +111,7 @@ def with_noise(
 
 
 def precision_of(case: Case) -> str:
-    """fp32, bf16 or fp16."""
+    """The precision of a case: fp32, bf16 or fp16."""
     on = [name for name in ("bf16", "fp16") if case.config.get(name, {}).get("enabled")]
     return on[0] if on else "fp32"
 

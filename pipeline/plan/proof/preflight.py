@@ -1,4 +1,4 @@
-"""Refuses a run before any rank of a proof is started, with what `headrace check` says: by its config as it is."""
+"""Refuses a run before any rank of a proof is started, by the checks of `headrace check` on the real config."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pipeline.run.prepare import attention_of, check_fallbacks, first_values
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Builds the real model on meta and checks the real layout; the data, directories and GPUs of the run are not here.
+    """Builds the real model on meta and checks the real layout; its data, directories and GPUs are not looked at.
 
     Args:
-        run: the user's, resolved for its own number of processes.
+        run: the user's run, resolved for its own number of processes.
 
     Raises:
-        ConfigError, DataError: see the modules that are called.
+        ConfigError, DataError: the model cannot be built, or the run cannot have its layout or settings.
     """
     use_cpu()
     torch.set_num_threads(1)  # ranks are forked from this process

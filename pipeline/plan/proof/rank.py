@@ -38,9 +38,9 @@ def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
 
     Args:
         case: the training run.
-        directory: of the case.
-        rank: of this process.
-        port: for the rendezvous of the ranks.
+        directory: directory of the case.
+        rank: rank of this process.
+        port: port for the rendezvous of the ranks.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
@@ -69,7 +69,7 @@ class _Perturbed:
     """Initial values with relative normal noise, the same in every process.
 
     Args:
-        values: without noise.
+        values: initial values without noise.
         size: standard deviation of the noise, relative to each element.
     """
 
@@ -77,13 +77,13 @@ class _Perturbed:
         self._values, self._size = values, size
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> torch.Tensor:
-        """See `ParameterValues.value`."""
+        """The value of a parameter, with noise (see `ParameterValues.value`)."""
         value = self._values.value(name, device=device)
         noise = normal(tuple(value.shape), key=zlib.crc32(name.encode()), device=device)
         return part(value * (1 + self._size * noise), box)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """See `ParameterValues.buffer`."""
+        """The value of a buffer, without noise (see `ParameterValues.buffer`)."""
         return self._values.buffer(name)
 
 

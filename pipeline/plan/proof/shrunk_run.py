@@ -61,9 +61,9 @@ class ShrunkRun:
     """The shrunk version of a run, as a layout and as its reference.
 
     Attributes:
-        topology: of the layout.
-        notes: what was left out or replaced, for the user.
-        config: of the shrunk layout, fp32, without `data.sources`.
+        topology: mesh of the shrunk layout.
+        notes: features that were left out or replaced, for the user.
+        config: config of the shrunk layout in fp32, without `data.sources`.
         precision: the run's own precision: fp32, bf16 or fp16.
     """
 
@@ -101,7 +101,7 @@ def reference_config(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
 
 
 def with_precision(config: dict[str, Any], precision: str) -> dict[str, Any]:
-    """The same config in fp32, bf16 or fp16."""
+    """The config in another precision: fp32, bf16 or fp16."""
     fp16 = {**config.get("fp16", {}), "enabled": precision == "fp16"}
     changed = {**config, "bf16": {"enabled": precision == "bf16"}, "fp16": fp16}
     if precision != "bf16":
@@ -114,9 +114,9 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     """Shrinks a run.
 
     Args:
-        run: the user's, resolved for its own number of processes.
-        steps: of the shrunk run.
-        work: a local directory, for offload to a disk.
+        run: the user's run, resolved for its own number of processes.
+        steps: number of steps of the shrunk run.
+        work: local directory for offload to a disk.
 
     Raises:
         ConfigError: the layout does not divide the model's heads, or its architecture cannot be shrunk.
@@ -191,7 +191,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
 
 
 def _kernel_notes(run: ResolvedRun, attention: str) -> Iterator[str]:
-    """Which kernels of GPUs were replaced."""
+    """Notes on the kernels of GPUs that were replaced."""
     config = run.config
     if attention != config.model.attn_implementation:
         yield f"{config.model.attn_implementation} needs a GPU: proven with {attention}"
@@ -203,7 +203,7 @@ def real_model(run: ResolvedRun) -> PretrainedConfig:
     """The Hugging Face config of a run's model at its own size, for data with the special tokens of a proof's.
 
     Raises:
-        ConfigError, DataError: see `resolve_hf_config`.
+        ConfigError, DataError: the architecture or a key is unknown, or `model.path` is no Hugging Face folder.
     """
     tokenizer = {"vocab_size": 1, "bos_id": None, "eos_id": EOS, "pad_id": None}
     return resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=run.config.data.sequence_length)
@@ -234,7 +234,7 @@ def _compile_notes(section: CompileSection) -> Iterator[str]:
 
 
 def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
-    """Replaced parameters of an optimizer whose first state would not show the first gradient: of SGD."""
+    """Replacements for parameters of an optimizer whose first state would not show the first gradient (SGD)."""
     replaced: dict[str, Any] = {}
     given, need = optimizer.type, optimizer.kind.states_need
     if need and not optimizer.kind.states:

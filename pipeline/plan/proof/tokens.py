@@ -17,9 +17,9 @@ def write_tokens(directory: Path, *, vocab_size: int, tokens: int, longest: int)
     """Writes documents with a learnable structure: every id is followed by one of three ids.
 
     Args:
-        directory: to create.
+        directory: directory to create.
         vocab_size: number of ids.
-        tokens: approximate number in each split.
+        tokens: approximate number of tokens in each split.
         longest: maximum document length in tokens; lengths are uniform from 2, so boundaries fall at any position.
     """
     staging = fresh_staging(directory)

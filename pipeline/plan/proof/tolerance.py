@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
-"""Half the distance from 1 to the next number: fp32 has 24 bits of significand, bf16 8, fp16 11."""
+"""Unit roundoff, half the distance from 1 to the next number: fp32 has 24 bits of significand, bf16 8, fp16 11."""
 
 PATH = 8.0
 """Rounding error of a gradient along its computation path, beside the sum over tokens: about a hundred roundings (5 per
@@ -17,14 +17,16 @@ matrix product and norm, forward and backward, over a few layers) add up like a 
 a fourteenth of it."""
 
 DRAWS = 3.0
-"""Two independent errors of size d are sqrt(2) d apart; three leaves room for their spread over tensors."""
+"""Factor on a rounding error: two independent errors of size d are sqrt(2) d apart; three leaves room for their spread
+over tensors."""
 
 LOSS_FP32 = 1e-5
-"""Over 20 steps. One step is accurate to 2e-7; Adam divides by the size of the gradient, so that for an element near
-zero the rounding error becomes an update of full size."""
+"""Tolerance of the loss over 20 steps. One step is accurate to 2e-7; Adam divides by the size of the gradient, so that
+for an element near zero the rounding error becomes an update of full size."""
 
 NORM_FP32 = 1e-4
-"""Over 20 steps. Along a training curve the gradient changes about ten times as fast as the loss."""
+"""Tolerance of the gradient norm over 20 steps. Along a training curve the gradient changes about ten times as fast as
+the loss."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class Tolerance:
     """Relative tolerances of one comparison.
 
     Attributes:
-        loss: of the loss of every step, and on held-out data.
-        norm: of the gradient norm.
-        norm_steps: number of first steps whose norm is compared; all when None.
-        gradient: of every tensor of the first gradient, by name.
+        loss: tolerance of the loss of every step, and of the held-out loss.
+        norm: tolerance of the gradient norm.
+        norm_steps: number of first steps whose norm is compared; None for all.
+        gradient: tensor -> tolerance of its first gradient.
     """
 
     loss: float
@@ -48,8 +50,8 @@ def fp32_tolerance(names: list[str], *, tokens: int) -> Tolerance:
     """Tolerances in fp32.
 
     Args:
-        names: of the tensors.
-        tokens: per step.
+        names: names of the tensors.
+        tokens: tokens per step.
     """
     gradient = PATH * UNIT_ROUNDOFF["fp32"] * tokens**0.5
     return Tolerance(LOSS_FP32, NORM_FP32, None, dict.fromkeys(names, gradient))
@@ -66,7 +68,7 @@ def half_tolerance(dtype: str, own_error: dict[str, float], *, tokens: int) -> T
     Args:
         dtype: bf16 or fp16.
         own_error: tensor -> relative difference of the two references.
-        tokens: per step.
+        tokens: tokens per step.
     """
     u = UNIT_ROUNDOFF[dtype]
     least = max(u, fp32_tolerance([""], tokens=tokens).gradient[""])

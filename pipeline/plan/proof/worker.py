@@ -26,10 +26,10 @@ from pipeline.run.preload import preload
 from pipeline.runtime.launch.group import free_port
 
 REFUSAL = "refusal.txt"
-"""File of a case: what one of its ranks refused to run, and why."""
+"""File in a case's directory with the error by which one of its ranks refused the run."""
 
 TIMEOUT_S = 240.0
-"""After this time a case counts as hung. The slowest in the tests takes about a tenth of it."""
+"""Seconds after which a case counts as hung. The slowest in the tests takes about a tenth of it."""
 
 
 def run_cases(
@@ -44,10 +44,10 @@ def run_cases(
     Call it in a process that has no threads and no process group.
 
     Args:
-        cases: in order; a case may resume from an earlier one.
-        directory: gets a subdirectory per case.
+        cases: cases in order; each may resume from an earlier one.
+        directory: directory that gets a subdirectory per case.
         timeout_s: seconds after which a case is killed.
-        on_result: called after each case.
+        on_result: function called after each case.
     """
     use_cpu()
     _preload_for(cases)
@@ -63,7 +63,7 @@ def run_cases(
 
 
 def use_cpu() -> None:
-    """Proofs run on CPU processes even on a machine with GPUs: they test the layout, not the kernels."""
+    """Hides the GPUs of this machine from a proof, which tests the layout, not the kernels."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["OMP_NUM_THREADS"] = "1"

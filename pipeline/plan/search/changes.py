@@ -1,4 +1,4 @@
-"""What would help: the change of one setting of the layout that gives most tokens per second and fits."""
+"""Finds the change of one setting of the layout that gives most tokens per second and fits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.runtime.machines.machine import Machine
 
 _WORTH_IT = 1.01
-"""Speed-up from which a change is named."""
+"""Least speed-up of a change that is proposed."""
 
 _SIMULATED = 4
-"""Changes that are simulated: the fastest by closed forms."""
+"""Number of changes that are simulated: the fastest by closed forms."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Change:
     Attributes:
         sets: dotted keys with their values.
         peak: typical peak per rank, in bytes.
-        step_s: typical seconds of a step; of the change that is named, simulated.
+        step_s: typical seconds of a step, simulated for the change that is proposed.
     """
 
     sets: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Change:
 def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: Plan) -> Change | None:
     """The change that helps most: the fastest that fits.
 
-    Changes of the layout alone: the loss curve stays the same. Of a run that does not fit, changes of one setting come
+    Changes of the layout alone: the loss curve stays the same. For a run that does not fit, changes of one setting come
     first, then of two.
 
     Returns:
@@ -69,7 +69,7 @@ def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: 
 
 
 def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: Sequence[Change]) -> Change | None:
-    """The fastest by simulation of the first changes by closed forms that the architecture has: that takes longest."""
+    """The fastest by simulation of the first few changes that the architecture supports, given in order of speed."""
     found: list[Change] = []
     for each in changes:
         if len(found) == _SIMULATED:
@@ -108,7 +108,7 @@ def applied(run: ResolvedRun, sets: Mapping[str, Any]) -> ResolvedRun:
 
 
 def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
-    """Changes of one setting; whether a rule allows them is asked later."""
+    """Changes of one setting; whether a rule allows them is checked later."""
     yield from _batches(run)
     yield from _sharding(run)
     yield from _axes(run, widths)

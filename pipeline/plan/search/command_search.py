@@ -34,10 +34,10 @@ _HEAD = ("layout", "micro-batch", "checkpointing", "step, s", "tokens/s", "peak"
 
 
 def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Searches, verifies and writes.
+    """Searches layouts, executes the best on fake tensors, and writes the results.
 
     Raises:
-        ConfigError: nothing fits; says how many nodes would do. Or nothing can be written to `--out`.
+        ConfigError: no layout fits (the error names the nodes that would do), or `--out` cannot be written.
     """
     out = Path(arguments.out or "out/plan")
     planned = replace(planned, machine=with_margin(planned.machine, arguments.memory_margin))
@@ -81,7 +81,7 @@ def _check_out(out: Path) -> None:
     """Refuses a directory of the results that cannot be made or written, before any work.
 
     Raises:
-        ConfigError: a file is in its way, or it, or what exists of the path to it, is not writable.
+        ConfigError: a file is in its way, or the part of its path that exists is not writable.
     """
     there = next(each for each in (out, *out.absolute().parents) if each.exists())
     if not there.is_dir():

@@ -51,7 +51,7 @@ def fastest_that_fits(planned: PlannedRun, nodes: int) -> Candidate | None:
 
 
 def _fitting(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:
-    """Layouts that fit, of the smallest micro-batch with all activations recomputed: nothing needs less memory."""
+    """Layouts that fit, with the smallest micro-batch and all activations recomputed: nothing needs less memory."""
     for sets in layouts(run, machine, experts=costs.widths.all_experts):
         if sets["memory.activation_checkpointing"] == "full" and sets["train_micro_batch_size_per_gpu"] == 1:
             candidate = evaluate(run, costs, machine, sets)

@@ -1,4 +1,4 @@
-"""The layouts that a search looks at: products of settings that the table of `config.rules` knows, not yet checked."""
+"""The layouts that a search compares: products of settings in the table of `config.rules`, not yet checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_RANKS = ("stage_speeds", "stage_memory_gb")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_CP, MOST_PP, MOST_EP = 16, 16, 64
 _CHUNK = 2048
-"""Positions that a rank of context parallelism has at least: below it its products are small."""
+"""Fewest positions of a context-parallel rank: with fewer, its products are small."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def layouts(
     """Settings of layouts for the processes of a run, as dotted keys with values.
 
     Args:
-        run: whose model, batch and precision stay.
-        machine: tensor parallelism stays within a node of it.
-        experts: of a layer of the model; 0 of a dense one.
-        fp8: settings with which each layout is looked at in fp8, too; none in the run's precision alone.
+        run: run whose model, batch and precision stay.
+        machine: machine of the nodes; tensor parallelism stays within a node.
+        experts: number of experts in a layer of the model; 0 for a dense model.
+        fp8: settings that turn on fp8, in which each layout is yielded, too; None for the run's precision alone.
     """
     axes = list(_axes(run, machine))
     for (engine, stage), mesh in itertools.product(_stages(), axes):
@@ -120,7 +120,7 @@ def _options(
 
 
 def _expert_parallel(run: ResolvedRun, machine: Machine, mesh: Axes, experts: int) -> list[int]:
-    """None, half a node, a node, two, four and eight: what divides the experts and the ranks of a stage."""
+    """Sizes of expert parallelism: 1, and half a node to 8 nodes where they divide the experts and a stage's ranks."""
     node, ranks = machine.devices_per_node, run.topology.world_size // mesh.pp
     sizes = [node // 2, *(node << power for power in range(4))]
     return [1, *(each for each in sizes if 1 < each <= MOST_EP and experts % each == 0 == ranks % each and experts)]

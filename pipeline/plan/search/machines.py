@@ -1,4 +1,4 @@
-"""What the tokens of a run cost on other machines: the nodes, a layout, time and money of each, in one table."""
+"""Compares machines for a run: nodes, layout, time and money on each, in one table."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from pipeline.runtime.machines.machine import Machine
 from pipeline.runtime.machines.ranks import with_ranks
 
 _CHANGES = 8
-"""Settings of the layout that are changed at most, each the one that helps most."""
+"""Most changes of the layout, each the one that helps most."""
 _HEAD = ("machine", "nodes", "peak", "step", "tokens/s", "time and goodput", "GPU-hours")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of every machine.
+    """Requirements for every machine.
 
     Attributes:
-        nodes: how many; None: the fewest that hold the model, or the cheapest that are done by the deadline.
+        nodes: number of nodes; None for the fewest that hold the model, or the cheapest that meet the deadline.
         deadline: days in which the run has to be done, failures included, at its typical speed; None for no limit.
         margin: share of a device's memory that stays free.
-        prices: of a GPU-hour by machine; under "" of those that are not named.
+        prices: machine -> price of a GPU-hour; under "" that of machines that are not named.
     """
 
     nodes: int | None
@@ -44,21 +44,21 @@ class Question:
     prices: Mapping[str, float]
 
     def price(self, machine: str) -> float | None:
-        """Of a GPU-hour of a machine; None where it was not given."""
+        """Price of a GPU-hour of a machine; None where it was not given."""
         return self.prices.get(machine, self.prices.get(""))
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A machine, with what the run needs and takes on it.
+    """A machine, with the layout, the plan and the cost of the run on it.
 
     Attributes:
-        machine: its name.
-        nodes: how many.
+        machine: name of the machine.
+        nodes: number of nodes.
         run: the run in the layout that was found.
-        plan: of that.
-        failures: what failures add.
-        price: of a GPU-hour; None where it was not given.
+        plan: plan of the run in that layout.
+        failures: goodput, time and GPU-hours with failures of nodes.
+        price: price of a GPU-hour; None where it was not given.
     """
 
     machine: str
@@ -205,7 +205,7 @@ def lines(
 
 
 def as_json(offers: Sequence[Offer], without: Mapping[str, str]) -> dict[str, Any]:
-    """The same as one JSON object."""
+    """The table as one JSON object."""
     return {
         "machines": [
             {

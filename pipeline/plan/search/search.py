@@ -1,4 +1,4 @@
-"""Search: the fastest layouts that fit. Closed forms for the search, simulated for what is shown (`simulated`)."""
+"""Searches the fastest layouts that fit by closed forms; those that are shown are simulated (`simulated`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Candidate:
     """A layout that the rules allow.
 
     Attributes:
-        run: the run in it.
+        run: the run in this layout.
         sets: settings by which it differs from the config of the search.
         peak: typical peak of a rank, in bytes.
         step_s: typical seconds of a step; infinite where the peak is above a device's memory, or where a node's host
@@ -48,12 +48,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        looked_at: layouts that were computed: those that the rules allow.
-        refused: layouts that a rule refuses.
-        seconds: that it took.
+        looked_at: number of layouts that were computed: those that the rules allow.
+        refused: number of layouts that a rule refuses.
+        seconds: seconds that the search took.
         candidates: the layouts that were computed, the fastest first.
     """
 
@@ -63,7 +63,7 @@ class Search:
     candidates: list[Candidate]
 
     def fitting(self) -> list[Candidate]:
-        """Those that fit, the fastest first."""
+        """The layouts that fit, the fastest first."""
         return [each for each in self.candidates if each.fits]
 
     def pareto(self) -> list[Candidate]:
@@ -132,7 +132,7 @@ def in_layout(run: ResolvedRun, sets: Mapping[str, Any], *, world_size: int | No
 
 
 def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -> list[Candidate]:
-    """The first candidates that the architecture has: the part of the rules that takes longest is asked last."""
+    """The first candidates that the architecture supports; this check is made last, because it takes longest."""
     found: list[Candidate] = []
     answers: dict[tuple[object, ...], bool] = {}
     for each in candidates:
@@ -170,7 +170,7 @@ def _has(candidate: Candidate, costs: ModelCosts) -> bool:
 
 
 def different(run: ResolvedRun, sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not those of the run's config already; sizes of 1 count as absent."""
+    """The settings that differ from the run's config; sizes of 1 count as absent."""
     kept = {key: value for key, value in sets.items() if _value(run, key) != value}
     axes = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.ep")
     kept = {key: value for key, value in kept.items() if not (key in axes and value == 1 and _value(run, key) is None)}

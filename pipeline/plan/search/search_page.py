@@ -19,7 +19,7 @@ _MOST_POINTS = 2000
 
 @dataclass(frozen=True)
 class Table:
-    """A table: what is printed, and shown on the page."""
+    """A table that is printed, and shown on the page."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -29,9 +29,9 @@ def page(found: Search, best: Table, *, title: str, facts: Sequence[tuple[str, s
     """The HTML document.
 
     Args:
-        found: the search.
-        best: its best layouts.
-        title: of the page.
+        found: result of the search.
+        best: table of the best layouts.
+        title: title of the page.
         facts: (label, text) pairs about the run and the machine.
     """
     sections = html(

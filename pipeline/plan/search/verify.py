@@ -17,7 +17,7 @@ from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.search import Candidate
 
 _PROCESSES = 2
-"""That execute steps at a time."""
+"""Number of processes that execute steps at the same time."""
 _ACCUMULATED = 2
 """Micro-batches of a step that is executed."""
 
@@ -27,9 +27,9 @@ class Verified:
     """A candidate whose step was executed, or not.
 
     Attributes:
-        candidate: by the formulas.
+        candidate: the layout, with its peak and time by the formulas.
         peak: bytes of the executed step, with the overhead that the formulas add; None where it was not executed.
-        why_not: the reason.
+        why_not: reason why its step was not executed; empty where it was, or where no step was tried.
     """
 
     candidate: Candidate
@@ -53,12 +53,12 @@ def verify(
     """Executes a step of every candidate, in two processes.
 
     Args:
-        candidates: to execute, the most promising first.
+        candidates: candidates to execute, the most promising first.
         planned: the run of the search.
         config: path of its config.
-        overrides: as of `--set`.
-        budget_s: seconds of execution, of both processes together, after which no other is begun.
-        on_result: called as each is executed, from one thread at a time.
+        overrides: overrides of the config, as texts of `--set`.
+        budget_s: seconds of execution, of both processes together, after which no other step is begun.
+        on_result: function called after each execution, from one thread at a time.
     """
     found: dict[int, Verified] = {}
     waiting, lock, left = list(range(len(candidates))), Lock(), [budget_s]
@@ -88,7 +88,7 @@ def verify(
 
 
 def _case(candidate: Candidate, planned: PlannedRun, config: str, overrides: Sequence[str]) -> StepCase | str:
-    """What to execute of a candidate, or why nothing is.
+    """The step to execute for a candidate, or the reason why none is.
 
     Without a pipeline two micro-batches are enough: from the second on nothing more is held (benchmarks/README.md).
     """

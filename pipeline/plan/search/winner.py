@@ -1,4 +1,4 @@
-"""Which layout a search proposes, and the config that trains in it."""
+"""Chooses the layout that a search proposes, and writes the config that trains in it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pipeline.plan.search.search import Candidate
 from pipeline.plan.search.verify import Verified
 
 _AS_FAST = 1.01
-"""Within it two layouts count as equally fast: the intervals of their times are wider by far."""
+"""Ratio of times up to which two layouts count as equally fast: the intervals of their times are wider by far."""
 
 
 def winner_of(verified: Sequence[Verified], *, memory: float) -> Verified | None:
-    """Of the layouts that fit and are as fast as the fastest, within 1 %, the one that changes fewest settings.
+    """The layout that changes fewest settings, of those that fit and are within 1 % of the fastest.
 
-    Layouts in another precision than the config's are no candidates: their loss curve is another one. Of several equal
-    ones, that with the smallest peak is taken.
+    Layouts in another precision than the config's are no candidates: their loss curve is another one. Of several with
+    equally few changes, that with the smallest peak is taken.
     """
     fitting = [each for each in verified if each.fits(memory) and "fp8.enabled" not in each.candidate.sets]
     if not fitting:
@@ -36,9 +36,9 @@ def write_config(candidate: Candidate, path: Path, *, config: str, overrides: Se
 
     Args:
         candidate: the layout.
-        path: of the new file.
+        path: path of the new file.
         config: path of the config of the search.
-        overrides: as of `--set` that the search was given.
+        overrides: overrides that the search was given, as texts of `--set`.
     """
     source = Path(config) if Path(config).exists() else find_shipped(Path(config)) or Path(config)
     raw: dict[str, Any] = overridden({}, overrides)

@@ -44,7 +44,7 @@ class EventRecorder(Protocol):
     """Records an event."""
 
     def __call__(self, step: int, **values: Any) -> None:
-        """Records it."""
+        """Records an event of a step."""
         ...
 
 
@@ -70,7 +70,7 @@ class Rollback(Exception):  # noqa: N818  control flow, not an error
         return {"event": "rollback", "bad_step": self.step, **self._row, "action": "rollback", "skips": skips.plain()}
 
     def message(self, checkpoint_step: int) -> str:
-        """The message for a person."""
+        """The message about the rollback, for people."""
         window = self._skips.data_step(self.step) - self._skips.data_step(checkpoint_step + 1) + 1
         action = f"rolling back from step {self.step} to step {checkpoint_step}, skipping the data of {window} steps"
         return f"step {self.step}: {self._anomaly}\n  {action}"
@@ -108,7 +108,7 @@ class GuardedStepper:
     Args:
         engine: executes them.
         section: the config's `anomalies`.
-        fp16: the loss is scaled.
+        fp16: whether the loss is scaled.
         samples: global batch: samples per step.
         skips: the data that is skipped; also an attribute.
         record: records events; called on every rank, and ignored on those that keep no journal.
@@ -148,9 +148,9 @@ class GuardedStepper:
         """Begins a step; ask for finished ones before the next begins.
 
         Args:
-            batch: of the step.
+            batch: this rank's batch of the step.
             lr: learning rate.
-            host_values: numbers of this rank of which the step's result has the sums.
+            host_values: returns numbers of this rank, whose sums over all ranks are in the step's result.
         """
         self._begun.append(self._begin(batch, lr, host_values, after=self._begun[-1].pending if self._begun else None))
 
@@ -158,10 +158,11 @@ class GuardedStepper:
         """Steps that were begun, in order, with their results; an anomaly is dealt with first.
 
         Args:
-            drain: all of them. Otherwise the newest is left to a device that works ahead.
+            drain: finish all steps. Otherwise the newest is left to a device that works ahead.
 
         Raises:
-            TrainingError, Rollback: see `train`.
+            TrainingError: the policy is to stop, or replicas differ.
+            Rollback: the policy is to roll back.
         """
         ahead = 0 if drain or not self._engine.deferred else 1
         while len(self._begun) > ahead:
@@ -169,7 +170,7 @@ class GuardedStepper:
             yield begun.batch.step, self._finish(begun)
 
     def needs_drain(self, step: int) -> bool:
-        """Whether a step is to be finished before another begins, since the state after it is looked at."""
+        """Whether a step is to be finished before another begins, since replicas are checked after it."""
         every = self._section.check_replicas
         return bool(every and step % every == 0)
 

@@ -42,8 +42,8 @@ def check_replicas(replicas: Iterable[Replica], *, step: int) -> None:
     """Compares all replicas. Collective.
 
     Args:
-        replicas: of this rank, in the same order on all ranks of a group.
-        step: for the message.
+        replicas: this rank's replicas, in the same order on all ranks of a group.
+        step: number of the step, for the message.
 
     Raises:
         TrainingError: some differ; on all ranks, with the parameters and the ranks in the minority.

@@ -34,9 +34,9 @@ class Anomaly:
     Attributes:
         kind: non_finite or spike.
         what: loss or grad_norm.
-        value: its value.
-        median: of the window; None for a non-finite value.
-        threshold: above which a value is a spike; None for a non-finite value.
+        value: value of the loss or the gradient norm.
+        median: median of the window; None for a non-finite value.
+        threshold: limit above which a value is a spike; None for a non-finite value.
     """
 
     kind: str
@@ -57,9 +57,9 @@ class SpikeLimits:
     """The values above which a step's loss or gradient norm is a spike.
 
     Attributes:
-        medians: of previous steps, by loss and grad_norm; empty while there are too few.
-        thresholds: above which a value is a spike, by the same names.
-        scaled: the loss is scaled (fp16), so that a non-finite gradient norm is no anomaly.
+        medians: medians of previous steps, by loss and grad_norm; empty while there are too few.
+        thresholds: limits above which a value is a spike, by the same names.
+        scaled: whether the loss is scaled (fp16), so that a non-finite gradient norm is no anomaly.
     """
 
     medians: Mapping[str, float]
@@ -88,8 +88,8 @@ class SpikeDetector:
 
     Args:
         window: number of steps.
-        deviations: k.
-        scaled: the loss is scaled (fp16), so that a non-finite gradient norm is no anomaly.
+        deviations: number of robust deviations above the median from which a value is a spike, k.
+        scaled: whether the loss is scaled (fp16), so that a non-finite gradient norm is no anomaly.
     """
 
     def __init__(self, *, window: int, deviations: float, scaled: bool = False) -> None:

@@ -71,8 +71,8 @@ class Sample:
     """A sample of a run.
 
     Attributes:
-        number: global, from 0.
-        step: that trained on it; None for a sample chosen by its number.
+        number: global number of the sample, from 0.
+        step: the step that trained on it; None for a sample chosen by its number.
         micro_batch: (data rank, micro-batch) that contained it.
     """
 
@@ -86,10 +86,10 @@ class RunSamples:
     """Reads the samples of a run.
 
     Attributes:
-        run: resolved for the number of processes that last started or resumed it.
-        mixture: its data, verified to be unchanged.
-        skips: the data that it skipped.
-        tokenizer: of the data.
+        run: the config, resolved for the number of processes that last started or resumed the run.
+        mixture: the run's data, verified to be unchanged.
+        skips: the data that the run skipped.
+        tokenizer: the data's tokenizer.
     """
 
     run: ResolvedRun
@@ -153,7 +153,7 @@ class RunSamples:
         """The documents of the sample: for each a line that describes it, then the decoded text of its tokens.
 
         Args:
-            sample: one of this run.
+            sample: a sample of this run.
             color: mark the tokens that are in the loss by ANSI colors.
         """
         mask_documents = self.run.config.data.mask_documents

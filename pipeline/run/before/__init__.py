@@ -1,1 +1,1 @@
-"""What is printed before a run starts: summary, memory table, advice, memory of a teacher."""
+"""Output before a run starts: summary, memory table, advice, memory of a teacher."""

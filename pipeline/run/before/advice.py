@@ -17,22 +17,22 @@ from pipeline.models.hf_config import VOCAB_MULTIPLE
 from pipeline.run.prepare import PreparedRun
 
 _UNUSED_ROWS = 0.1
-"""Share of the vocabulary without a token from which it is worth a warning; padding to a round size stays below."""
+"""Share of vocabulary rows without a token above which there is a warning; padding to a round size stays below."""
 _EPOCHS = 4
-"""Up to four a repeated token is worth nearly as much as a new one: Muennighoff et al. 2023, arXiv:2305.16264."""
+"""Epochs up to which a repeated token is worth nearly a new one: Muennighoff et al. 2023, arXiv:2305.16264."""
 _LOOKED_AT = 50_000
 """Documents whose lengths are read, from the first shard of a source."""
 _OF_A_NEW_MODEL = 1e-3
-"""DeepSpeed's default of `lr`, for weights that are still random; the Trainer's, for trained ones, is 5e-5."""
+"""Learning rate of a new model: DeepSpeed's default of `lr`. The Trainer's, for trained weights, is 5e-5."""
 _PLAN_BYTES = 2 * 2**30
 PLANNED_SHARD_BYTES = 223
-"""Of rank 0 for each shard while it plans a checkpoint: 6.22 GB for 27.9 M shards (docs/reference/scale.md)."""
+"""Bytes that rank 0 takes per shard while it plans a checkpoint: 6.22 GB for 27.9 M (docs/reference/scale.md)."""
 _COVERED, _LONGER = 0.9, 4
-"""A sequence is too long when it is 4 times as long as the documents that hold 90 % of the tokens."""
+"""Limits of a sequence's length: 4 times the length up to which documents hold 90 % of the tokens."""
 
 
 def advice(prepared: PreparedRun) -> Iterator[str]:
-    """One line for each setting that looks like a mistake, with what to do. Nothing is refused."""
+    """Yields a line for each setting that looks like a mistake, with what to do. Nothing is refused."""
     yield from _text_part(prepared)
     yield from _vocabulary(prepared)
     yield from _repetition(prepared)
@@ -142,12 +142,12 @@ def _checkpoint_plan(prepared: PreparedRun) -> Iterator[str]:
 
 
 def shards_of_a_checkpoint(rows: Iterable[int], *, ranks: int) -> int:
-    """Weights and two moments of parameters with so many rows, each divided by rows over so many ranks, of tp too."""
+    """Number of shards of weights and two moments, of parameters with `rows` rows over `ranks` ranks (with tp)."""
     return 3 * sum(min(each, ranks) for each in rows)
 
 
 def _length_of_most_tokens(source: TokenDataset) -> int:
-    """The length, in tokens, up to which documents hold `_COVERED` of the tokens; of a sample of the source."""
+    """The length, in tokens, up to which documents hold `_COVERED` of the tokens, in a sample of the source."""
     lengths = np.sort(_document_lengths(source.file(0)))
     held = np.cumsum(lengths)
     return int(lengths[np.searchsorted(held, _COVERED * held[-1])]) if lengths.size and held[-1] else 1 << 62

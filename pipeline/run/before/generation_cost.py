@@ -1,4 +1,4 @@
-"""What on-policy distillation adds to a step, before the run starts: for `headrace check`."""
+"""Cost that on-policy distillation adds to a step, before the run starts: for `headrace check`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pipeline.run.distillation.on_policy import chosen_samples, passes_per_step
 from pipeline.run.prepare import PreparedRun
 
 LOOKED_AT = 64
-"""Steps whose choice of samples is looked at, from the first on."""
+"""Number of first steps of a run whose choices of samples are compared."""
 
 
 @dataclass(frozen=True)
 class GenerationCost:
-    """The generation of a step on the rank that has most of it, the most of the steps looked at.
+    """Generation on the rank that has most of it, in the step with most of the first `LOOKED_AT`.
 
     Attributes:
         passes: forward passes one after another, besides those of training.
-        samples: that are continued at a time.
-        positions: that are computed for one sample.
-        cache_bytes: of keys and values; 0 without a cache, None where it is not known.
-        gathered_bytes: of weights, gathered for these passes where they are sharded between them; 0 where they are not.
+        samples: number of samples that are continued at a time.
+        positions: number of positions that are computed for one sample.
+        cache_bytes: bytes of keys and values; 0 without a cache, None where they are not known.
+        gathered_bytes: bytes of weights that are gathered for all passes of a step (stage 3); 0 where they are whole.
     """
 
     passes: int
@@ -64,7 +64,7 @@ def generation_cost(prepared: PreparedRun) -> GenerationCost:
 
 
 def generation_entries(prepared: PreparedRun) -> Iterator[Entry]:
-    """What the student's generation takes in a step; nothing in other runs."""
+    """Yields the cost of the student's generation in a step; nothing in other runs."""
     section = prepared.run.config.distill
     if section is None or section.on_policy is None:
         return

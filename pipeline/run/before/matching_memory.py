@@ -19,12 +19,12 @@ from pipeline.run.prepare import PreparedRun
 
 _FP32 = 4
 _SCORES = {"kl": 6, "similarity": 2}
-"""Fp32 copies of a relation of some rows that exist at a time, scores and what is made of them."""
+"""Fp32 copies of a relation of some rows that exist at a time: scores and values made of them."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the formulas are made of: tokens of a micro-batch on a rank, bytes of an element, widths and depths."""
+    """Inputs of the formulas: tokens of a micro-batch on a rank, bytes of an element, widths and depths."""
 
     run: ResolvedRun
     student: dict[str, Any]
@@ -33,11 +33,11 @@ class _Sizes:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on this rank."""
+        """Tokens of a micro-batch on a rank."""
         return self.run.batch.micro * self.run.batch.sequence_length // self.run.topology.cp
 
     def layers(self, field: str, given: LayerMap) -> int:
-        """Mapped layers."""
+        """Number of mapped layers."""
         depths = {"student": self.student["num_hidden_layers"], "teacher": self.teacher["num_hidden_layers"]}
         return len(layer_map(field, given, **depths))
 
@@ -48,7 +48,7 @@ class _Sizes:
 
 
 def matching_bytes(prepared: PreparedRun) -> float:
-    """Bytes of the matchings of a run; 0 without any."""
+    """Bytes that the matchings of a run take on a rank; 0 without any."""
     section = prepared.run.config.distill
     if section is None or prepared.teacher is None:
         return 0.0
@@ -60,7 +60,7 @@ def matching_bytes(prepared: PreparedRun) -> float:
 
 
 def _hidden_states(section: HiddenStatesSection, sizes: _Sizes) -> tuple[float, float]:
-    """Bytes that are kept, and bytes for a moment."""
+    """Bytes that are kept, and bytes that are needed for a moment."""
     own, theirs = sizes.student["hidden_size"], sizes.teacher["hidden_size"]
     tp, cp = sizes.run.topology.tp, sizes.run.topology.cp
     copies = 0 if sizes.element == _FP32 else 1  # fp32 copies of hidden states in 16 bits

@@ -1,4 +1,4 @@
-"""The peak memory of a run per rank, before it starts: for `headrace check`. The formulas are in `parallel.memory`."""
+"""The peak memory of a run per rank, before it starts: for `headrace check`. Formulas: `engines.sizes.memory`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.run.before.summary import Entry
 
 
 def memory_bytes(text: str) -> int:
-    """Bytes from a size with its unit, e.g. 80GB or 139GiB.
+    """Converts a size with its unit into bytes, e.g. 80GB or 139GiB.
 
     Raises:
         ConfigError: it is no such size.
@@ -36,8 +36,8 @@ class Executed:
 
     Attributes:
         pp_rank: rank of the pipeline.
-        report: see `fake_gpu.step.Report`.
-        seconds: that it took.
+        report: fields of a `fake_gpu.step.StepReport`.
+        seconds: time that the execution took.
     """
 
     pp_rank: int
@@ -46,28 +46,28 @@ class Executed:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Peak memory of the step, in bytes."""
         return int(self.report["peak"])
 
     def kinds(self, engine: str) -> dict[str, int] | None:
-        """Kind -> bytes; None of DeepSpeed, whose flat buffers hold several kinds."""
+        """Kind -> bytes; None for DeepSpeed, whose flat buffers hold several kinds."""
         return None if engine == "deepspeed" else {kind: self.report["kinds"][kind] for kind in KINDS}
 
 
 Execute = Callable[[Sequence[int]], Executed]
-"""Executes the step of ranks of the pipeline, and returns that of the one that needs most."""
+"""Function that executes a step on ranks of the pipeline, and returns that of the rank that needs most."""
 
 
 def memory_entries(
     run: ResolvedRun, model: nn.Module, *, memory: int | None = None, execute: Execute | None = None
 ) -> Iterator[Entry]:
-    """The peak of the rank that needs most, by kind; with `memory`, whether it fits and what would.
+    """Yields the peak of the rank that needs most, by kind; with `memory`, whether it fits and what would.
 
     Args:
         run: the resolved config.
-        model: on meta.
-        memory: of a device, in bytes.
-        execute: gives the peak of an executed step in the place of the formulas'.
+        model: the full model, on meta.
+        memory: bytes of a device's memory; None to leave out whether the run fits.
+        execute: executes the step, whose peak takes the place of the formulas'; None for the formulas.
 
     Raises:
         ConfigError: the step to execute is one of DeepSpeed's later pipeline stages, or fails.

@@ -1,4 +1,4 @@
-"""What a run resolves to, line by line: for `headrace check`, as text and as JSON."""
+"""Summary of a resolved run, line by line: for `headrace check`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Entry:
     """One fact of a run.
 
     Attributes:
-        label: its name in the printed summary; several entries may share it.
-        text: its value for people, with units.
-        values: the same for programs, JSON; entries with the same label make a list.
+        label: name of the fact in the printed summary; several entries may share it.
+        text: value for people, with units.
+        values: value for programs, JSON; entries with the same label make a list.
     """
 
     label: str
@@ -49,7 +49,7 @@ def as_json(entries: list[Entry]) -> dict[str, Any]:
 
 
 def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
-    """What follows from the config and the number of processes alone. No torch."""
+    """Yields what follows from the config and the number of processes alone. No torch."""
     config, batch, topology = run.config, run.batch, run.topology
     axes = {axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
     yield Entry("layout", run.layout, {"engine": config.engine, "stage": config.zero_optimization.stage, **axes})
@@ -82,7 +82,7 @@ def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
 
 
 def _optimizer_entry(section: OptimizerSection, *, held: float | None) -> Entry:
-    """The optimizer, and what one parameter takes in fp32: its master weight and its states."""
+    """The optimizer, and the bytes of one parameter in fp32: its master weight and its states."""
     kind = section.kind
     params = section.params.model_dump(mode="json", exclude_none=True)
     shown = ", ".join(f"{name} {json.dumps(params[name])}" for name in _SHOWN_PARAMS if name in params)
@@ -112,7 +112,7 @@ def _state_entries(prepared: PreparedRun) -> Iterator[Entry]:
 
 
 def _matrices_entry(forms: Mapping[str, MatrixForm], elements: int, *, of: int) -> Entry:
-    """What Muon orthogonalizes, and what counts as one matrix although it may be several."""
+    """The matrices that Muon orthogonalizes, and those that count as one although they may be several."""
     from pipeline.models.hidden_matrices import unknown_fused  # noqa: PLC0415  imports torch
 
     count = sum(form.stacked * len(form.parts) for form in forms.values())
@@ -124,7 +124,7 @@ def _matrices_entry(forms: Mapping[str, MatrixForm], elements: int, *, of: int) 
 
 
 def _qk_clip_entries(prepared: PreparedRun) -> Iterator[Entry]:
-    """What QK-Clip watches."""
+    """Yields the attention layers and key heads that QK-Clip watches."""
     from pipeline.models.query_key_rows import attention_heads  # noqa: PLC0415  imports torch
 
     threshold = prepared.run.config.optimizer.params.qk_clip
@@ -146,7 +146,7 @@ _SHOWN_PARAMS = ("betas", "momentum", "nesterov", "muon_lr", "adam_lr", "adjust_
 
 
 def _data_entries(data: DataSection) -> Iterator[Entry]:
-    """How documents become samples: packing, masks, fill-in-the-middle, curriculum."""
+    """Yields how documents become samples: packing, masks, fill-in-the-middle, curriculum."""
     attention = "attention stays within a document" if data.mask_documents else "attention crosses documents"
     values: dict[str, Any] = {"packing": data.packing, "mask_documents": data.mask_documents}
     text = f"{data.packing} packing, {attention}"
@@ -220,7 +220,7 @@ def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
 
 
 def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
-    """What follows from the data, the model and the run's directory."""
+    """Yields what follows from the data, the model and the run's directory."""
     from pipeline.engines.parallel.fp8 import fp8_layers  # noqa: PLC0415  imports torch
     from pipeline.engines.parallel.partition import stage_lines  # noqa: PLC0415  imports torch
 

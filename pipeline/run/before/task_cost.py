@@ -1,4 +1,4 @@
-"""What the tasks of an evaluation take, before the run starts: for `headrace check` and the first lines of a run."""
+"""Cost of the tasks of an evaluation, before the run starts: for `headrace check` and the first lines of a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from pipeline.run.prepare import PreparedRun
 
 _FORWARD_SHARE = 3
-"""A training step computes three times what a forward pass does: the backward pass is two (Kaplan et al. 2020,
-arXiv:2001.08361, section 2.1)."""
+"""FLOPs of a training step in forward passes: the backward pass counts as two (Kaplan et al. 2020, arXiv:2001.08361,
+section 2.1)."""
 
 
 @dataclass(frozen=True)
 class TaskCost:
-    """What one evaluation of a task takes, on all ranks together.
+    """Cost of one evaluation of a task, on all ranks together.
 
     Attributes:
         samples: questions.
         requests: sequences that are scored or continued.
-        tokens: of them, new ones included.
+        tokens: number of tokens of the requests, new ones included.
         passes: forward passes of each rank, one after another.
-        positions: that are computed, padding included.
-        steps: training steps of as many floating-point operations.
+        positions: number of positions that are computed, padding included.
+        steps: training steps of as many FLOPs.
         truncated: requests that lost tokens of their context.
     """
 
@@ -54,7 +54,7 @@ def task_cost(prepared: PreparedRun, task: EncodedTask) -> TaskCost:
 
 
 def task_entries(prepared: PreparedRun) -> Iterator[Entry]:
-    """What each task takes, and the share of all evaluations in the run."""
+    """Yields the cost of each task, and the share of all evaluations in the run."""
     total = 0.0
     for task in prepared.tasks:
         cost = task_cost(prepared, task)
@@ -80,5 +80,5 @@ def task_entries(prepared: PreparedRun) -> Iterator[Entry]:
 
 
 def task_lines(prepared: PreparedRun) -> Iterator[str]:
-    """The same as lines of a run that starts."""
+    """Yields the entries of the tasks as lines of a run that starts."""
     yield from (f"{entry.label} {entry.text}" for entry in task_entries(prepared))

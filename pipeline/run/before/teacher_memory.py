@@ -17,7 +17,7 @@ from pipeline.run.distillation.teacher import teacher_run
 from pipeline.run.prepare import PreparedRun
 
 _FP32_COPIES = 3
-"""Of a chunk's logits, at the peak of the divergence: both log-probabilities and the terms."""
+"""Fp32 copies of a chunk's logits at the peak of the divergence: both log-probabilities and the terms."""
 _GATHERED = 2
 """Layers of a sharded teacher that are whole at a time: the one that runs and the next."""
 
@@ -27,11 +27,11 @@ class TeacherBytes:
     """Memory of a teacher on a rank of the last pipeline stage, in bytes.
 
     Attributes:
-        layers: weights of its decoder layers, after tensor parallelism.
-        largest: those of the largest layer.
-        rest: those of embedding, final norm and head.
-        logits: its logits, and the log-probabilities made of them, of as many positions as exist at a time.
-        data_ranks: over which its layers can be sharded.
+        layers: weights of the decoder layers, after tensor parallelism.
+        largest: weights of the largest layer.
+        rest: weights of embedding, final norm and head.
+        logits: logits and the log-probabilities made of them, of as many positions as exist at a time.
+        data_ranks: number of ranks over which the layers can be sharded.
     """
 
     layers: float
@@ -41,7 +41,7 @@ class TeacherBytes:
     data_ranks: int
 
     def total(self, *, sharded: bool) -> float:
-        """All of it."""
+        """Bytes of the teacher on a rank, all parts together."""
         kept = self.layers / self.data_ranks + _GATHERED * self.largest if sharded else self.layers
         return kept + self.rest + self.logits
 
@@ -52,11 +52,11 @@ class TeacherBytes:
 
 
 def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[Entry]:
-    """What the teacher takes on a rank; with `memory`, refuses one that does not fit beside the student.
+    """Yields what the teacher takes on a rank; with `memory`, refuses one that does not fit beside the student.
 
     Args:
         prepared: the run.
-        memory: of a device, in bytes.
+        memory: bytes of a device's memory; None to refuse nothing.
 
     Raises:
         ConfigError: names a layout in which it would fit.
@@ -85,7 +85,7 @@ def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[En
 
 
 def teacher_bytes(prepared: PreparedRun) -> TeacherBytes | None:
-    """The memory of a run's teacher; None of an architecture whose layers are not known."""
+    """The memory of a run's teacher; None for an architecture whose layers are not known."""
     assert prepared.teacher is not None
     run, model = prepared.run, prepared.teacher.model
     alone = teacher_run(run)
@@ -115,7 +115,7 @@ def _refuse_too_large(prepared: PreparedRun, found: TeacherBytes, *, total: floa
 
 
 def _layouts(found: TeacherBytes, *, tp: int, room: float) -> Iterator[str]:
-    """What would make the teacher fit into `room` bytes."""
+    """Yields settings that make the teacher fit into `room` bytes."""
     least = found.least_ranks(room)
     if least is not None:
         more = f" on {least} data ranks or more" if least > found.data_ranks else ""

@@ -37,25 +37,25 @@ from pipeline.run.distillation.divergence import Divergence, bucket_divergence_a
 
 KIND = "logits"
 _LOCATED: Final = 1 << 20
-"""Samples that are located at a time when a run's are looked for."""
+"""Samples that are located at a time."""
 
 I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class LogitsFormat:
-    """What the records hold, and of which teacher and samples.
+    """Format of the records, and the teacher and the samples that they are of.
 
     Attributes:
-        top_k: k.
-        temperature: t.
-        vocab_size: ids of the teacher.
-        sequence_length: T.
+        top_k: number of ids per position, k.
+        temperature: temperature of the log-probabilities, t.
+        vocab_size: ids of the teacher's vocabulary.
+        sequence_length: positions of a sample, T.
         mask_documents: whether the teacher saw other documents of a sample.
         tokenizer: fingerprint of the datasets' tokenizer.
-        teacher: fingerprint of its folder.
+        teacher: fingerprint of the teacher's folder.
         records_per_file: records of a full file.
-        dtype: in which the teacher was computed.
+        dtype: dtype in which the teacher was computed.
     """
 
     top_k: int
@@ -70,7 +70,7 @@ class LogitsFormat:
 
     @property
     def content(self) -> str:
-        """Equal for directories whose records of one window are the same, however many windows they have."""
+        """Fingerprint that is equal where records of one window are the same, however many windows a directory has."""
         return fingerprint_of({key: value for key, value in asdict(self).items() if key != "records_per_file"})
 
     @property
@@ -87,7 +87,7 @@ class LogitsFormat:
 
 
 def identity(source: TokenDataset) -> dict[str, Any]:
-    """What makes window w of a dataset the same tokens wherever it is opened."""
+    """Fields that identify a dataset: where they are equal, window w has the same tokens."""
     packing = source.packing.fingerprint if isinstance(source, PackedDataset) else None
     return {"fingerprint": source.manifest.fingerprint, "source": source.source, "packing": packing}
 
@@ -96,12 +96,8 @@ class CachedLogits:
     """The records of a run's samples. Use `open_logits.open_logits`.
 
     Args:
-        path: the directory.
-        manifest: its manifest.
-        numbers: of every source of the mixture, its number in the directory.
-
-    Attributes:
-        format: what the records hold.
+        path: the directory of the logits.
+        numbers: number in the directory of every source of the mixture.
     """
 
     def __init__(self, path: Path, manifest: Manifest, numbers: Sequence[int]) -> None:
@@ -117,7 +113,7 @@ class CachedLogits:
         return {"distill.logits": {"path": str(self._path), "fingerprint": self._manifest.fingerprint}}
 
     def check_has(self, order: SampleOrder, samples: int) -> None:
-        """Refuses a run of which a sample has no record.
+        """Refuses a run with a sample that has no record.
 
         Raises:
             DataError: names the first such sample.

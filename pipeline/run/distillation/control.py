@@ -14,7 +14,7 @@ from pipeline.config.sections.run import Config
 from pipeline.runtime.metrics.journal import read_rows
 
 SUFFIX = "-control"
-"""What the control's directory is called after that of the distillation."""
+"""Suffix of the control's directory, after the name of the distillation's."""
 
 
 def control_of(config: Config) -> Config:
@@ -39,7 +39,7 @@ def comparison(run_dir: str) -> str | None:
     """One line with the last held-out losses of a distillation and of its control; None until both have one.
 
     Args:
-        run_dir: of the distillation.
+        run_dir: the distillation's directory.
     """
     ends = [_last_evaluation(working_directory(path)) for path in (run_dir, control_dir(run_dir))]
     if None in ends:

@@ -40,8 +40,8 @@ class Divergence:
     """A divergence at a temperature.
 
     Attributes:
-        kind: see the module.
-        temperature: t.
+        kind: one of the divergences in the module's table.
+        temperature: temperature of both distributions, t.
         beta: weight of the teacher in the mixture m, between 0 and 1; of JSD only.
     """
 
@@ -85,10 +85,10 @@ def divergence_by_position(
     """The divergence of every target position, and the gradient of their sum with respect to the student's logits.
 
     Args:
-        divergence: which one.
+        divergence: the divergence and its temperature.
         teacher, student: logits [N.., V'], any float dtype.
         labels: int64 [N..]; positions with IGNORE are left out, and their gradient is 0.
-        vocabulary: which ids the V' columns are. All ranks of its group get the same values.
+        vocabulary: the ids of the V' columns. All ranks of its group get the same values.
 
     Returns:
         Nats [N..], 0 where there is no target, and the gradient [N.., V'], in fp32 (fp64 for fp64 logits).
@@ -111,18 +111,18 @@ def bucket_divergence_and_gradient(
     labels: Tensor,
     vocabulary: VocabularyShard = FULL_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
-    """As `divergence_and_gradient`, of a teacher of whom only the k likeliest ids are known, and the mass of the rest.
+    """The divergence and its gradient for a teacher of whom only the k likeliest ids and the rest's mass are known.
 
     Both distributions have k + 1 outcomes then: the ids, and "any other". By the data processing inequality that is a
     lower bound of the divergence over the vocabulary; with k = V it is the same.
 
     Args:
-        divergence: which one.
+        divergence: the divergence and its temperature.
         ids: int64 [N.., k], different ones per position.
         log_p: [N.., k + 1], the teacher's log-probabilities at this temperature, last that of the rest (-inf: none).
         student: logits [N.., V'].
         labels: int64 [N..].
-        vocabulary: which ids the V' columns are.
+        vocabulary: the ids of the V' columns.
     """
     counts = labels != IGNORE
     column = ids - vocabulary.first
@@ -150,7 +150,7 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
 
 
 SMALLEST_REST = -20.0
-"""Log-probability below which the rest of a distribution is not told from this: e^-20 is below fp16's smallest."""
+"""Lower bound on the log-probability of the rest of a distribution: e^-20 is below fp16's smallest."""
 
 
 def _log_of_rest(log_p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

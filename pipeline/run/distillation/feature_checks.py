@@ -1,4 +1,4 @@
-"""What of a matching of features can be refused only when both models are known, before a run starts."""
+"""Checks of matched features that need both models, before a run starts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _check_layers(field: str, whose: str, model: nn.Module) -> None:
 
 
 def _check_attention(whose: str, model: nn.Module) -> None:
-    """Queries, keys and values of all layers have to be as wide as the config says."""
+    """Refuses a model whose layers' queries, keys and values are not as wide as the config says."""
     config: Any = model.config
     others = {*(getattr(config, "layer_types", None) or ())} - _ATTENTIONS
     what = None

@@ -31,8 +31,8 @@ class FeatureDistillation:
 
     Args:
         distillation: the loss of the logits, from the same teacher.
-        teacher: in memory; its features are recorded in the forward pass that gives its targets.
-        matchings: one or two.
+        teacher: the teacher in memory; its features are recorded in the forward pass that gives its targets.
+        matchings: losses of matched features, one or two.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FeatureDistillation:
         self._features: Features | None = None
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """See `Distillation.extra_targets`; the teacher's features are kept for `matched`."""
+        """Calls `Distillation.extra_targets`, and keeps the teacher's features for `matched`."""
         with recording(self._teacher.decoder, self._wanted_of_teacher) as self._features:
             return self._distillation.extra_targets(batch)
 
@@ -60,11 +60,11 @@ class FeatureDistillation:
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """See `Objective.with_gradient`; of the logits alone."""
+        """Implements `Objective.with_gradient`, for the logits alone."""
         return self._distillation.with_gradient(logits, labels, *extra_targets, vocabulary=vocabulary)
 
     def matched(self, features: Features, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `FeatureLoss.matched`; the same on every rank of a tp group, with the gradient of this rank's part."""
+        """Implements `FeatureLoss.matched`: equal on all ranks of a tp group, with the gradient of this one's part."""
         teacher, self._features = self._features, None
         assert teacher is not None, "the teacher has not been run on this batch"
         own = torch.stack([each(features, teacher, batch) for each in self._matchings])
@@ -76,7 +76,7 @@ class FeatureDistillation:
 def make_matchings(
     section: DistillSection, shard: SequenceShard, *, student: nn.Module, teacher: nn.Module
 ) -> list[HiddenStateLoss | AttentionLoss]:
-    """The matchings of a run; none where the config has none.
+    """Makes the matchings of a run; none where the config has none.
 
     Args:
         section: the config's `distill`.
@@ -102,7 +102,7 @@ def _union(wanted: list[WantedFeatures]) -> WantedFeatures:
 
 
 class _SumOver(torch.autograd.Function):
-    """Sums over a group of ranks of which each has the gradient of its own summand."""
+    """Sums over a group of ranks, each of which has the gradient of its own summand."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004

@@ -29,10 +29,11 @@ from pipeline.run.prepare import attention_of
 def find_teacher(
     run: ResolvedRun, mixture: DataMixture, *, vocab_size: int
 ) -> tuple[TeacherModel | None, CachedLogits | None]:
-    """The teacher of a distillation, or its cached logits.
+    """Opens the teacher of a distillation, or its cached logits.
 
     Raises:
-        ConfigError, DataError: see `open_teacher` and `open_logits`.
+        ConfigError: the teacher or its cached logits do not fit the student or the config.
+        DataError: the teacher or its cached logits are missing, damaged, or of other data.
     """
     config, extent = run.config, Extent(run.steps, run.batch.samples)
     assert config.distill is not None
@@ -50,7 +51,7 @@ def find_teacher(
 
 
 def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
-    """Looks at a teacher, and refuses one that cannot be compared with the student, id by id, or that is not whole.
+    """Opens a teacher; refuses one that cannot be compared with the student, id by id, or that is not whole.
 
     Raises:
         ConfigError: its vocabulary is of another size, it holds fewer positions than the sequence, or it cannot be
@@ -80,7 +81,7 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
 
 
 def _equal_ids(run: ResolvedRun, teacher: int, student: int) -> str:
-    """How a teacher and a student get the same rows: both have all ids of the tokenizer, and one has more padding."""
+    """The remedy that gives teacher and student equal rows: both have all ids of the tokenizer, one more padding."""
     model, section = run.config.model, run.config.distill
     if model.path is None:
         return f"set model.config.vocab_size to {teacher}"
@@ -99,12 +100,12 @@ def check_student(run: ResolvedRun, student: nn.Module, teacher: TeacherModel | 
     """Refuses a student whose hidden states cannot be matched with the teacher's, or that cannot generate.
 
     Args:
-        run: with a section `distill`.
-        student: on meta.
-        teacher: in memory; None with cached logits.
+        run: the resolved config, with a section `distill`.
+        student: the student's full model, on meta.
+        teacher: the teacher in memory; None with cached logits.
 
     Raises:
-        ConfigError: see `check_feature_models` and `check_kv_cache`.
+        ConfigError: features of the two models cannot be matched, or the student cannot have a key/value cache.
     """
     section = run.config.distill
     assert section is not None

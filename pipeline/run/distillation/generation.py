@@ -29,7 +29,7 @@ class Prompts:
 
     Attributes:
         ids: int64 [n, P].
-        positions: int64 [n, P], of every token in its document.
+        positions: int64 [n, P], position of every token in its document.
         documents: int32 [n, P], document of every token; None for one document.
         samples: int64 [n], the samples' indices in the step.
     """
@@ -40,26 +40,26 @@ class Prompts:
     samples: Tensor
 
     def extended(self, tokens: Tensor) -> Prompts:
-        """With a token more each, int64 [n], of the document of the last one."""
+        """The prompts with one more token each, int64 [n], in the document of the last one."""
         documents = None if self.documents is None else torch.cat([self.documents, self.documents[:, -1:]], dim=1)
         positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
         return Prompts(torch.cat([self.ids, tokens[:, None]], dim=1), positions, documents, self.samples)
 
     def select(self, samples: slice) -> Prompts:
-        """Some of them."""
+        """Some of the prompts."""
         documents = None if self.documents is None else self.documents[samples]
         return Prompts(self.ids[samples], self.positions[samples], documents, self.samples[samples])
 
 
 @dataclass(frozen=True)
 class Generator:
-    """How a student generates.
+    """Continues prompts with a student's engine.
 
     Attributes:
-        engine: of the student.
+        engine: the student's engine.
         sampler: draws the tokens.
-        new_tokens: G.
-        multiple: of positions in a forward pass: tp.
+        new_tokens: number of new tokens, G.
+        multiple: number that divides the positions of a forward pass: tp.
         kv_cache: whether keys and values are kept; else all tokens are computed again for each new one.
         compiled: whether layers are compiled for training.
         on_progress: called after every token: a step's generation may take longer than the run may stand still.
@@ -74,7 +74,7 @@ class Generator:
     on_progress: Callable[[], None] = lambda: None
 
     def generate(self, prompts: Prompts, *, step: int) -> Tensor:
-        """Continues prompts; int64 [n, G]. Collective."""
+        """Continues prompts; returns the new tokens, int64 [n, G]. Collective."""
         drawn: list[Tensor] = []
         with eager(compiled=self.compiled):
             self.engine.forward_passes(self._passes(prompts, step, drawn), self.sampler)

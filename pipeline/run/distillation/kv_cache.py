@@ -28,7 +28,7 @@ _V, _T, _PROMPT = 32, 16, 7
 _BOUNDARY = 3
 """Position within the prompt at which a second document begins."""
 _MULTIPLE = 2
-"""Passes are padded to it, so that the cache is cropped."""
+"""Number that divides the positions of a padded pass, so that the cache is cropped."""
 
 
 def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: int) -> None:
@@ -37,7 +37,7 @@ def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: i
     Args:
         model: a Hugging Face causal language model on meta.
         mask_documents: whether prompts hold several documents that do not see each other.
-        sequence_length: of a prompt and its continuation, positions.
+        sequence_length: positions of a prompt and its continuation together.
 
     Raises:
         ConfigError: its logits with a cache are not those without one.
@@ -49,7 +49,7 @@ def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: i
 
 
 def kv_cache_problem(model: nn.Module, *, mask_documents: bool, sequence_length: int) -> str | None:
-    """Why an architecture or its attention cannot have a cache; None where it can. Arguments as of `check_kv_cache`."""
+    """Says why an architecture or its attention cannot have a cache; None where it can. See `check_kv_cache`."""
     config: Any = model.config
     assert isinstance(config, PretrainedConfig)
     kind, attention = config.model_type, config._attn_implementation

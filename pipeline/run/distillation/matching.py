@@ -39,11 +39,11 @@ _INDEX = {"query": 0, "key": 1, "value": 2}
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which positions this rank has, and the groups that have the others.
+    """The positions of a sequence that this rank has, and the groups that have the others.
 
     Attributes:
         chunk: int64 [T], positions of this rank's cp chunk, in order.
-        all: int64 [S], those of all cp ranks, in the order of the ranks.
+        all: int64 [S], positions of all cp ranks, in the order of the ranks.
         tp, cp: the ranks of tensor and context parallelism; None for one.
     """
 
@@ -54,7 +54,7 @@ class SequenceShard:
 
     @classmethod
     def of(cls, mesh: Mesh | None, device: torch.device, *, length: int, cp: int, zigzag: bool) -> SequenceShard:
-        """That of this rank; arguments as `sequence_chunks`."""
+        """Makes the shard of this rank; arguments as of `sequence_chunks`."""
         chunks = [
             torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
             for parts in (sequence_chunks(length, cp=cp, cp_rank=rank, zigzag=zigzag) for rank in range(cp))
@@ -64,7 +64,7 @@ class SequenceShard:
         return cls(chunks[mesh.coordinates["cp"]], torch.cat(chunks), mesh.group("tp"), mesh.group("cp"))
 
     def rows(self, values: Tensor, *, dim: int) -> Tensor:
-        """The part of this rank's chunk that it has between the blocks of a tensor-parallel model."""
+        """This rank's part of its chunk between the blocks of a tensor-parallel model (sequence parallelism)."""
         if self.tp is None:
             return values
         return values.chunk(dist.get_world_size(self.tp), dim=dim)[dist.get_rank(self.tp)]
@@ -82,7 +82,7 @@ class HiddenStateLoss:
     Args:
         section: weight and loss.
         layers: student's layer -> teacher's.
-        shard: of this rank.
+        shard: this rank's positions.
     """
 
     part = "hidden_states"
@@ -120,10 +120,10 @@ class AttentionLoss:
     """The matching of self-attention relations.
 
     Args:
-        section: weight, and what is related.
+        section: weight, and the kinds of relations.
         layers: student's layer -> teacher's.
         heads: relation heads of both models.
-        shard: of this rank.
+        shard: this rank's positions.
     """
 
     part = "attentions"

@@ -22,14 +22,14 @@ from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShar
 from pipeline.run.distillation.divergence import Divergence
 
 PARTS = {"forward_kl": "kl", "reverse_kl": "reverse_kl", "jsd": "jsd"}
-"""What the divergence is called in `metrics.jsonl`."""
+"""Names of the divergences in `metrics.jsonl`."""
 
 
 class Reference(Protocol):
-    """What a student is compared with: a teacher in memory, or its cached logits."""
+    """The reference of a student: a teacher in memory, or its cached logits."""
 
     def targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """See `Objective.extra_targets`."""
+        """Returns targets for `Objective.extra_targets`."""
         ...
 
     def compare(
@@ -44,8 +44,8 @@ class Distillation:
 
     Args:
         section: divergence, temperature, alpha.
-        reference: the teacher.
-        z_loss: as `engines.objective.CrossEntropy`.
+        reference: the teacher, or its cached logits.
+        z_loss: weight of the sum of (log Z)^2; 0 is off (see `engines.objective.CrossEntropy`).
     """
 
     def __init__(self, section: DistillSection, reference: Reference, *, z_loss: float = 0.0) -> None:
@@ -56,7 +56,7 @@ class Distillation:
         self.parts = (*parts, "z_loss") if z_loss else parts
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The teacher's last hidden states, its logits, or what is cached of them."""
+        """The teacher's last hidden states, its logits, or its cached logits."""
         return self._reference.targets(batch)
 
     def __call__(
@@ -69,7 +69,7 @@ class Distillation:
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """See `Objective.with_gradient`."""
+        """Implements `Objective.with_gradient`."""
         ce, squares, gradient = cross_entropy_gradient(
             logits, labels, vocabulary, nats_weight=1 - self._alpha, squares_weight=self._z_loss
         )

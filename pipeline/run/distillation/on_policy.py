@@ -1,4 +1,4 @@
-"""Which samples of a step the student continues, and the step's batch with what it has sampled.
+"""The samples of a step that the student continues, and the step's batch with the tokens it has sampled.
 
 Chosen are samples, not steps: where the fraction of a step's samples is a whole number, every step's loss has the same
 mixture, so that its curve and the detection of spikes mean what they do elsewhere. Which ones is a function of
@@ -38,10 +38,10 @@ def chosen_samples(step: int, *, samples: int, fraction: float, seed: int) -> I6
     """Indices of the samples of a step that the student continues: over many steps that fraction of them.
 
     Args:
-        step: from 1.
-        samples: of a step.
-        fraction: of them; may make less than one sample per step.
-        seed: of the run.
+        step: number of the step, from 1.
+        samples: number of samples in a step.
+        fraction: share of the samples that are continued; may make less than one sample per step.
+        seed: the run's seed.
     """
     count = int(step * samples * fraction) - int((step - 1) * samples * fraction)
     place = permute(np.arange(samples), size=samples, key=derive_key(seed, "on-policy samples", step))
@@ -49,19 +49,19 @@ def chosen_samples(step: int, *, samples: int, fraction: float, seed: int) -> I6
 
 
 def passes_per_step(batch: BatchSizes, section: OnPolicySection, *, chosen: I64) -> int:
-    """How many groups of samples are continued one after another in a step, by every rank."""
+    """Counts the groups of samples that every rank continues one after another in a step."""
     most = most_on_a_rank(batch, chosen)
     return -(-most // (section.batch or max(most, 1)))
 
 
 @dataclass(frozen=True)
 class GeneratedSamples:
-    """What a step has generated, over all ranks.
+    """Counts and time of a step's generation, over all ranks.
 
     Attributes:
-        samples: that were continued, those that stayed data included.
-        tokens: that are targets.
-        seconds: of this rank, from the first prompt to the last token.
+        samples: number of samples that were continued, those that stayed data included.
+        tokens: number of generated tokens that are targets.
+        seconds: time on this rank, from the first prompt to the last token.
     """
 
     samples: int
@@ -74,11 +74,10 @@ class OnPolicySamples:
 
     Args:
         run: the resolved config, with `distill.on_policy`.
-        engine: of the student.
-        rank: global.
-        device: of this rank.
+        engine: the student's engine.
+        rank: global rank of this process.
         end_id: the end-of-text token; None for a tokenizer without one.
-        on_progress: see `Generator`.
+        on_progress: called after every new token.
     """
 
     def __init__(
@@ -127,12 +126,12 @@ class OnPolicySamples:
         return StepBatch.of(step.step, whole.split(self._batch.micro), targets)
 
     def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
-        """What a step's row of metrics has: means of the loss's parts over their own targets, and the generation.
+        """Values for a step's row of metrics: means of the loss's parts over their own targets, and the generation.
 
         Args:
             step: a step that `complete` was called for.
-            means: of the loss's parts over all targets of the step.
-            seconds: of the step.
+            means: mean of each part of the loss over all targets of the step, by name.
+            seconds: time of the step.
         """
         made = self._generated.pop(step)
         return {
@@ -144,7 +143,7 @@ class OnPolicySamples:
         }
 
     def _continued(self, batch: MicroBatch, rows: Tensor, *, groups: int, step: int) -> Tensor:
-        """The continuations of some rows, int64 [rows, G], in so many groups."""
+        """Continues some rows in `groups` groups; returns the new tokens, int64 [rows, G]."""
         prompts = self._prompts(batch, rows)
         size = self._section.batch or max(1, len(rows))
         found = []
@@ -167,7 +166,7 @@ class OnPolicySamples:
         return Prompts(ids, positions, documents, samples)
 
     def _counted(self, batch: MicroBatch) -> tuple[int, int]:
-        """Targets, and sampled ones, of all ranks."""
+        """Counts the targets, and the sampled ones among them, over all ranks."""
         assert batch.sampled is not None
         counts = batch.labels != IGNORE
         sums = torch.stack([counts.sum(), (counts & batch.sampled).sum()]) * self._counts

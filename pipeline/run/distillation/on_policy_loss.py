@@ -23,7 +23,7 @@ from pipeline.run.distillation.objective import PARTS
 from pipeline.run.distillation.teacher import Teacher
 
 SHARE = "on_policy_share"
-"""The part of the loss that counts sampled targets: their share of the step's after division by them."""
+"""Name of the part of the loss that counts sampled targets; its mean is their share of the step's targets."""
 
 
 class OnPolicyDistillation:
@@ -31,8 +31,8 @@ class OnPolicyDistillation:
 
     Args:
         section: divergence, temperature, alpha.
-        teacher: in memory.
-        z_loss: as `engines.objective.CrossEntropy`; of data targets.
+        teacher: the teacher in memory.
+        z_loss: weight of the sum of (log Z)^2 over data targets; 0 is off (see `engines.objective.CrossEntropy`).
     """
 
     def __init__(self, section: DistillSection, teacher: Teacher, *, z_loss: float = 0.0) -> None:
@@ -44,21 +44,21 @@ class OnPolicyDistillation:
         self.parts = (*parts, "z_loss") if z_loss else parts
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Which targets are sampled, bool [B, T], and those of the teacher."""
+        """Mask of the targets that are sampled, bool [B, T], and the teacher's targets."""
         assert batch.sampled is not None
         return (batch.sampled, *self._teacher.targets(batch))
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """See `Objective`."""
+        """Implements `Objective.__call__`."""
         total, *parts = _WithGradient.apply(logits, labels, extra_targets, self, vocabulary)
         return Loss(total, tuple(parts))
 
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """See `Objective.with_gradient`."""
+        """Implements `Objective.with_gradient`."""
         sampled, *targets = extra_targets
         of_data = labels.masked_fill(sampled, IGNORE)
         ce, squares, gradient = cross_entropy_gradient(
@@ -74,11 +74,11 @@ class OnPolicyDistillation:
 
 
 def own_means(means: dict[str, float], section: DistillSection) -> dict[str, float]:
-    """Means of the parts over all targets of a step -> means over their own: those of the data, or the sampled ones.
+    """Turns means of the parts over all targets of a step into means over their own: data targets, or sampled ones.
 
     Args:
-        means: by name of the part; others are handed on.
-        section: of the run.
+        means: mean of each part by name; values of other names are handed on.
+        section: the config's `distill`.
     """
     name, share = PARTS[section.divergence], means[SHARE]
     of_data = dict.fromkeys(("cross_entropy", name, "z_loss"), 1 - share)

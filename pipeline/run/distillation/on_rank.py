@@ -20,7 +20,7 @@ from pipeline.run.prepare import PreparedRun
 
 
 def make_distillation(prepared: PreparedRun, device: torch.device, mesh: Mesh | None) -> Objective:
-    """The loss of a distillation, with its teacher on this rank or with cached logits, and what is matched besides."""
+    """Makes the loss of a distillation, with a teacher on this rank or cached logits, and with matched features."""
     run, config = prepared.run, prepared.run.config
     assert config.distill is not None
     if prepared.teacher is None:
@@ -39,7 +39,7 @@ def make_distillation(prepared: PreparedRun, device: torch.device, mesh: Mesh | 
 def make_samples(
     prepared: PreparedRun, engine: Engine, *, rank: int, device: torch.device, on_progress: Callable[[], None]
 ) -> OnPolicySamples | None:
-    """The samples of the student of an on-policy distillation; None in other runs."""
+    """Makes the student's samples of an on-policy distillation; None in other runs."""
     section = prepared.run.config.distill
     if section is None or section.on_policy is None:
         return None

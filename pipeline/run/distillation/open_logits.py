@@ -19,7 +19,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.run.distillation.cached_logits import KIND, CachedLogits, identity
 
 _ENDLESS: Final = 1 << 48
-"""Samples of no run: a source that has not been drawn whole after so many never will be."""
+"""Samples after which a source that has not been drawn whole never will be."""
 
 
 def open_logits(
@@ -35,10 +35,10 @@ def open_logits(
 
     Args:
         section: the config's `distill`.
-        mixture: what the run draws samples from.
+        mixture: the datasets that the run draws samples from.
         data, anomalies: the config's sections.
         extent: length of the run.
-        vocab_size: of the student.
+        vocab_size: ids of the student's vocabulary.
 
     Raises:
         DataError: no such directory, damaged files, another dataset or tokenizer, or samples without a record.
@@ -59,7 +59,7 @@ def open_logits(
 def _refuse_rollback(
     section: DistillSection, data: DataSection, anomalies: AnomaliesSection, order: SampleOrder, *, samples: int
 ) -> None:
-    """After a rollback a run draws samples behind its last step, as many as it skips: no one knows how many."""
+    """Refuses a policy of rollback: after one, a run draws as many samples behind its last step as it skips."""
     for field in ("spikes", "non_finite"):
         if getattr(anomalies, field) != "rollback":
             continue
@@ -76,8 +76,8 @@ def steps_of_all(data: DataSection, order: SampleOrder, *, samples: int) -> int 
 
     Args:
         data: the config's section.
-        order: of the run.
-        samples: of a step.
+        order: the run's order of samples.
+        samples: number of samples in a step.
 
     Returns:
         None where the data would not be drawn whole by any longer run: a curriculum that leaves a source for good, a

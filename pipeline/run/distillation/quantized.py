@@ -1,6 +1,6 @@
 """The values of a teacher whose weights are stored quantized: dequantized on the host, and then handed on one by one.
 
-Only weights: of a teacher whose layers round their inputs too, that rounding would be lost, and with it what it says.
+Only weights: if a teacher's layers round their inputs too, that rounding would be lost, and its logits would differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_dequantized(folder: ModelFolder) -> bool:
 
 
 class DequantizedValues:
-    """Values of a folder in compressed-tensors; a `models.values.ParameterValues`.
+    """Values of a folder in compressed-tensors; a `models.build.initial_values.ParameterValues`.
 
     The whole model is in host memory, in the dtype of the folder, from the first value to the last.
 
@@ -54,13 +54,13 @@ class DequantizedValues:
         self._buffers: dict[str, Tensor] | None = None
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`; a value is asked for once, and freed."""
+        """Implements `ParameterValues.value`; a value is asked for once, and freed."""
         if name not in self._left:
             self._load()
         return part(self._left.pop(name), box).to(device).to(torch.float32)
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`."""
+        """Implements `ParameterValues.buffer`."""
         if self._buffers is None:
             self._load()
         assert self._buffers is not None

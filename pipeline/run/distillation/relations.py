@@ -33,7 +33,7 @@ SCORES = 1 << 23
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which tokens are related, and how much each row counts.
+    """The related tokens, and the weight of each row.
 
     Attributes:
         rows, columns: int64 [T], [S], positions in the sequence.
@@ -47,7 +47,7 @@ class Pairs:
     documents: Tensor | None = None
 
     def hidden(self, first: int, end: int) -> Tensor:
-        """Which columns rows `first` to `end` are not related with, bool [B or 1, 1, end - first, S]."""
+        """Mask of the columns that rows `first` to `end` are not related with, bool [B or 1, 1, end - first, S]."""
         rows = self.rows[first:end]
         later = (self.columns[None, :] > rows[:, None])[None]
         if self.documents is not None:
@@ -76,10 +76,10 @@ def relation_loss(kind: Kind, student: Vectors, teacher: Vectors, pairs: Pairs) 
     """The loss summed over rows, times their weights: scalar, fp32 (fp64 of fp64).
 
     Args:
-        kind: see the module.
-        student: its gradient is taken.
-        teacher: of as many relation heads.
-        pairs: which tokens are related.
+        kind: one of the kinds in the module's table.
+        student: the student's vectors, whose gradient is taken.
+        teacher: the teacher's vectors, with as many relation heads.
+        pairs: the related tokens, and the weight of each row.
     """
     loss: Tensor = _RelationLoss.apply(student.rows, student.columns, teacher, pairs, kind)
     return loss

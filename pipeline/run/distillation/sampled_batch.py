@@ -23,7 +23,7 @@ def with_samples(batch: MicroBatch, rows: Tensor, tokens: Tensor, *, prompt: int
     Inputs after the new tokens stay what they were: nothing depends on them.
 
     Args:
-        batch: of the data, [B, T].
+        batch: a batch of data, [B, T].
         rows: int64 [n], the rows that were chosen; those whose token after the prompt is no target stay data.
         tokens: int64 [n, G], of which T - `prompt` + 1 fit.
         prompt: tokens of the prompt, P.
@@ -49,6 +49,6 @@ def with_samples(batch: MicroBatch, rows: Tensor, tokens: Tensor, *, prompt: int
 
 
 def joined(micro_batches: list[MicroBatch]) -> MicroBatch:
-    """Micro-batches as one."""
+    """Joins micro-batches into one."""
     columns = ([getattr(micro, field.name) for micro in micro_batches] for field in fields(MicroBatch))
     return MicroBatch(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

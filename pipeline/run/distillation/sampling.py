@@ -4,9 +4,10 @@ A token is drawn by the Gumbel-max method: argmax of logits / temperature + g, w
 numbers, has the distribution softmax(logits / temperature). A rank with some columns of the logits finds the highest of
 them, and the highest of all ranks is the token: logits are never gathered. Temperature 0 leaves the noise out.
 
-The noise is a function of (run.seed, step, sample of the step, position, id), by the counter of `models.counter`: it is
-the same in every layout, on every rank, and after a restart. Source: Yellott 1977, "The relationship between Luce's
-choice axiom, Thurstone's theory of comparative judgment, and the double exponential distribution"; Gumbel 1954.
+The noise is a function of (run.seed, step, sample of the step, position, id), by the counter of
+`models.build.counter`: it is the same in every layout, on every rank, and after a restart. Source: Yellott 1977, "The
+relationship between Luce's choice axiom, Thurstone's theory of comparative judgment, and the double exponential
+distribution"; Gumbel 1954.
 
 Shapes: n samples, T positions of a forward pass, V' columns of this rank's shard of the vocabulary.
 """
@@ -30,14 +31,14 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Place:
-    """Which logits of a forward pass tokens are drawn from, and which noise they get.
+    """The logits of a forward pass that tokens are drawn from, and the noise that they get.
 
     Attributes:
         width: positions of the pass, T.
         column: the position whose logits are taken, in every sample.
         samples: int64 [n], the samples' indices in the step.
-        step: of the run.
-        number: of the new token in its sample, from 0.
+        step: number of the run's step.
+        number: index of the new token in its sample, from 0.
     """
 
     width: int
@@ -72,8 +73,8 @@ class Sampler:
     """Draws tokens in a forward pass, in the place of a loss; an `engines.objective.Objective`.
 
     Args:
-        temperature: of the sampling; 0 takes the likeliest token.
-        key: see `noise_key`.
+        temperature: temperature of the sampling; 0 takes the likeliest token.
+        key: the 64 bits that the noise is keyed with (see `noise_key`).
     """
 
     def __init__(self, temperature: float, *, key: int) -> None:
@@ -92,13 +93,13 @@ class Sampler:
         return torch.cat(self._drawn)
 
     def extra_targets(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
-        """None."""
+        """No targets besides the labels."""
         return ()
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Draws from those of the logits that are in the column; they come in the order of the flattened batch."""
+        """Draws from the logits in the place's column; the logits come in the order of the flattened batch."""
         assert self._place is not None
         place, before = self._place, self._seen
         self._seen += labels.numel()
@@ -111,7 +112,7 @@ class Sampler:
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """Nothing goes through the sampling."""
+        """Not used: no gradient goes through the sampling."""
         raise NotImplementedError
 
     def _draw(self, rows: Tensor, first: int, place: Place, vocabulary: VocabularyShard) -> Tensor:

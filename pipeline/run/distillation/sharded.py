@@ -28,9 +28,8 @@ def shard_layers(local: LocalModel, values: ParameterValues, mesh: Mesh, *, devi
 
     Args:
         local: the teacher in this rank's tensor and context parallelism; changed in place.
-        values: of its full parameters.
+        values: values of its full parameters.
         mesh: this rank's coordinates and groups.
-        device: of this rank.
     """
     decoder = local.decoder
     decoder.requires_grad_(False)

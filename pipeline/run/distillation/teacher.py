@@ -33,11 +33,10 @@ ROWS = 1024
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """A teacher that has been looked at and found to fit.
+    """A teacher that has been checked and found to fit.
 
     Attributes:
-        model: on meta, in the dtype of the run.
-        values: of its parameters.
+        model: the full model, on meta, in the dtype of the run.
     """
 
     model: nn.Module
@@ -56,9 +55,8 @@ class Teacher:
     """A frozen teacher on this rank; of a pipeline, only ranks of the last stage hold it, since they compute the loss.
 
     Args:
-        found: the model.
+        found: the teacher's model and values.
         run: the resolved config of the student's run.
-        device: of this rank.
         mesh: this rank's coordinates and groups; None for one process.
     """
 
@@ -112,7 +110,7 @@ class Teacher:
         *targets: Tensor,
         vocabulary: VocabularyShard,
     ) -> tuple[Tensor, Tensor]:
-        """As `compare`, with the divergence of every position; see `divergence_by_position`."""
+        """The divergence at every position, and the gradient of their sum; see `divergence_by_position`."""
         _decoder, head = self._made
         own = targets[0] if head is None else head(targets[0])
         return divergence_by_position(divergence, own, logits, labels, vocabulary)

@@ -33,11 +33,11 @@ from pipeline.run.distillation.cached_logits import I64, KIND, LogitsFormat, des
 from pipeline.run.distillation.divergence import SMALLEST_REST, log_probabilities
 
 FILE_BYTES: Final = 64 << 20
-"""Size of a file of records, about: what is lost when a job is killed."""
+"""Approximate size of a file of records: a job that is killed loses the one it writes."""
 _LOCATED: Final = 1 << 20
 
 LogitsOf = Callable[[MicroBatch], Iterator[Tensor]]
-"""A teacher: its logits of a batch [rows, V], some rows at a time, in order."""
+"""Function that yields a teacher's logits of a batch [rows, V], some rows at a time, in order."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,8 @@ class LogitsPlan:
     """The records that are to be written.
 
     Attributes:
-        format: what they hold.
         sources: the datasets.
-        windows: of every dataset, those that get a record, ascending.
+        windows: windows of every dataset that get a record, ascending.
     """
 
     format: LogitsFormat
@@ -56,7 +55,7 @@ class LogitsPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for jobs whose files fit together."""
+        """Fingerprint that is equal for jobs whose files fit together."""
         chosen = [hashlib.sha256(mine.tobytes()).hexdigest() for mine in self.windows]
         return fingerprint_of([asdict(self.format), [identity(each) for each in self.sources], chosen])
 
@@ -88,7 +87,7 @@ def drawn_windows(order: SampleOrder, samples: int) -> tuple[I64, ...]:
 
 
 def merged(sources: Sequence[TokenDataset], windows: Sequence[I64]) -> tuple[tuple[TokenDataset, ...], tuple[I64, ...]]:
-    """Each dataset once, with the windows of all its places in a mixture, ascending: it is read by what it is."""
+    """Each dataset once, by its `identity`, with the windows of all its places in a mixture, ascending."""
     once: dict[str, tuple[TokenDataset, list[I64]]] = {}
     for source, mine in zip(sources, windows, strict=True):
         once.setdefault(fingerprint_of(identity(source)), (source, []))[1].append(mine)
@@ -113,8 +112,8 @@ def write_logits(
         final: the directory.
         logits_of: the teacher.
         batch: samples of a forward pass.
-        parents: of the manifest.
-        rank, processes: which tasks are this process's.
+        parents: parents of the manifest, by config field: path and fingerprint.
+        rank, processes: index of this process, and number of processes.
         say: told of every file.
 
     Returns:
@@ -137,7 +136,7 @@ def write_logits(
 
 
 def is_written(plan: LogitsPlan, final: str | Path) -> bool:
-    """Whether the directory is there.
+    """Whether the finished directory is there.
 
     Raises:
         DataError: it holds something else.
@@ -154,7 +153,7 @@ def is_written(plan: LogitsPlan, final: str | Path) -> bool:
 def _records(
     plan: LogitsPlan, source: int, number: int, logits_of: LogitsOf, *, batch: int
 ) -> Iterator[npt.NDArray[Any]]:
-    """The records of a file, those of a batch at a time."""
+    """Yields the records of a file, those of a batch at a time."""
     each, dataset = plan.format.records_per_file, plan.sources[source]
     windows = plan.windows[source][number * each : (number + 1) * each]
     for first in range(0, windows.size, batch):

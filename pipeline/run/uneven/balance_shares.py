@@ -41,8 +41,8 @@ class ShareChange:
 
     Attributes:
         shares: samples of every data-parallel rank.
-        seconds_per_sample: measured, of every data-parallel rank: forward passes of its slowest rank.
-        gain: by which a step's passes become shorter, e.g. 0.3: before / after - 1, estimated.
+        seconds_per_sample: measured time of the forward passes, on the slowest rank of every data-parallel rank.
+        gain: estimated gain in speed of a step's passes: seconds before / seconds after - 1, e.g. 0.3.
     """
 
     shares: Shares
@@ -55,7 +55,7 @@ class ShareChange:
         return shares_row(self.shares) | speeds
 
     def line(self, step: int) -> str:
-        """For people."""
+        """The change as a line for people."""
         slowest = max(range(len(self.seconds_per_sample)), key=self.seconds_per_sample.__getitem__)
         ratio = self.seconds_per_sample[slowest] / min(self.seconds_per_sample)
         why = f"data rank {slowest} takes {ratio:.2f} times as long per sample as the fastest"
@@ -65,14 +65,14 @@ class ShareChange:
 def make_balancer(
     run: ResolvedRun, engine: Engine, current: CurrentBatch | None, *, gpu: bool, stack: ExitStack
 ) -> ShareBalancer | None:
-    """Of this rank; None where shares are not measured.
+    """Makes the balancer of this rank; None where shares are not measured.
 
     Args:
         run: the resolved config.
-        engine: whose forward passes are timed.
+        engine: the engine whose forward passes are timed.
         current: batch sizes of the next step; None in fixed shares.
-        gpu: whether it computes on a GPU.
-        stack: closes it.
+        gpu: whether the engine computes on a GPU.
+        stack: closes the balancer.
     """
     if current is None:
         return None
@@ -89,7 +89,7 @@ def timed_modules(causal: nn.Module, *, gathered_apart: bool) -> Iterator[nn.Mod
 
     Args:
         causal: Hugging Face's model, or a pipeline stage of it.
-        gathered_apart: the weights of every module are gathered by themselves (DeepSpeed's ZeRO-3).
+        gathered_apart: whether the weights of every module are gathered by themselves (DeepSpeed's ZeRO-3).
     """
     for layer in decoder_layers(causal).values():
         if not gathered_apart:
@@ -123,10 +123,10 @@ class ShareBalancer:
     """Divides the samples of steps by measured speed. Every method is called by all ranks alike.
 
     Args:
-        rule: how samples may be divided.
+        rule: rule by which samples may be divided.
         topology: the mesh.
         current: batch sizes of the next step; is given new shares.
-        clock: of this rank's forward passes.
+        clock: times this rank's forward passes.
     """
 
     def __init__(self, rule: ShareRule, topology: Topology, current: CurrentBatch, clock: ComputeClock) -> None:
@@ -141,7 +141,7 @@ class ShareBalancer:
 
     @property
     def shares(self) -> Shares:
-        """The current ones."""
+        """The current shares."""
         assert self._current.sizes.shares is not None
         return self._current.sizes.shares
 
@@ -153,7 +153,7 @@ class ShareBalancer:
         self._clock.begin(sum(len(micro.input_ids) for micro in batch.micro_batches))
 
     def update(self, step: int) -> ShareChange | None:
-        """After every `EVERY`-th step: gathers speeds, and divides anew where that pays. Collective."""
+        """Gathers speeds after every `EVERY`-th step, and divides anew where that pays. Collective."""
         if step % EVERY:
             return None
         seconds, samples = self._clock.take()
@@ -181,7 +181,7 @@ class ShareBalancer:
 
 
 def slowest_of_data_ranks(topology: Topology, seconds: Sequence[float]) -> list[float]:
-    """By data-parallel rank the largest of its pipeline, context- and tensor-parallel ranks; 0 where one has none."""
+    """The largest value of each data-parallel rank's pipeline, cp and tp ranks; 0 where one of them has none."""
     by_rank: list[list[float]] = [[] for _ in range(topology.dp)]
     for rank, each in enumerate(seconds):
         by_rank[topology.coordinates(rank)["dp"]].append(each)

@@ -29,23 +29,24 @@ from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.missing_ranks import deadline
 
 WINDOWS, WINDOW_S = 4, 0.5
-"""Each rank computes in so many windows of so many seconds. The mean of the passes in a window, since a device that is
-throttled for part of the time is slow; of the windows the fastest, since what else runs on a host only adds time."""
+"""Number of windows in which each rank computes, and seconds of each. In a window the mean of the passes counts: a
+device that is throttled for part of the time is slow. Of the windows the fastest counts: other processes of a host
+only add time."""
 STEP = 0.05
-"""Speeds are rounded to multiples of it, relative to the fastest."""
+"""Step to which speeds are rounded, relative to the fastest."""
 MARGIN = 0.9
 """Share of a GPU's free memory that tensors may take: the formulas count neither fragmentation nor workspaces."""
 _PASS_FLOPS = {"cuda": 1e13, "cpu": 2e10}
-"""Bound on the work of a pass, which takes some ms on a GPU and tenths of a second on a CPU."""
+"""Most FLOPs of a pass, which takes some ms on a GPU and tenths of a second on a CPU."""
 
 
 @dataclass(frozen=True)
 class MeasuredStages:
-    """What was measured of the pipeline ranks, and the division of the layers that follows.
+    """Measured speeds of the pipeline ranks, and the division of the layers that follows.
 
     Attributes:
         devices: speeds relative to the fastest, and memory.
-        seconds: of a pass on the slowest device of every pipeline rank.
+        seconds: time of a pass on the slowest device of every pipeline rank.
         layers: (first, end) of the decoder layers of every stage.
     """
 
@@ -68,7 +69,7 @@ class MeasuredStages:
         return replace(prepared, run=replace(prepared.run, measured_devices=self.devices))
 
     def line(self) -> str:
-        """For people."""
+        """The stages as a line for people."""
         speeds = ", ".join(f"{each:.2f}" for each in self.devices.speeds)
         counts = ", ".join(str(end - first) for first, end in self.layers)
         text = f"pipeline stages by measured speed: ranks {speeds} of the fastest; decoder layers per stage {counts}"
@@ -80,13 +81,12 @@ class MeasuredStages:
 def measure_stages(
     run: ResolvedRun, model: nn.Module, rendezvous: Rendezvous, device: torch.device
 ) -> MeasuredStages | None:
-    """Measures this rank, and hears of the others. Collective; None where the config asks for no measurement.
+    """Measures this rank, and gathers the times of all. Collective; None where the config asks for no measurement.
 
     Args:
         run: the resolved config.
         model: the full model, on meta.
-        rendezvous: of all ranks.
-        device: of this rank.
+        rendezvous: the rendezvous of all ranks.
 
     Raises:
         ConfigError: no division of the layers fits the memory of the devices.
@@ -110,13 +110,13 @@ def measure_stages(
 
 
 def relative_speeds(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Speeds of devices that take so many seconds for equal work: of the fastest 1, in steps of `STEP`, never 0."""
+    """Speeds of devices with these times for equal work: 1 for the fastest, in steps of `STEP`, never 0."""
     fastest = min(seconds)
     return tuple(round(max(1, round(fastest / each / STEP)) * STEP, 2) for each in seconds)
 
 
 def slowest_of_pipeline_ranks(topology: Topology, values: Sequence[float]) -> list[float]:
-    """By pipeline rank the largest value of its data-, context- and tensor-parallel ranks."""
+    """The largest value of each pipeline rank's data-, context- and tensor-parallel ranks."""
     by_rank: list[list[float]] = [[] for _ in range(topology.pp)]
     for rank, each in enumerate(values):
         by_rank[topology.coordinates(rank)["pp"]].append(each)
@@ -156,8 +156,6 @@ class _Product:
     Args:
         shape: (out, in) of the weight.
         tokens: rows of the input.
-        dtype: of the run's passes.
-        device: of this rank.
     """
 
     def __init__(self, shape: tuple[int, int], tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -167,7 +165,7 @@ class _Product:
         self._gradient = torch.ones(tokens, outputs, dtype=dtype, device=device)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, gradient of the input, gradient of the weight."""
+        """Computes the output, the gradient of the input and the gradient of the weight."""
         return self._input @ self._weight.T, self._gradient @ self._weight, self._gradient.T @ self._input
 
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline.run.uploads`: the process that rank 0 starts; it ends with that, whose end closes its input.
+"""`python -m pipeline.run.uploads`: the process that rank 0 starts; it ends when its input is closed, with rank 0.
 
 It reads words from its standard input: `backlog` (tell when everything is uploaded), `end` (upload small files, end).
 It writes events to its standard output, one JSON object per line.

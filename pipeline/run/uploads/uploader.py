@@ -40,7 +40,7 @@ from pipeline.runtime.metrics.times import iso_time
 
 T = TypeVar("T")
 Tell = Callable[[dict[str, Any]], None]
-"""Takes an event for rank 0."""
+"""Function that tells rank 0 an event."""
 LINKS = ".uploading"
 """Folder of hard links in the run's directory."""
 _POLL_S, _RATE_S = 0.2, 30.0
@@ -49,11 +49,11 @@ _FIRST_RETRY_S, _LAST_RETRY_S, _TELL_S = 1.0, 60.0, 60.0
 
 @dataclass(frozen=True)
 class UploadTerms:
-    """What is kept in the store.
+    """The checkpoints that stay in the store.
 
     Attributes:
         keep: number of newest checkpoints; None for all.
-        keep_every: those of steps divisible by this are kept for ever.
+        keep_every: divisor of the steps whose checkpoints are kept for ever; None for no such steps.
     """
 
     keep: int | None
@@ -70,8 +70,8 @@ class _Waiting:
 
     Attributes:
         step: the last step that is in it.
-        text: of its manifest.
-        manifest: what that says.
+        text: bytes of its manifest.
+        manifest: its parsed manifest.
         links: folder with hard links to its files.
     """
 
@@ -83,7 +83,7 @@ class _Waiting:
 
 @dataclass
 class _State:
-    """What `headrace status` shows; see `row`."""
+    """State of the uploads that `headrace status` shows; see `row`."""
 
     durable_step: int | None = None
     durable_at: float | None = None
@@ -121,10 +121,10 @@ class Uploader:
     """Uploads the files of one run.
 
     Args:
-        url: of the run.
-        run_dir: its directory on this host.
-        lease: of this process.
-        terms: what is kept.
+        url: the run's URL.
+        run_dir: the run's directory on this host.
+        lease: this process's lease on the run.
+        terms: the checkpoints that stay in the store.
         tell: takes events.
 
     Attributes:
@@ -168,7 +168,7 @@ class Uploader:
         self._patiently(partial(self._renew, released=True))
 
     def _first(self) -> _Waiting | None:
-        """The oldest one that waits, which is not dropped from here on."""
+        """The oldest checkpoint that waits, which is not dropped from here on; None without one."""
         with self._lock:
             first = self._waiting[0] if self._waiting else None
             self._state.uploading = None if first is None else first.step

@@ -1,4 +1,4 @@
-"""Rank 0's side of the uploads of a run: the lease, the process that uploads, and what that tells."""
+"""Rank 0's side of the uploads of a run: the lease, the process that uploads, and the events that it tells."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pipeline.config.sections.run import Config
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 
 _END_S, _AFTER_AN_ERROR_S = 120.0, 20.0
-"""Seconds for the last small files at the end of a run."""
+"""Seconds for the last small files at the end of a run, and after an error."""
 _SAY_S = 10.0
 _GIVE_UP = 10
-"""Leases' times without any progress after which a run that has ended gives its backlog up."""
+"""Lease times without progress after which a run that has ended gives its backlog up."""
 
 
 class Record(Protocol):
@@ -44,9 +44,8 @@ class Uploads:
     In its block this process holds the run's lease in the store, and the directory on this host is up to date.
 
     Args:
-        config: of the run.
         first: whether this is rank 0.
-        signals: a lease that is lost stops the run.
+        signals: stop signals of this process, by which a lost lease stops the run.
 
     Raises:
         ConfigError: another process trains there, or the store is not one for a run.
@@ -96,7 +95,7 @@ class Uploads:
             )
 
     def report(self, record: Record, say: Callable[[str], None]) -> None:
-        """Records and prints what the process has told since the last call. On rank 0; on others nothing is told."""
+        """Records and prints the events that the process has told since the last call; none on other ranks than 0."""
         for event in self._events():
             if event["event"] == "lease_lost":
                 self._lost = True
@@ -213,7 +212,7 @@ def _taken(url: str, *, silent_s: float) -> Lease:
 
 
 def _line(event: dict[str, Any], step: int, url: str | None) -> str | None:
-    """What is printed of an event; None where nothing is."""
+    """The line that is printed for an event; None where there is none."""
     make = _LINES.get(event["event"])
     return None if make is None else make({**event, "step": step, "run": url})
 

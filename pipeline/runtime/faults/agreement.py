@@ -14,14 +14,14 @@ from pipeline.runtime.launch.host_copy import HostCopy, to_device
 
 @dataclass(frozen=True)
 class StepFlags:
-    """What a rank says with the numbers of a step; of all ranks: whether any says so.
+    """Flags that a rank sends with the numbers of a step; after `agreed`, whether any rank has set them.
 
     Attributes:
         stop: the stop that was requested.
-        busy: this rank's part of a checkpoint is still being written.
-        checkpoint_due: it is time for a checkpoint.
-        memory_grew: the peak of memory is above the one that all know of.
-        slow: steps take so long that no device needs to work ahead.
+        busy: whether this rank's part of a checkpoint is still being written.
+        checkpoint_due: whether it is time for a checkpoint.
+        memory_grew: whether the peak of memory is above the one that all ranks know.
+        slow: whether steps take so long that no device needs to work ahead.
     """
 
     stop: Stop
@@ -31,14 +31,14 @@ class StepFlags:
     slow: bool = False
 
     def values(self) -> list[float]:
-        """As numbers whose sums over the ranks `agreed` takes: one for each reason to stop, one for each flag."""
+        """Numbers whose sums over the ranks `agreed` takes: one for each reason to stop, one for each flag."""
         stops = [float(self.stop == reason) for reason in Stop if reason]
         flags = (self.busy, self.checkpoint_due, self.memory_grew, self.slow)
         return [*stops, *map(float, flags)]
 
     @classmethod
     def agreed(cls, sums: Sequence[float]) -> StepFlags:
-        """The flags of all ranks; of several reasons to stop the highest."""
+        """The flags of all ranks, from these sums; the highest of several reasons to stop."""
         *stops, busy, due, grew, slow = (each > 0 for each in sums)
         reasons = [reason for reason, given in zip((r for r in Stop if r), stops, strict=True) if given]
         return cls(max(reasons, default=Stop.NO), busy, due, grew, slow)
@@ -48,10 +48,10 @@ class Agreement:
     """Computes maxima over all ranks.
 
     Args:
-        device: of this rank; the all-reduce uses the backend of the gradients, which is the fastest one.
+        device: this rank's device; the all-reduce uses the backend of the gradients, which is the fastest one.
 
     Attributes:
-        device: the same.
+        device: this rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -21,7 +21,7 @@ Kind = Literal["died", "silent", "stuck", "failed", "lost"]
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What the heartbeat server knows of a rank.
+    """Status of a rank, as the heartbeat server knows it.
 
     Attributes:
         rank: global rank.
@@ -36,14 +36,14 @@ class RankStatus:
         ticks: progress reports within the current phase.
         step: the current step, or the last one.
         phase: start-up, training, ...
-        stack: of its main thread, innermost call first.
-        collective: the oldest collective it has begun that has not ended, of a rank that makes no progress; or empty.
-        gil_held: the last heartbeat was a `faulthandler` dump: some call holds the interpreter lock (GIL).
-        finished: it has signed off.
-        disconnected: its connection is closed.
+        stack: call stack of its main thread, innermost call first.
+        collective: the oldest collective it has begun that has not ended, while it makes no progress; or empty.
+        gil_held: whether the last heartbeat was a `faulthandler` dump: some call holds the interpreter lock (GIL).
+        finished: whether it has signed off.
+        disconnected: whether its connection is closed.
         error: first line of its own error.
-        secondary: that error looks like a consequence of another rank's failure.
-        error_time: when the error was reported.
+        secondary: whether its error looks like a consequence of another rank's failure.
+        error_time: time when the error was reported, in seconds of the server's clock.
     """
 
     rank: int
@@ -75,13 +75,13 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ended the run.
+    """The cause of the end of a run.
 
     Attributes:
         kind: died (its connection closed without signing off), silent (no heartbeats), stuck (hang), failed (with an
             error of its own), or lost (a broken link to another rank, while no rank has died, failed or gone silent).
         ranks: the ranks at fault, in ascending order.
-        seconds: since their last heartbeat; for "stuck", since the last progress of any rank.
+        seconds: seconds since their last heartbeat; for "stuck", since the last progress of any rank.
     """
 
     kind: Kind
@@ -95,8 +95,8 @@ def diagnose(
     """Diagnoses the run from the status of all ranks; None while nothing is wrong.
 
     Args:
-        statuses: of the ranks that have registered.
-        now: on the clock of their times.
+        statuses: statuses of the ranks that have registered.
+        now: current time, in seconds of the server's clock.
         silent_s: heartbeat timeout: seconds without a heartbeat after which a rank counts as stopped.
         stuck_s: hang timeout: seconds without progress of any rank after which the run counts as stuck.
         interval_s: seconds between heartbeats.

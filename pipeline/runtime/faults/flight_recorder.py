@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of this rank's collectives: the one it is in, and a dump of the newest ones.
+"""Reads torch's flight recorder of this rank's collectives: the one it is in, and a dump of the newest ones.
 
 The recorder keeps the last collectives of each process group with their state, for NCCL and for gloo. Reading it waits
 for no device and no rank.
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 FILES = "flight-recorder-rank-"
-"""What the names of dumps begin with; the rank follows, as torch's analysis (torchfrtrace) wants it."""
+"""Prefix of the names of dumps; the rank follows, as torch's analysis (torchfrtrace) wants it."""
 
 
 def pending_collective() -> str:
-    """The collective this rank has begun first of those that have not ended; empty if there is none, or no recorder."""
+    """The oldest collective of this rank that has not ended; empty if there is none, or no recorder."""
     return describe_pending(_traces())
 
 
@@ -24,7 +24,7 @@ def describe_pending(traces: list[Mapping[str, Any]]) -> str:
     """The oldest collective of these traces that has not ended, e.g. "nccl:all_reduce 7 of mesh_tp, Float [64]".
 
     Args:
-        traces: of each recorder of this process, as its JSON has them: `entries`, each with `state`, `retired`, ...
+        traces: JSON of each recorder of this process: `entries`, each with `state`, `retired`, ...
     """
     entries = [entry for trace in traces for entry in trace.get("entries", ()) if _is_pending(entry)]
     if not entries:
@@ -71,7 +71,7 @@ def _traces() -> list[Mapping[str, Any]]:
 
 
 def _call(name: str) -> bytes:
-    """The answer of a function of torch's C++ side; nothing where this build lacks it, as one without NCCL does."""
+    """The result of a function of torch's C++ side; empty where this build lacks it, as one without NCCL does."""
     import torch._C._distributed_c10d as c10d  # noqa: PLC0415
 
     function = getattr(c10d, name, None)

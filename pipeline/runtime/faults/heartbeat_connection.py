@@ -21,9 +21,9 @@ from pipeline.runtime.launch.rendezvous import store_call
 
 _KEY = "watchdog"
 _START_S = 60.0
-"""How long a rank waits for rank 0 to publish the server's address, and for the server to confirm a registration."""
+"""Seconds for rank 0 to publish the server's address, and for the server to confirm a registration."""
 _CONNECT_S = 5.0
-"""Connection timeout for each address of the server."""
+"""Connection timeout for each address of the server, in seconds."""
 _MOST_ANSWER = 4096
 """Bytes without an end of line after which the other side is another program."""
 _STRANGERS = 128
@@ -102,9 +102,9 @@ def connect(
     """A connection on which the server has confirmed the registration, or None when no address leads to the server.
 
     Args:
-        address: of the server.
+        address: address of the server.
         registration: the first message.
-        local: the server is on this host.
+        local: whether the server is on this host.
     """
     for host in ("127.0.0.1", "::1", *address.hosts) if local else address.hosts:
         with suppress(OSError):

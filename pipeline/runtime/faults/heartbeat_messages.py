@@ -14,7 +14,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 DIAGNOSIS = b'{"diagnosis":'
-"""How the line of a diagnosis begins."""
+"""Beginning of the line of a diagnosis."""
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -44,7 +44,7 @@ class ServerConfig:
     """Configuration of the heartbeat server, from rank 0.
 
     Attributes:
-        token: a connection has to present it to count as a rank of this start of this run.
+        token: token that a connection has to present to count as a rank of this start of this run.
         world_size: number of ranks.
         run_dir: the run's directory.
         silent_s: heartbeat timeout, in seconds.
@@ -67,8 +67,8 @@ class _Connection:
     """State of a connection; `status` is None until the rank has registered.
 
     Attributes:
-        since: when it was accepted, by `time.monotonic`.
-        first: what it has sent until it presents the token; None from then on.
+        since: time when it was accepted, by `time.monotonic`.
+        first: bytes that it has sent before the token is complete; None from then on.
     """
 
     since: float = 0.0
@@ -83,7 +83,7 @@ class HeartbeatServer:
 
     Args:
         listener: accepts their connections.
-        config: from rank 0.
+        config: configuration from rank 0.
     """
 
     def __init__(self, listener: socket.socket, config: ServerConfig) -> None:
@@ -206,7 +206,7 @@ class HeartbeatServer:
             self._diagnose_now = True
 
     def _disconnect_strangers(self, now: float) -> None:
-        """Connections without the token keep their file descriptors for a while only."""
+        """Closes connections that have not presented the token in time: they take up file descriptors."""
         for client, connection in list(self._connections.items()):
             if connection.first is not None and now - connection.since > _STRANGER_S:
                 self._disconnect(client, now)
@@ -291,7 +291,7 @@ class HeartbeatServer:
 def is_paused(monitored: Sequence[RankStatus]) -> bool:
     """Whether the run is paused on purpose: one of its ranks by a debugger, or all of them by a signal (SIGSTOP).
 
-    Known only of ranks on this machine.
+    Known only for ranks on this machine.
     """
 
     def process_state(status: RankStatus) -> str:

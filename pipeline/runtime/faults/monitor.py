@@ -45,7 +45,7 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the heartbeat server listens.
+    """Address of the heartbeat server.
 
     Attributes:
         port: TCP port.
@@ -60,12 +60,12 @@ class ServerAddress:
     interval_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """The address as a JSON object."""
         return {"port": self.port, "token": self.token, "hosts": self.hosts, "interval_s": self.interval_s}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """From JSON."""
+        """The address from its JSON object."""
         return cls(fields["port"], fields["token"], tuple(fields["hosts"]), fields["interval_s"])
 
 
@@ -85,7 +85,7 @@ class PendingCollective:
     """The collective a rank waits in, asked for when the rank has made no progress for a while.
 
     Args:
-        ask: returns it, or an empty text. A failure of it is no fault of the run.
+        ask: returns the collective, or an empty text. Its failure is no fault of the run.
         idle_s: seconds without progress until it is asked, and between two questions.
     """
 
@@ -115,7 +115,7 @@ class Monitor(threading.Thread):
     into the connection instead: its own thread needs no lock. So a rank in a long C call is not taken for a dead one.
 
     Args:
-        rank: of this process.
+        rank: this process's global rank.
         position: returns the position of the main thread.
         connect: connects to the heartbeat server, or returns None.
         on_server_lost: called when the server is gone or silent, with the seconds of silence; 0 when it disconnected.
@@ -185,10 +185,10 @@ class Monitor(threading.Thread):
         """Reports an error of this rank to the server. Called by the main thread.
 
         Args:
-            text: its first line.
-            secondary: it looks like a consequence of another rank's failure.
-            exit_code: what this process is about to exit with.
-            trace: its traceback, printed where the diagnosis ends this process and no other rank is the cause.
+            text: first line of the error.
+            secondary: whether it looks like a consequence of another rank's failure.
+            exit_code: exit code with which this process is about to end.
+            trace: traceback of the error, printed where the diagnosis ends this process and no other rank is the cause.
         """
         self._trace = trace  # before `_own_error`, which this object's thread looks at
         self._own_error, self._exit_code = "secondary" if secondary else "cause", exit_code
@@ -198,7 +198,7 @@ class Monitor(threading.Thread):
     def await_diagnosis(self, seconds: float) -> None:
         """Gives the server time to diagnose: this thread then ends the process, or returns when no rank is at fault.
 
-        A lost server sends no diagnosis, but rank 0 may have died a moment after it: that is checked once more.
+        A lost server sends no diagnosis, but rank 0 may have died a moment after it, so its loss is checked once more.
         """
         deadline = time.monotonic() + seconds
         while self.is_alive() and not self._diagnosed.is_set() and time.monotonic() < deadline:
@@ -218,7 +218,7 @@ class Monitor(threading.Thread):
         self.join(2.0)
 
     def _exchange_heartbeats(self, connection: socket.socket, decoder: MessageDecoder) -> float | None:
-        """Sends and receives. Returns None after a diagnosis, else for how long the server has been silent."""
+        """Sends and receives; returns the seconds of the server's silence, None after a diagnosis or `close`."""
         connection.settimeout(self._timeout_s)
         last_received = last_loop = time.monotonic()
         next_heartbeat = 0.0
@@ -289,7 +289,7 @@ class Monitor(threading.Thread):
         exit_now(EXIT_FOLLOWED if kind == "failed" else EXIT_LOST)
 
     def _wait_for_own_error(self, seconds: float) -> None:
-        """Where all ranks raise the same error, each prints its own, a moment earlier or later."""
+        """Waits for this rank's own error: where all ranks raise the same one, each prints it, sooner or later."""
         deadline = time.monotonic() + seconds
         while not self._own_error and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -41,8 +41,8 @@ def describe_fault(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, 
     """The report for a person.
 
     Args:
-        diagnosis: what happened.
-        statuses: of all ranks that have registered.
+        diagnosis: cause of the end, and the ranks at fault.
+        statuses: rank -> status, for all ranks that have registered.
         world_size: number of ranks.
     """
     at_fault = [statuses[rank] for rank in diagnosis.ranks]
@@ -94,8 +94,8 @@ def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) ->
     """A row of `faults.jsonl` for hosts that do not answer the agents of the others.
 
     Args:
-        hosts: rank -> host of the ranks on them, in ascending order.
-        step: of the newest checkpoint; the step that these ranks had reached is not known.
+        hosts: rank -> host, for the ranks on these hosts, in ascending order.
+        step: step of the newest checkpoint; the step that these ranks had reached is not known.
         world_size: number of ranks.
     """
     return {
@@ -127,7 +127,7 @@ def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, mast
     Args:
         run_dir: the run's directory.
         row: the row.
-        token: the same in all processes of the start.
+        token: token that is the same in all processes of the start.
         master: address:port of the rendezvous, which is the token of a row by agents: they write it before they end
             the ranks of a start, and what ranks notice of that end is not the fault.
     """
@@ -159,7 +159,7 @@ def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
 
 
 def _further(ranks: Sequence[int]) -> dict[str, Any]:
-    """Columns for those of the ranks that a row does not describe."""
+    """Columns for the ranks at fault that a row does not describe."""
     further = ranks[_RECORDED:]
     return {"further": len(further), "further_ranks": _rank_ranges(further)} if further else {}
 
@@ -236,7 +236,7 @@ def _stack(status: RankStatus, when: str) -> list[str]:
 
 
 def _collectives(statuses: Sequence[RankStatus]) -> list[str]:
-    """Which ranks wait in which collective, as far as they have told."""
+    """Lines on which ranks wait in which collective, as far as they have reported it."""
     groups: dict[str, list[int]] = {}
     for status in statuses:
         if status.collective:

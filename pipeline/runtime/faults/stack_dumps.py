@@ -31,7 +31,7 @@ def thread_stack(thread: int) -> tuple[str, ...]:
 
 
 def parse_faulthandler_dump(dump: Iterable[str], *, thread: int) -> tuple[str, ...]:
-    """The same from the output of `faulthandler`, which needs no interpreter lock."""
+    """The innermost calls of a thread, from the output of `faulthandler`, which needs no interpreter lock."""
     inside, lines = False, list[str]()
     for line in dump:
         if found := _THREAD.match(line):

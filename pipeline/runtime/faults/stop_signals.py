@@ -30,7 +30,7 @@ _EXIT_S = 1.0
 
 
 class Stop(IntEnum):
-    """Why a run stops before its end; of several ranks' reasons the highest counts."""
+    """Reason why a run stops before its end; of several ranks' reasons the highest counts."""
 
     NO = 0
     INTERRUPT = 1

@@ -42,7 +42,7 @@ from pipeline.runtime.launch.missing_ranks import barrier
 from pipeline.runtime.launch.rendezvous import store_call
 
 _IDLE_S, _DUMP_S = 10.0, 3.0
-"""Seconds without progress until a rank looks which collective it is in; how long a dump of them may take."""
+"""Seconds without progress until a rank looks up its pending collective; seconds that a dump of them may take."""
 _MIN_BARRIER_S = 5.0
 """Timeout at least for ranks that reach the same barrier together."""
 
@@ -120,7 +120,7 @@ def run_watchdog(
         launch: from `detect`.
         rendezvous: from `process_group`; None where there is none.
         config: the timeouts.
-        run_dir: where faults are recorded.
+        run_dir: directory in which faults are recorded.
     """
     watchdog = Watchdog()
     if config.enabled:
@@ -193,9 +193,9 @@ def _store_responds(rendezvous: Rendezvous) -> bool:
 def _report_rank_zero_lost(
     rendezvous: Rendezvous, position: RankPosition, silence_s: float, *, run_dir: Path, token: str, master: str
 ) -> None:
-    """Rank 0's host is lost, and with it the server: the first rank to record the fault prints the report.
+    """Reports that rank 0's host is lost, and the server with it: the first rank to record the fault prints it.
 
-    None does where agents have ended rank 0, since another host does not answer them.
+    No rank prints it where agents have ended rank 0 because another host does not answer them.
     """
     now = time.monotonic()
     status = RankStatus(0, rendezvous.rank_zero_host, 0, now - silence_s, now, step=position.step, phase=position.phase)

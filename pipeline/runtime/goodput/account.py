@@ -31,21 +31,21 @@ _HANGS = frozenset({"silent", "stuck"})
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Seconds of a run, or of one of its attempts, by what they were spent on.
+    """Seconds of a run, or of one of its attempts, by category.
 
     Attributes:
-        productive: of steps that the final history has, without what is listed below.
-        lost: of steps that were trained and thrown away: by a restart those after the checkpoint, by a rollback those
-            that it undoes; and of the step that an attempt did not finish.
-        startup: from the start of a process to its first step (imports, connecting, loading), compiling, and from the
-            last step before a rollback to the first one after it.
-        down: from the submission to the first start, and between the end of an attempt, or its last sign of life, and
-            the next start: detection, queue, launch. A hang until the watchdog ends it.
-        data_wait: of steps that count, rank 0 waiting for its batch.
+        productive: steps that the final history has, without the categories listed below.
+        lost: steps that were trained and thrown away (after the checkpoint of a restart, or undone by a rollback), and
+            the step that an attempt did not finish.
+        startup: time from the start of a process to its first step (imports, connecting, loading), compiling, and from
+            the last step before a rollback to the first one after it.
+        down: time from the submission to the first start, and between the end of an attempt, or its last sign of life,
+            and the next start (detection, queue, launch); a hang until the watchdog ends it.
+        data_wait: rank 0 waiting for its batch, over the steps of the final history.
         checkpoint: training waiting for checkpoints.
-        evaluation: of held-out evaluations.
-        stragglers: of steps that count, ranks waiting for slower ones; estimated by the straggler reports.
-        exchange: of exchanges between islands.
+        evaluation: held-out evaluations and tasks.
+        stragglers: ranks waiting for slower ones, over the steps of the final history; estimated by straggler reports.
+        exchange: exchanges between islands.
         other: all else: the step under way, profiles, reports, the end of an attempt.
     """
 
@@ -62,28 +62,28 @@ class TimeSpent:
 
     @property
     def wall(self) -> float:
-        """All of it."""
+        """Seconds of all categories."""
         return float(sum(asdict(self).values()))
 
     @property
     def goodput(self) -> float:
-        """From 0 to 1."""
+        """Productive share of the time, from 0 to 1."""
         return self.productive / self.wall if self.wall > 0 else 0.0
 
     def __add__(self, other: TimeSpent) -> TimeSpent:
-        """The sum of two, category by category."""
+        """Sum of two accounts, category by category."""
         return TimeSpent(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True)
 class AttemptTime:
-    """The time of one attempt, with what it had to wait for before it.
+    """The time of one attempt, with the wait before it.
 
     Attributes:
-        number: from 1.
+        number: number of the attempt, from 1.
         begin: the end of the attempt before, or the begin of the run; seconds since the epoch.
-        end: its own, or the last sign of life; of one that trains, now.
-        spent: its sum is the time from `begin` to `end`.
+        end: end of the attempt or its last sign of life, or now while it trains; seconds since the epoch.
+        spent: seconds by category, whose sum is the time from `begin` to `end`.
     """
 
     number: int
@@ -94,17 +94,17 @@ class AttemptTime:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What the wall clock of a run was spent on.
+    """Time of a run by what it was spent on.
 
     Attributes:
-        attempts: oldest first; each begins where the one before has ended.
+        attempts: times of the attempts, oldest first; each begins where the one before has ended.
     """
 
     attempts: tuple[AttemptTime, ...]
 
     @property
     def spent(self) -> TimeSpent:
-        """Of all attempts."""
+        """Seconds of all attempts, by category."""
         return sum((each.spent for each in self.attempts), TimeSpent())
 
     @property
@@ -136,7 +136,7 @@ def read_goodput(run_dir: Path, *, training: bool | None) -> Goodput | None:
 
 
 def submission_time(run_dir: Path) -> float | None:
-    """When `headrace submit` first submitted the run; None where it did not, or with jobs that the run waits for."""
+    """Time of the run's first `headrace submit` without jobs that the run waits for; None where there is none."""
     times = (_submitted(path) for path in run_dir.glob("submissions/*/submission.json"))
     return min((time for time in times if time is not None), default=None)
 
@@ -154,10 +154,10 @@ def goodput_of(
     """The goodput of a run; None before its first step.
 
     Args:
-        metrics: of the run.
-        attempts: all of them; of a run without a journal of attempts none, and its rows are taken for one attempt.
-        now: seconds since the epoch.
-        submitted: when its first job was submitted, if that is known.
+        metrics: metrics of the run.
+        attempts: all attempts; empty for a run without their journal, whose rows are taken for one attempt.
+        now: current time, in seconds since the epoch.
+        submitted: time when its first job was submitted, in seconds since the epoch; None where that is not known.
     """
     parts = [part for part in metrics.sums.parts if part.since is not None]
     if not any(part.steps for part in parts) and not any(attempt.lost for attempt in attempts):
@@ -207,7 +207,7 @@ def _spent(attempt: RecordedAttempt, parts: Sequence[TimeSums], *, begin: float,
 
 
 def _of_steps(parts: Sequence[TimeSums]) -> TimeSpent:
-    """What the rows of the final history add up to."""
+    """Time spent by the rows of the final history."""
     found = TimeSpent()
     for part in parts:
         waited = part.data_wait_s + part.compile_s + part.straggler_s

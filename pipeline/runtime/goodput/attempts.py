@@ -28,22 +28,22 @@ class RecordedAttempt:
     """One start of a run. Times are seconds since the epoch.
 
     Attributes:
-        number: from 1.
-        launched: when its process began, as far as that is recorded; else as `started`.
-        started: when its directory was locked.
-        trained: when its first step began; None where it did not get there.
-        step: after which it trained on.
+        number: number of the attempt, from 1.
+        launched: time when its process began, as far as that is recorded; else `started`.
+        started: time when the run's directory was locked.
+        trained: time when its first step began; None where it did not get there.
+        step: step after which it began to train.
         reached: the last step in its rows of metrics; None where it is not known yet.
-        ended: when it ended, or its last sign of life; None while it runs.
-        code: its exit code; None of one that was killed.
-        fault: what the watchdog found: "died", "stuck", ...; empty where it found nothing.
+        ended: time of its end, or of its last sign of life; None while it runs.
+        code: its exit code; None for one that was killed.
+        fault: kind of fault that the watchdog found: "died", "stuck", ...; empty where it found none.
         reason: why it ended; empty while it runs.
         world_size: number of ranks.
         nodes: host -> ranks.
         job: number of its Slurm job.
-        requeue: how often Slurm had restarted that job by then.
+        requeue: number of times that Slurm had restarted that job by then.
         read: bytes of the checkpoint that it has read at its start, by source (`pipeline.run.attempts`).
-        loading_s: seconds in which it loaded that.
+        loading_s: seconds in which it loaded the checkpoint.
         reloading_s: seconds from the last step before a rollback to the first one after it.
         lost: its steps that a resume or a rollback has removed.
     """
@@ -76,8 +76,8 @@ def read_attempts(
     Args:
         run_dir: the run's directory.
         training: whether a process trains there now; None where that is not known.
-        last_step: in the metrics.
-        last_time: of the last row of metrics.
+        last_step: newest step in the metrics.
+        last_time: time of the last row of metrics, in seconds since the epoch; None without rows.
     """
     events, damaged = read_events(run_dir)
     groups: dict[str, list[dict[str, Any]]] = {}

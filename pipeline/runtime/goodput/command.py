@@ -88,7 +88,7 @@ def _lines(model: FailureModel, found: Simulated, gains: Sequence[GoodputGain], 
 
 
 def _measured_lines(runs: Sequence[MeasuredGoodput], found: Simulated) -> Iterator[str]:
-    """What each run measured, and all of them together beside the prediction for their failures and times."""
+    """Yields the goodput of each run, and of all together beside the prediction for their failures and times."""
     if not runs:
         return
     for run in runs:

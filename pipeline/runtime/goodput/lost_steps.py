@@ -15,12 +15,12 @@ class LostSteps:
 
     Attributes:
         since, until: times of the first and the last row that was removed, since the epoch.
-        steps: how many.
-        seconds: of the steps, from report to report; with the compilations in them.
-        compile_s: of these, compiling.
-        evaluation_s: of evaluations among the removed rows.
-        checkpoint_s: in which training waited for checkpoints, by the removed rows.
-        exchange_s: of exchanges between islands among the removed rows.
+        steps: number of steps.
+        seconds: seconds of the steps, from report to report, compilations included.
+        compile_s: seconds of compilations among them.
+        evaluation_s: seconds of evaluations among the removed rows.
+        checkpoint_s: seconds in which training waited for checkpoints, by the removed rows.
+        exchange_s: seconds of exchanges between islands among the removed rows.
     """
 
     since: float
@@ -33,16 +33,16 @@ class LostSteps:
     exchange_s: float = 0.0
 
     def of(self, group: Sequence[Mapping[str, Any]], until: float | None) -> bool:
-        """Whether they are of the attempt of these events, the next of which began at `until`."""
+        """Whether the steps are of the attempt with these events; the next attempt began at `until`."""
         begun = seconds_of(group[0]["time"]) or 0.0
         return begun <= self.since and (until is None or self.since < until)
 
 
 def lost_steps(events: Iterable[Mapping[str, Any]]) -> list[LostSteps]:
-    """All of a run, oldest first; damaged events are left out.
+    """All lost steps of a run, oldest first; damaged events are left out.
 
     A start that is killed after it has recorded what it is about to remove leaves it to the next one, which records the
-    same rows again: of events whose rows overlap in time the newest one counts.
+    same rows again: the newest of the events whose rows overlap in time counts.
     """
     found: list[LostSteps] = []
     for event in events:

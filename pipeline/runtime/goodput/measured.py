@@ -1,4 +1,4 @@
-"""What runs measured, as inputs of the simulation of failures: so that its prediction can be compared with them."""
+"""Measurements of runs, as inputs of the simulation of failures, so that its prediction can be compared with them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pipeline.runtime.metrics.journal import read_rows
 
 @dataclass(frozen=True)
 class MeasuredGoodput:
-    """A run as its journals have it; up to its last sign of life, so that a run that trains counts as far as it is.
+    """A run by its journals, up to its last sign of life, so that a run that trains counts as far as it is.
 
     Attributes:
-        path: its directory.
-        goodput: what its time was spent on.
-        attempts: oldest first.
-        saves: of each checkpoint the seconds in the background, after what training waited for.
+        path: directory of the run.
+        goodput: time of the run by what it was spent on.
+        attempts: attempts of the run, oldest first.
+        saves: seconds in which each checkpoint was saved in the background, after training had waited for it.
     """
 
     path: Path
@@ -35,24 +35,24 @@ class MeasuredGoodput:
 
     @property
     def crashes(self) -> int:
-        """Attempts that ended by anything but their last step, a signal to stop, or an error before training began."""
+        """Number of attempts not ended by their last step, a signal to stop, or an error before training began."""
         return sum(
             each.ended is not None and each.code not in STOPPED and each.trained is not None for each in self.attempts
         )
 
     @property
     def seconds(self) -> float:
-        """From its first start to its end, or the last sign of life: in which it may have crashed."""
+        """Seconds in which it may have crashed: from its first start to its end, or the last sign of life."""
         return self.goodput.wall - self.goodput.attempts[0].spent.down
 
     @property
     def nodes(self) -> int:
-        """The most that an attempt had."""
+        """Largest number of nodes of an attempt."""
         return max(max(1, len(each.nodes)) for each in self.attempts)
 
     @property
     def after_the_start(self) -> TimeSpent:
-        """Without submission and first start, evaluations and `other`, none of which the simulation has."""
+        """Time without submission and first start, evaluations and `other`, none of which the simulation has."""
         first, *later = self.goodput.attempts
         began = TimeSpent(down=-first.spent.down, startup=-first.spent.startup)
         found = sum((each.spent for each in later), first.spent) + began
@@ -79,7 +79,7 @@ def read_measured(path: Path) -> MeasuredGoodput:
 
 
 def kept_share(runs: Sequence[MeasuredGoodput]) -> float:
-    """Time of steps that count, over it and what restarts and checkpoints took: what the simulation predicts."""
+    """Share of the time `after_the_start` that went into steps that count, which the simulation predicts."""
     spent = sum((run.after_the_start for run in runs), TimeSpent())
     return _kept(spent) / spent.wall if spent.wall > 0 else 0.0
 

@@ -17,12 +17,12 @@ from pipeline.runtime.metrics.times import seconds_of
 _NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike", "exchange_failed"})
 """Events that somebody should look at."""
 _RECENT = 200
-"""Steps that the speed of a run is measured over."""
+"""Number of steps that the speed of a run is measured over."""
 
 
 @dataclass
 class Metrics:
-    """What the rows of a run add up to. Rows of steps that a resume repeats have been truncated: each counts once.
+    """Sums over the rows of a run. Rows of steps that a resume repeats have been truncated: each counts once.
 
     Attributes:
         step: the newest row of a step; {"step": 0} before the first.
@@ -30,12 +30,12 @@ class Metrics:
         tasks: task -> its newest figures.
         recent: (step, time) of the newest steps, seconds since the epoch.
         sums: seconds by what they were spent on, one sum for each attempt that has rows.
-        checkpoints: step of a checkpoint -> when it was written.
+        checkpoints: step of a checkpoint -> time when it was written, in seconds since the epoch.
         shares: the newest event of measured shares; empty where they are fixed.
         events: notable ones, oldest first.
         exchange: the newest exchange with other islands; None in an ordinary run.
-        first_time, last_time: of the first and the last row; None without rows.
-        damaged: lines that were skipped.
+        first_time, last_time: times of the first and the last row, in seconds since the epoch; None without rows.
+        damaged: number of damaged lines, which were skipped.
     """
 
     step: dict[str, Any] = field(default_factory=lambda: {"step": 0})

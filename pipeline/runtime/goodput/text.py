@@ -30,7 +30,7 @@ def goodput_line(goodput: Goodput) -> str:
 
 
 def goodput_text(goodput: Goodput) -> str:
-    """The same without the word; the largest loss first."""
+    """The line without the word "goodput"; the largest loss comes first."""
     spent = asdict(goodput.spent)
     productive, wall = spent.pop("productive"), goodput.spent.wall
     ordered = sorted(spent.items(), key=lambda each: -each[1])

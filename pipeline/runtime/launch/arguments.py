@@ -45,7 +45,7 @@ def resolve_run(
     their exit code.
 
     Args:
-        arguments: as `add_arguments` declares them.
+        arguments: parsed arguments that `add_arguments` declares.
         change: makes the config of the run from that of the command line.
 
     Raises:
@@ -76,7 +76,7 @@ def resolve_run(
 
 
 def start_processes(arguments: argparse.Namespace) -> None:
-    """With `--nproc N`, or in a pod, starts processes with the same command line, and exits with their exit code."""
+    """Starts processes with the same command line (`--nproc N`, or in a pod), and exits with their exit code."""
     if arguments.nproc is None:
         return _start_pod(lambda _world_size: None)
     _check_nproc(arguments.nproc, detect())

@@ -1,4 +1,4 @@
-"""What a process does before it uses its GPU: whether there is one, the allocator's settings, the cores beside it."""
+"""Prepares a process for its GPU: looks whether there is one, sets the allocator, binds to the cores beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def has_gpu(config: LaunchSection | None) -> bool:
         config: the section `launch`; None for commands that have none.
 
     Raises:
-        ConfigError: see `refuse_unusable_gpu`; or `launch.device` is cpu, too late to hide the GPUs.
+        ConfigError: the GPU is unusable (`refuse_unusable_gpu`); or `launch.device` is cpu, too late to hide the GPUs.
     """
     import torch  # noqa: PLC0415  so that `detect` needs no torch
 
@@ -46,7 +46,7 @@ def bind_to_gpu(index: int | None, config: LaunchSection) -> list[str]:
     """Binds this process to the cores beside its GPU, unless `launch.numa_bind` is false; a line for people if it did.
 
     Args:
-        index: of the GPU among those this process sees; None on the CPU.
+        index: index of the GPU among those this process sees; None on the CPU.
         config: the section `launch`.
     """
     if index is None or not config.numa_bind:

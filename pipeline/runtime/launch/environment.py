@@ -36,7 +36,7 @@ POD = "HEADRACE_POD"
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was launched.
+    """The launcher of this process, and its place among the ranks.
 
     Attributes:
         launcher: e.g. torchrun, "mpirun (Open MPI)", or "python" for a single process without a launcher.
@@ -67,7 +67,7 @@ class _Launcher:
     """The environment variables that a launcher sets.
 
     Attributes:
-        name: for messages.
+        name: name in messages.
         marker: the variable the launcher is detected by.
         rank, world_size, local_rank: variables with these numbers.
         local_world_size: variable with the number of processes on this host, where the launcher sets one.

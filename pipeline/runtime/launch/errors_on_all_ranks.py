@@ -19,7 +19,7 @@ def on_rank_zero(action: Callable[[], T], *, group: dist.ProcessGroup | None = N
     """Runs `action` on rank 0 and broadcasts its result, or raises its error on all ranks. Collective.
 
     Args:
-        action: what is run.
+        action: function to run on rank 0.
         group: all ranks, for a thread beside the one that uses the default process group.
     """
     outcome: list[Any] = [None, None]

@@ -9,11 +9,11 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 _RECORDED = "2000"
-"""Newest collectives that each rank keeps: some megabytes, and less than a microsecond for each."""
+"""Number of newest collectives that each rank keeps: some megabytes, and less than a microsecond for each."""
 
 
 def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Expandable segments, which leave less memory in pieces that nothing fits into; nothing where the user chose.
+    """Variables for expandable segments, which fragment memory less; empty where the user chose.
 
     To be set before the first allocation on the GPU.
     """
@@ -23,16 +23,16 @@ def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def host_group_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Gloo beside NCCL connects a pair of ranks when they first send; nothing where the user chose.
+    """Variables by which gloo beside NCCL connects two ranks when they first send; empty where the user chose.
 
-    Of the host's tensors only small ones are exchanged then, and a connection of each rank with every other takes some
+    Only small tensors on the host are exchanged then, and a connection of each rank with every other takes some
     minutes and as many open files as there are ranks (24 ranks: 28 files and 0.4 s each, 5 and 0.03 s without).
     """
     return {} if _GLOO_LAZY in environ else {_GLOO_LAZY: "1"}
 
 
 def flight_recorder_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """The flight recorder of torch.distributed, dumped also by NCCL's own timeout; nothing where the user chose.
+    """Variables of torch.distributed's flight recorder, dumped also by NCCL's own timeout; empty where the user chose.
 
     To be set before the process group is made.
     """

@@ -135,7 +135,7 @@ def backend_for(name: str, *, gpu: int | None, launcher: str) -> str:
     Args:
         name: auto is nccl for tensors on a GPU and gloo for those on the CPU; or gloo, nccl or mpi.
         gpu: None on the CPU.
-        launcher: of this process.
+        launcher: name of this process's launcher.
 
     Raises:
         ConfigError: this build of torch, this device or this launcher does not support it.

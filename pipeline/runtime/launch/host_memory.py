@@ -11,11 +11,11 @@ HOST_MEMORY = (
     " for the job; without a GPU train_micro_batch_size_per_gpu 1 and memory.activation_checkpointing full"
     " (docs/how-to/out-of-memory.md)"
 )
-"""How a message goes on after a rank that it has killed."""
+"""End of a message about a rank that the out-of-memory killer has ended."""
 
 
 def out_of_memory_kills() -> int:
-    """How many processes it has killed since this host was started, those of all cgroups; 0 where that is not told."""
+    """Number of processes that it has killed since this host was started, in all cgroups; 0 where that is unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

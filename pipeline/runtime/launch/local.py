@@ -34,12 +34,12 @@ OWN_ERROR_S = 60.0
 _SETTLE_S = 1.0
 """Seconds after the first failure in which other failures are collected, to tell the cause from its consequences."""
 _GRACE_S = 5.0
-"""Seconds more, in which it closes what it has open."""
+"""Seconds beyond `OWN_ERROR_S` in which such a rank closes what it has open."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def supervise_pod(command: Sequence[str], place: PodPlace) -> int:
-    """As `supervise`, for the ranks of one of several hosts; the other hosts' ranks are not known here."""
+    """Supervises the ranks of one of several hosts (`supervise`); the other hosts' ranks are not known here."""
     return _run(command, place, {POD: "1"})
 
 
@@ -49,7 +49,7 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
     Signals (Ctrl-C, SIGTERM, ...) are forwarded to every rank; a second Ctrl-C ends all.
 
     Args:
-        command: of every rank.
+        command: command line of every rank.
         processes: number of ranks.
 
     Returns:
@@ -126,7 +126,7 @@ def _any_exited_with(code: int, ranks: Sequence[RankProcess]) -> bool:
 
 
 def _wait_through_interrupt(ranks: Sequence[RankProcess]) -> list[RankProcess]:
-    """As `_wait`. The first Ctrl-C is forwarded, so that the run saves a checkpoint; the second one is raised."""
+    """Waits as `_wait` does; forwards the first Ctrl-C, so that the run saves a checkpoint, and raises the second."""
     try:
         return _wait(ranks)
     except KeyboardInterrupt:
@@ -145,7 +145,7 @@ def _report_loss(ranks: Sequence[RankProcess], dead: Sequence[RankProcess], *, o
 
 
 def _report_no_cause(ranks: Sequence[RankProcess], place: PodPlace) -> int:
-    """All exited ranks have followed another rank's error; that rank has not exited, or is on another host."""
+    """Reports that all exited ranks followed the error of a rank that has not exited, or is on another host."""
     left = [rank.number for rank in ranks if rank.process.poll() is None]
     terminate(ranks, signal.SIGTERM)
     if not left and place.world_size > place.processes:

@@ -24,12 +24,12 @@ def log_variable(output: Path | None) -> dict[str, str]:
 def rotate_log(environ: Mapping[str, str] = os.environ, *, limit: int = LIMIT) -> bool:
     """Moves what this process's log contains to NAME.1, in place of what was there, if it is above the limit.
 
-    The content is copied and the file emptied: whoever appends to it (children, a launcher) goes on. A line that
+    The content is copied and the file emptied: processes that append to it (children, a launcher) go on. A line that
     another process writes between the two, microseconds, is lost. A file that a shell or Slurm has opened is theirs.
 
     Args:
-        environ: has `LOG_FILE`, if the file is ours.
-        limit: in bytes.
+        environ: environment variables, with `LOG_FILE` if the file is ours.
+        limit: largest size in bytes.
 
     Returns:
         Whether it was rotated. A full disk or a missing folder leaves the log as it is.

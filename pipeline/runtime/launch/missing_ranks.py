@@ -25,7 +25,7 @@ from pipeline.runtime.launch.rendezvous import Rendezvous, mark, store_call
 SETTLE_S = 3.0
 """Seconds in which all ranks that give up together have set their flag."""
 _ASKED_PER_SECOND = 4096
-"""How often at most all ranks together ask the store which of them have given up."""
+"""Largest number of requests a second, of all ranks together, that ask the store which of them have given up."""
 
 
 class UnreachableError(LostError):
@@ -36,9 +36,9 @@ def barrier(rendezvous: Rendezvous, when: str, *, timeout_s: float | None = None
     """Waits in the store until all ranks have reached this barrier.
 
     Args:
-        rendezvous: of all ranks.
+        rendezvous: rendezvous of all ranks.
         when: words that complete "did not answer ...", the same on all ranks, and used by this barrier only.
-        timeout_s: that of the rendezvous when None.
+        timeout_s: timeout in seconds; when None, that of the rendezvous.
 
     Raises:
         UnreachableError: names the ranks that have not.
@@ -64,10 +64,10 @@ def deadline(
     """Ends this process if the block takes longer than the rendezvous' timeout; raises on a broken connection.
 
     Args:
-        rendezvous: of all ranks, which enter the block at about the same time.
+        rendezvous: rendezvous of all ranks, which enter the block at about the same time.
         when: words that complete "did not answer ...".
         passed_flag: the flag of ranks that have left the block; `when` itself when None.
-        extra_s: added to the timeout, where a call inside has the same timeout and a better error message.
+        extra_s: seconds added to the timeout, where a call inside has the same timeout and a better error message.
 
     Raises:
         UnreachableError: another rank has ended, which has perhaps given up a moment earlier.
@@ -127,11 +127,11 @@ def unreachable(
     """The error that names the missing ranks; kills those among them that are stopped on this host.
 
     Args:
-        rendezvous: of all ranks.
+        rendezvous: rendezvous of all ranks.
         missing: from `give_up`; when empty the network is at fault.
         when: words that complete "did not answer ...".
         reason: why this rank gave up.
-        seconds: that it has waited.
+        seconds: seconds that this rank has waited.
     """
     if missing:
         text = f"{rendezvous.describe(missing)} did not answer {when} within {seconds:.1f} s\n  why: {reason}\n"

@@ -50,8 +50,8 @@ def bind_beside(
         bind: binds it to cores; all of its threads when None.
 
     Returns:
-        What was done, for people; None where nothing was: the node is not known, the launcher has bound this process to
-        cores of another node, or all cores it has are of this node already.
+        The binding in words; None where nothing was bound: the node is not known, the launcher has bound this process
+        to cores of another node, or all cores it has are of this node already.
     """
     found = cores_beside(address, sysfs=sysfs)
     if found is None:

@@ -30,9 +30,9 @@ class PodPlace:
 
     Attributes:
         first: rank of its first process.
-        processes: its processes.
-        world_size: processes of all hosts.
-        address, port: of the rendezvous, which rank 0 opens.
+        processes: number of its processes.
+        world_size: number of processes on all hosts.
+        address, port: address and port of the rendezvous, which rank 0 opens.
     """
 
     first: int

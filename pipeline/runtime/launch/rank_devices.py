@@ -1,4 +1,4 @@
-"""What each rank computes on, compared in the rendezvous store before a process group is made.
+"""The device of each rank, compared in the rendezvous store before a process group is made.
 
 Ranks on the CPU and ranks on GPUs would wait for each other in a rendezvous of different backends until it times out;
 two ranks on one GPU are an error of NCCL that names neither.
@@ -21,13 +21,13 @@ _DIFFERENT, _FIRST = "devices differ", "device"
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What a rank computes on.
+    """The device of a rank.
 
     Attributes:
         kind: `cpu` or `cuda`.
-        backend: The backend string for torch.distributed.
-        gpu: The UUID of its GPU, where no other rank may have the same one; else empty. Also empty for AMD's GPUs:
-            models without a number of their own all have the same UUID.
+        backend: backend string for torch.distributed.
+        gpu: UUID of its GPU, where no other rank may have the same one; else empty. Also empty for AMD's GPUs: models
+            without a number of their own all have the same UUID.
     """
 
     kind: str
@@ -58,7 +58,7 @@ def check_devices(rendezvous: Rendezvous) -> None:
     """Refuses ranks of different kinds, and two ranks on one GPU; to be called when all have joined.
 
     Raises:
-        ConfigError: on every rank; names them and their hosts.
+        ConfigError: the devices do not fit together; raised on every rank, with the ranks and their hosts.
     """
     if not rendezvous.store.check([_DIFFERENT]):
         return

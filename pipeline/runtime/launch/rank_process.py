@@ -26,8 +26,8 @@ class RankProcess:
     """One rank.
 
     Attributes:
-        number: its rank.
-        process: in a session of its own, so that Ctrl-C reaches this process alone.
+        number: global rank.
+        process: process in a session of its own, so that Ctrl-C reaches this process alone.
         output: file that it writes to; None for this process's own output.
         error: file in which it leaves its error, see `headrace.base.cli.guarded`.
     """
@@ -39,11 +39,11 @@ class RankProcess:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with another code than 0."""
+        """Whether the rank has ended with another code than 0."""
         return self.process.poll() not in (None, 0)
 
     def error_text(self) -> str:
-        """Its error, or the end of its output where it has written no error."""
+        """The rank's error, or the end of its output where it has written no error."""
         if self.error.exists():
             return self.error.read_text(errors="replace").rstrip()
         if self.output is None or not self.output.exists():
@@ -64,9 +64,9 @@ def start_rank(
     """Starts a rank, which ends with this process.
 
     Args:
-        command: of the rank.
-        number: its rank.
-        environ: its environment, but for the name of the file for its error.
+        command: command line of the rank.
+        number: global rank.
+        environ: environment of the rank, but for the name of the file for its error.
         output: file that it appends to; None for this process's own output.
         error: file for its error.
     """
@@ -84,10 +84,10 @@ def start_process(
     """Starts a process in a session of its own, which ends with this one.
 
     Args:
-        command: its command line.
-        environ: its environment; None for that of this process.
+        command: command line of the process.
+        environ: environment variables; None for those of this process.
         output: file that it appends to; None for this process's own output.
-        stdin: its standard input, as `subprocess.Popen` takes it.
+        stdin: standard input, as `subprocess.Popen` takes it.
     """
     with ExitStack() as stack:
         file = None if output is None else stack.enter_context(output.open("ab"))
@@ -106,9 +106,9 @@ def terminate(ranks: Iterable[RankProcess], number: signal.Signals, *, tick: Cal
     """Ends the remaining ranks and their children: by signal `number` where they can handle it, then by SIGKILL.
 
     Args:
-        ranks: of this process.
-        number: the signal that they are asked with.
-        tick: is called while they have time to end.
+        ranks: ranks that this process has started.
+        number: signal that asks them to end.
+        tick: called while they have time to end.
     """
     ranks, deadline = list(ranks), time.monotonic() + _GRACE_S
     for rank in ranks:

@@ -16,7 +16,7 @@ RUN_FINISHED = "headrace/over"
 RUN_STOPPED = "stopped"
 """Rank 0's flag that the run is to be started again: spare ranks exit then, too."""
 _SHOWN = 8
-"""Ranks that are listed in full."""
+"""Number of ranks that are listed in full."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Rendezvous:
     """The store of the ranks of a run, and this rank's place among them.
 
     Attributes:
-        rank: of this process.
+        rank: this process's rank.
         world_size: number of ranks.
-        store: lives in rank 0's process, or in torchrun's.
-        timeout_s: how long ranks wait for each other at start.
+        store: key-value store in rank 0's process, or in torchrun's.
+        timeout_s: seconds that ranks wait for each other at start.
         rank_zero_host: rank 0's host name, for messages when its store does not answer.
     """
 

@@ -27,7 +27,7 @@ def exclusive_run(run_dir: Path, *, lost: Callable[[LeaseLostError], object] = l
 
     Args:
         run_dir: the run's directory.
-        lost: is called before this process ends because another one has taken its lease over.
+        lost: called before this process ends because another one has taken its lease over.
     """
     _make_lock(run_dir)
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def _make_lock(run_dir: Path) -> None:
 def _patience_s() -> float:
     """Seconds to wait for the lock: the rank that held it before a restart may live for a moment longer.
 
-    Of a node that has failed, NFS knows no better for as long as its lease lasts (90 s on Linux).
+    NFS keeps the lock of a node that has failed for as long as its lease lasts (90 s on Linux).
     """
     again = {"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "0", AGENT_STARTS: "1"}
     restarted = any(os.environ.get(name, first) != first for name, first in again.items())

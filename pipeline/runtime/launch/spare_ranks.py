@@ -36,9 +36,9 @@ def wait_as_spare(launch: Launch, *, processes: int, config: LaunchSection) -> N
     """Waits until the ranks that train have finished, have saved and stopped, or are gone.
 
     Args:
-        launch: of this process, whose rank the layout does not use.
+        launch: launch of this process, whose rank the layout does not use.
         processes: number of ranks that train.
-        config: how long to wait for rank 0, at first and whenever it does not answer.
+        config: section `launch`, for the time to wait for rank 0, at first and whenever it does not answer.
 
     Raises:
         TrainingError: rank 0 did not join.
@@ -62,7 +62,7 @@ class _EndPoller(threading.Thread):
         self.run_ended = threading.Event()
 
     def run(self) -> None:
-        """Until an end key is set, or the store, which lives in rank 0 or in torchrun, is gone."""
+        """Polls until an end key is set, or the store, which lives in rank 0 or in torchrun, is gone."""
         with suppress(RuntimeError):
             while not any(self._store.check([key]) for key in _END_KEYS):
                 self._last_answer = time.monotonic()

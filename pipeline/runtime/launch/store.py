@@ -43,12 +43,12 @@ def open_rendezvous(
     which send it a cancellation. So a timer ends the process.
 
     Args:
-        launch: this process.
-        timeout_s: until all have joined.
-        device: what this rank computes on, to be compared with that of the others.
+        launch: launch of this process.
+        timeout_s: seconds to wait until all ranks have joined.
+        device: this rank's device, to be compared with those of the others; None for no comparison.
 
     Raises:
-        ConfigError: the port is taken; another rank counts another number of ranks; or see `check_devices`.
+        ConfigError: the port is taken; another rank counts another number of ranks; or `check_devices` refuses them.
         LostError: a rank did not join; names it.
     """
     import torch.distributed as dist  # noqa: PLC0415

@@ -20,23 +20,23 @@ T = TypeVar("T")
 BEAT_S, SILENCE_S, LOOK_S = 2.0, 120.0, 0.2
 """Seconds between heartbeats, until their absence counts as the end of rank 0, and between two looks at the store."""
 _LOOKS_PER_SECOND = 4096
-"""How often at most all ranks together look at the store, which is in rank 0's process."""
+"""Largest number of looks a second, of all ranks together, at the store, which is in rank 0's process."""
 _GONE = -1  # instead of a number of heartbeats: the store does not answer
 _SEEN_S = 10.0
-"""How long rank 0 waits for the others to have read its result or error."""
+"""Seconds that rank 0 waits for the others to have read its result or error."""
 
 
 def wait_for_rank_zero(work: Callable[[], T], rendezvous: Rendezvous, *, what: str, silence_s: float = SILENCE_S) -> T:
     """The result of `work`, which rank 0 runs, on all ranks. Every rank calls it.
 
     Args:
-        work: its result can be pickled.
-        rendezvous: of all ranks.
+        work: function to run on rank 0, whose result can be pickled.
+        rendezvous: rendezvous of all ranks.
         what: names the work in messages, e.g. "measuring latencies"; used once per rendezvous.
         silence_s: seconds without a heartbeat after which rank 0 counts as lost.
 
     Raises:
-        HeadraceError: of rank 0's work, on all ranks.
+        HeadraceError: error of rank 0's work, raised on all ranks.
         TrainingError: rank 0's work raised another error; rank 0 raises that error itself.
         LostError: rank 0 has died, or does not answer.
     """

@@ -1,1 +1,1 @@
-"""What is known of machines: peak FLOP/s, memory, links, and the share of them that training reaches; no torch."""
+"""Machines: peak FLOP/s, memory, links, and the share of them that training reaches; no torch."""

@@ -37,7 +37,7 @@ def _of_peak(values: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 def _of_a_device(least: float) -> AfterValidator:
-    """Refuses what no device is as slow or as small as: a number in another unit, such as 989.4 for 989.4e12."""
+    """Refuses numbers too small for any device: they are in another unit, such as 989.4 for 989.4e12."""
 
     def check(value: float) -> float:
         if value < least:
@@ -117,7 +117,7 @@ class EfficiencySection(Section):
 
 
 class BestSection(Section):
-    """What the best published runs of other engines reach; what is absent is that of `efficiency`."""
+    """Efficiency of the best published runs of other engines; fields that are absent are as in `efficiency`."""
 
     products: dict[Dtype, _Share] = Field({})
     attention: _Share | None = None
@@ -173,7 +173,7 @@ class MeasuredCollective(Section):
 
 
 class MeasuredSection(Section):
-    """What `headrace plan --calibrate` measured."""
+    """Measurements of `headrace plan --calibrate`."""
 
     date: str
     device: str = Field(description="As torch names it")
@@ -249,7 +249,7 @@ class Machine(Section):
     def rate(self, dtype: str) -> tuple[float, float, float]:
         """FLOP/s of matrix products in a dtype: low, typical and high.
 
-        What the machine lacks is computed in the next wider dtype: fp8 in bf16, bf16 in fp32. A dtype without an
+        A dtype that the machine lacks is computed in the next wider one: fp8 in bf16, bf16 in fp32. A dtype without an
         efficiency of its own has that of bf16, else that of fp32.
         """
         found = self._computed_in(dtype)
@@ -265,4 +265,4 @@ _WIDER: dict[str, tuple[Dtype, ...]] = {
     "fp16": ("fp16", "bf16", "fp32"),
     "tf32": ("tf32", "fp32"),
 }
-"""Dtype -> where its products are computed, the first that the machine has."""
+"""Dtype -> dtypes in which its products may be computed: the first that the machine has."""

@@ -13,8 +13,8 @@ def with_ranks(machine: Machine, ranks_per_node: int) -> Machine:
     nodes.
 
     Args:
-        machine: as shipped or calibrated: rates of a device alone.
-        ranks_per_node: of the run, on each host.
+        machine: machine as shipped or calibrated, with the rates of a device alone.
+        ranks_per_node: number of the run's ranks on each host.
     """
     devices = machine.devices_per_node
     others = (min(ranks_per_node, devices) - 1) / max(1, devices - 1)
@@ -48,7 +48,7 @@ def with_ranks(machine: Machine, ranks_per_node: int) -> Machine:
 
 
 def _measured(own: MeasuredSection, share: float) -> MeasuredSection:
-    """What rates of a run are read of."""
+    """The measurements at the rates that a rank gets."""
     products = (each.model_copy(update={"flops_per_s": _times(each.flops_per_s, share)}) for each in own.products)
     return own.model_copy(
         update={"products": tuple(products), "attention_flops_per_s": _times(own.attention_flops_per_s, share)}
@@ -60,5 +60,5 @@ def _times(values: Range, factor: float) -> Range:
 
 
 def _link(section: LinkSection, share: float) -> LinkSection:
-    """Fewer bytes per second, and longer until a rank has its turn."""
+    """The link with fewer bytes per second, and longer until a rank has its turn."""
     return LinkSection(bytes_per_s=section.bytes_per_s * share, latency_s=section.latency_s / share)

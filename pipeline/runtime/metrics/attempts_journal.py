@@ -43,6 +43,6 @@ def read_events(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def parse_row(line: bytes, *, key: str = "event") -> dict[str, Any] | None:
-    """The JSON object of a line that has a time and a text under `key`; None of any other line."""
+    """The JSON object of a line that has a time and a text under `key`; None for any other line."""
     row = json_row(line)
     return row if row is not None and isinstance(row.get(key), str) and "time" in row else None

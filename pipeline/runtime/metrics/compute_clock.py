@@ -20,11 +20,11 @@ from torch import nn
 
 @dataclass
 class _Step:
-    """What was measured in a step.
+    """Measurements of a step.
 
     Attributes:
-        samples: that the rank computes.
-        seconds: on the CPU.
+        samples: number of samples that the rank computes.
+        seconds: seconds of forward passes on the CPU.
         events: CUDA events at the start and the end of forward passes.
     """
 
@@ -47,8 +47,8 @@ class ComputeClock:
     """Times the forward passes of modules while training.
 
     Args:
-        modules: none of them within another.
-        gpu: they compute on a GPU: time by events, which the host does not wait for.
+        modules: modules to time, none of them within another.
+        gpu: whether they compute on a GPU: it is timed by events, which the host does not wait for.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, gpu: bool) -> None:

@@ -16,7 +16,7 @@ from pipeline.runtime.metrics.times import clock
 
 LOG_INTERVAL_S = 10.0
 _DECAY = 0.9
-"""Of the smoothed loss: a step counts for about ten, enough to see a trend in batches of a few sequences."""
+"""Decay of the smoothed loss: a step counts for about ten, enough to see a trend in batches of a few sequences."""
 
 _WIDE = 132
 """Columns from which a progress bar has room for memory and data wait."""
@@ -26,7 +26,7 @@ class TrainingDisplay:
     """Progress of the steps of a run, on stderr. A context manager; silent unless `shown`.
 
     Args:
-        first: steps already done.
+        first: number of steps already done.
         total: steps of the whole run.
         shown: true on the rank that prints, rank 0.
     """
@@ -58,11 +58,11 @@ class TrainingDisplay:
         """Shows a finished step: smoothed loss, gradient norm, learning rate, speed, memory, data wait, time left.
 
         Args:
-            step: its number, from 1.
-            loss: of the step, in nats per token.
+            step: number of the step, from 1.
+            loss: loss of the step, in nats per token.
             grad_norm: L2 norm of the whole gradient, before clipping.
             lr: learning rate of the step.
-            cost: its time, speed and peak memory.
+            cost: time, speed and peak memory of the step.
         """
         if not self._shown:
             return

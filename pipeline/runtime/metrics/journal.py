@@ -24,9 +24,9 @@ from pipeline.runtime.metrics.times import iso_time
 
 NAME = "metrics.jsonl"
 _BEGIN = b'{"kind": "'
-"""How a row begins."""
+"""Beginning of a row."""
 _TAIL = 1 << 20
-"""Bytes at the end of a journal in which the step is looked for that a run resumes from; then in more."""
+"""Bytes at the end of a journal that are searched first for the step that a run resumes from."""
 _SHOWN = 8
 """Number of damaged lines that a warning lists."""
 
@@ -91,7 +91,7 @@ def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None)
 
 
 def iterate_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """As `read_rows`, one after the other: a million of them take a gigabyte. The warning comes with the end."""
+    """Yields the rows of `read_rows` one by one: a million of them take a gigabyte. The warning comes at the end."""
     path, damaged = Path(run_dir) / NAME, list[str]()
     kinds = {kind} if isinstance(kind, str) else kind
     wanted = (b"",) if kinds is None else tuple(_BEGIN + each.encode() + b'"' * (each[-1] != "/") for each in kinds)
@@ -145,7 +145,7 @@ def _truncate(path: Path, from_step: int, on_removed: Callable[[Sequence[TimeSum
 def _bytes_until(file: BinaryIO, step: int) -> int:
     """Size of the beginning of a journal that has no row of a later step: up to a row of a step that is not later.
 
-    It is looked for from the end, where it is: the rows of millions of steps need not be parsed for the last of them.
+    The search begins at the end, where it is: the rows of millions of steps need not be parsed for the last of them.
     Rows of steps are in order, and no event is written before the steps that come before its own.
     """
     total = size = file.seek(0, os.SEEK_END)

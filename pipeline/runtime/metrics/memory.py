@@ -16,11 +16,11 @@ class PeakMemory:
     """Reads a rank's peak memory, in bytes, without waiting for the device.
 
     Args:
-        device: of this rank.
+        device: this rank's device.
 
     Attributes:
-        names: of the values, as rows of metrics have them, all since the process began. On a GPU `allocated` is held by
-            tensors, `reserved` is held from the device by torch, and not used by others. On a CPU `resident`,
+        names: names of the values in rows of metrics; all are peaks since the process began. On a GPU `allocated` is
+            held by tensors, `reserved` is held from the device by torch, and not used by others. On a CPU `resident`,
             memory-mapped token files included.
     """
 

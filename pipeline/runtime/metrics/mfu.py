@@ -15,10 +15,10 @@ def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float, devices:
     Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B. Recomputed activations do not count.
 
     Args:
-        tokens_per_s: of all devices.
-        flops_per_token: of the model, forward and backward.
+        tokens_per_s: tokens per second of all devices together.
+        flops_per_token: FLOPs the model spends on one token, forward and backward.
         peak_flops: dense peak of one device, FLOP/s.
-        devices: their number.
+        devices: number of devices.
     """
     return tokens_per_s * flops_per_token / (devices * peak_flops)
 

@@ -39,11 +39,11 @@ class Span(NamedTuple):
     """A profiled span. A tuple, since there are thousands and a dataclass takes four times as long to create.
 
     Attributes:
-        name: of an operator or a kernel.
+        name: name of an operator or a kernel.
         kind: Kineto's activity type: cpu_op, cuda_runtime, kernel, gpu_memcpy, ...
         thread: thread id on the host; no meaning on a device.
-        start: in ns.
-        end: in ns.
+        start: start time in ns.
+        end: end time in ns.
     """
 
     name: str
@@ -106,7 +106,7 @@ def host_seconds(spans: Iterable[Span]) -> float:
 _Timed = tuple[int, int, bool]
 """(start, -end, is work): sorted, an enclosing span comes before those inside it."""
 _NOTHING, _WORK, _CALL, _MESSAGE = range(4)
-"""A call blocks its thread; a message is in flight, whichever thread it is listed in."""
+"""Kinds of spans: a call blocks its thread; a message is in flight, whichever thread it is listed in."""
 
 
 @lru_cache(maxsize=4096)  # thousands of spans have some hundred names

@@ -23,11 +23,11 @@ _MEMORY_EVENTS = 1_000_000
 class StepProfiler:
     """Profiles the steps that the config names, on the ranks it names, and writes the result into the run's directory.
 
-    What was recorded is written as well when the run ends within these steps: by a stop signal, or by an error such as
+    The recorded steps are written as well when the run ends within them: by a stop signal, or by an error such as
     a device that is out of memory. As a context manager around the training.
 
     Args:
-        section: of the config; None for no profile.
+        section: profile section of the config; None for no profile.
         run_dir: the run's directory.
         rank: global rank of this process.
         gpu: whether it computes on a GPU.
@@ -119,7 +119,7 @@ class StepProfiler:
 
 
 def _replace(path: Path, write: Callable[[str], None]) -> None:
-    """Has a file written beside its place, and moves it there. torch tells the compression from the end of the name."""
+    """Writes a file beside its place, and moves it there. torch tells the compression from the end of the name."""
     partial = path.with_name(f".partial-{path.name}")
     write(str(partial))
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: `metrics.jsonl`, W&B and any other service, written to as one."""
+"""Sinks of the metrics of a run: `metrics.jsonl`, W&B and any other service, written to as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 HELD_OUT, TASK = "eval", "task/"
-"""Kind of the rows of held-out evaluations; what those of a task begin with, its name follows."""
+"""Kind of the rows of held-out evaluations; prefix of the kind of a task's rows, which its name follows."""
 
 _Row = tuple[str, int, dict[str, Any]]
 """Kind, step and values."""
@@ -30,7 +30,7 @@ class Sinks:
     another. Close it before its sinks are closed.
 
     Args:
-        sinks: each gets every row.
+        sinks: sinks that get every row.
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
@@ -40,7 +40,7 @@ class Sinks:
         """Hands a row to every sink.
 
         Raises:
-            Exception: what a sink has raised at an earlier row.
+            Exception: error of a sink at an earlier row.
         """
         for thread in self._threads:
             thread.raise_error()
@@ -54,7 +54,7 @@ class Sinks:
         """Returns when every sink has the rows so far.
 
         Raises:
-            Exception: what a sink has raised.
+            Exception: error of a sink.
         """
         for thread in self._threads:
             thread.rows.join()
@@ -74,8 +74,8 @@ class _SinkThread(threading.Thread):
     """Writes rows to one sink.
 
     Attributes:
-        rows: to be written; None ends the thread.
-        error: what the sink has raised, until it is raised again.
+        rows: rows to be written; None ends the thread.
+        error: error of the sink, until it is raised again; None without one.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -86,7 +86,7 @@ class _SinkThread(threading.Thread):
         self.start()
 
     def raise_error(self) -> None:
-        """Raises what the sink has raised, in the thread that writes rows."""
+        """Raises the sink's error again, in the thread that hands rows over."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error

@@ -1,4 +1,4 @@
-"""What a step takes by the clock on the wall: from the report of the step before to its own. No framework here."""
+"""Wall-clock time of a step: from the report of the step before to its own. No framework here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step took.
+    """Time, speed and memory of a step.
 
     Attributes:
-        seconds: from the report of the step before to that of this one, without checkpoints and evaluations.
-        data_wait_seconds: of these, waiting for the batch.
-        tokens_per_second: over all ranks.
+        seconds: seconds from the report of the step before to that of this one, without checkpoints and evaluations.
+        data_wait_seconds: seconds of these spent waiting for the batch.
+        tokens_per_second: tokens per second over all ranks.
         mfu: model FLOPs utilization, a fraction; None where the device's peak is not known.
         memory: peak memory in bytes by name, see `PeakMemory`; the largest of all ranks.
     """
@@ -64,7 +64,7 @@ class StepClock:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """The time of the block is not part of any step: a checkpoint, an evaluation. Blocks may be nested."""
+        """Leaves the time of the block out of all steps: a checkpoint, an evaluation. Blocks may be nested."""
         started = time.perf_counter()
         self._depth += 1
         try:
@@ -90,7 +90,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The time of the block counts."""
+        """Counts the time of the block."""
         self._since = self._since if self._depth else time.perf_counter()
         self._depth += 1
         try:

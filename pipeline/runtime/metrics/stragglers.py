@@ -40,7 +40,7 @@ million of them (80 layers, 64 micro-batches)."""
 _SPANS, _SPAN_S = 200, 10e-6
 """Spans of a decoder layer and micro-batch, forward and backward, and seconds each: from that million."""
 _AUTO_EVERY, _AUTO_MAX_S = 100, 2.0
-"""Where `stragglers.every` is auto: steps between reports, and the cost of one above which there are none."""
+"""Steps between reports where `stragglers.every` is auto, and seconds of a report above which there are none."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class OwnTime:
     """A rank's own time per step, in seconds. A clock that was not read is 0; see `own_time`.
 
     Attributes:
-        host: of the profiled step.
-        cores: median of the steps since the report before.
-        kernels: of the profiled step.
-        loading: waiting for the data loader, mean per step since the report before.
+        host: seconds of the profiled step in which the host did not wait.
+        cores: seconds on a core or in its run queue, median of the steps since the report before.
+        kernels: seconds of GPU kernels in the profiled step.
+        loading: seconds of waiting for the data loader, mean per step since the report before.
     """
 
     host: float
@@ -71,7 +71,7 @@ class StragglerReport:
     """Own times of all ranks at one step.
 
     Attributes:
-        times: by rank.
+        times: own times by rank.
         ratios: own time / median of the peers' own times, by rank.
         named: new stragglers: ranks found slow that were not in the report before.
         hosts: host names by rank.
@@ -123,7 +123,7 @@ def report_seconds(topology: Topology, batch: BatchSizes, *, layers: int) -> flo
 
     Args:
         topology: the mesh.
-        batch: for its gradient accumulation.
+        batch: batch sizes, for the gradient accumulation.
         layers: decoder layers of the model.
     """
     return layers / topology.pp * batch.accumulation * _SPANS * _SPAN_S
@@ -143,7 +143,7 @@ class Stragglers:
         threshold: from the section `stragglers`.
         every: steps between reports, from `report_interval`; None for none.
         peers: from `peers_of`.
-        rank: of this process.
+        rank: this process's global rank.
         gpu: whether it computes on a GPU.
     """
 

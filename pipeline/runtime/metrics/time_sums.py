@@ -1,4 +1,4 @@
-"""What rows of `metrics.jsonl` add up to, in seconds by what they were spent on: one sum for each attempt of a run."""
+"""Sums over rows of `metrics.jsonl`, in seconds by what they were spent on: one for each attempt of a run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TimeSums:
     Attributes:
         since, until: times of the first and the last row, since the epoch; None without rows.
         steps: number of steps.
-        step_s: of the steps, from report to report, without checkpoints and evaluations.
-        data_wait_s: of these, rank 0 waiting for a batch.
-        compile_s: of these, compiling (rows `compiled`).
-        evaluation_s: of held-out evaluations and tasks.
-        checkpoint_s: in which training waited for checkpoints.
-        exchange_s: of exchanges between islands.
+        step_s: seconds of the steps, from report to report, without checkpoints and evaluations.
+        data_wait_s: seconds of these in which rank 0 waited for a batch.
+        compile_s: seconds of these spent compiling (rows `compiled`).
+        evaluation_s: seconds of held-out evaluations and tasks.
+        checkpoint_s: seconds in which training waited for checkpoints.
+        exchange_s: seconds of exchanges between islands.
     """
 
     since: float | None = None
@@ -44,7 +44,7 @@ class TimeSums:
 
     @property
     def straggler_s(self) -> float:
-        """Of the steps, in which ranks waited for slower ones; estimated.
+        """Seconds of the steps in which ranks waited for slower ones; estimated.
 
         Each straggler report's wait per step counts for the steps since the report before, and the last one's also for
         the steps after it; never more than those steps took without their wait for data.
@@ -65,7 +65,7 @@ class TimeSums:
             self._add_event(str(row.get("event")), row, seconds)
 
     def lost(self) -> dict[str, float | int]:
-        """Fields of an event `lost`: what `LostSteps` reads."""
+        """Fields of an event `lost`, as `LostSteps` reads them."""
         names = ("evaluation_s", "checkpoint_s", "exchange_s", "compile_s")
         other = {f"{name.removesuffix('_s')}_seconds": getattr(self, name) for name in names if getattr(self, name)}
         return {"steps": self.steps, "seconds": self.step_s, **other}

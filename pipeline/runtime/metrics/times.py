@@ -11,7 +11,7 @@ def iso_time(seconds: float) -> str:
 
 
 def seconds_of(text: object) -> float | None:
-    """Seconds since the epoch of a time in ISO 8601, or of a number; None of anything else."""
+    """Seconds since the epoch of a time in ISO 8601, or of a number; None for anything else."""
     if isinstance(text, int | float):
         return float(text)
     try:

@@ -26,7 +26,7 @@ class WandbSink:
     Args:
         section: the config's `wandb`.
         run_dir: directory of offline records; its name is the run's name.
-        config: of the run, which W&B records.
+        config: config of the run, which W&B records.
     """
 
     def __init__(self, section: WandbSection, run_dir: Path, *, config: dict[str, Any]) -> None:

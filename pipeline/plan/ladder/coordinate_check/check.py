@@ -16,20 +16,20 @@ FLAT = 0.15
 1.2 (docs/how-to/parametrization.md)."""
 
 STEP_TOKENS = 4096
-"""Tokens of a step, at least: the order of the paper's own check. With them and the architecture's default initial
+"""Fewest tokens of a step: the order of the paper's own check. With them and the architecture's default initial
 values CompleteP was flat over the depth as well (docs/how-to/parametrization.md)."""
 
 MAY_SHRINK = ("queries", "MLP activations", "residual stream")
-"""Places whose change may become less with depth: what layers do not learn alike averages out over them."""
+"""Places whose change may become less with depth: differences between layers average out over them."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A quantity over one dimension.
+    """The change of a place over one dimension.
 
     Attributes:
         parametrization: standard or completep.
-        place: of `PLACES`.
+        place: one of `PLACES`.
         dimension: width or depth.
         sizes: widths or depths, ascending.
         values: root mean square of the change at each size, over all seeds.
@@ -79,16 +79,16 @@ def coordinate_check(
     """Trains the config at every size for a few steps, and measures how far its activations move.
 
     Args:
-        config: with model.config, CompleteP and model.base.
+        config: config with model.config, CompleteP and model.base.
         grid: widths and depths.
-        steps: of each run.
+        steps: steps of each run.
         seeds: runs of each size; root mean squares are averaged over them.
-        step_tokens: of each step, at least.
-        parametrizations: to compare.
-        report: called with a line for each run.
+        step_tokens: fewest tokens of each step.
+        parametrizations: parametrizations to compare.
+        report: function called with a line for each size.
 
     Raises:
-        ConfigError: see `check_config` and `resized`.
+        ConfigError: the config has no CompleteP rules, or one of the sizes is refused.
         TrainingError: a run has a non-finite loss.
     """
     base = check_config(config.model)

@@ -26,11 +26,12 @@ from pipeline.models.decoder_layers import decoder_layers
 from pipeline.run.prepare import PreparedRun, prepare
 
 PLACES = ("embedding", "queries", "MLP activations", "residual stream", "logits")
-"""Of queries and MLP activations those of the last layer; the residual stream is the final norm's input."""
+"""Places that are compared: queries and MLP activations of the last layer; the residual stream is the final norm's
+input."""
 
 
 def begin(run: ResolvedRun) -> tuple[PreparedRun, Engine]:
-    """The engine of a run on one CPU process, at its first step."""
+    """Prepares a run, and builds its engine on one CPU process, at its first step."""
     prepared = prepare(run)
     objective = CrossEntropy(z_loss=run.config.loss.z_loss)
     engine = build_engine(run, prepared.model, prepared.values, objective, device=torch.device("cpu"))
@@ -38,7 +39,7 @@ def begin(run: ResolvedRun) -> tuple[PreparedRun, Engine]:
 
 
 def losses(prepared: PreparedRun, engine: Engine) -> Iterator[float]:
-    """Trains to the end: the loss of every step, nats per token.
+    """Trains to the end; yields the loss of every step, in nats per token.
 
     Raises:
         TrainingError: a loss or gradient norm is not finite.
@@ -50,7 +51,7 @@ def losses(prepared: PreparedRun, engine: Engine) -> Iterator[float]:
 
 
 def measure(run: ResolvedRun) -> dict[str, float]:
-    """Trains for all steps of a run.
+    """Trains a run, and measures how far its activations move.
 
     Returns:
         Place -> root mean square over coordinates of the change of the activations since initialization, on the first

@@ -24,7 +24,7 @@ _TITLES = {"standard": "standard", "completep": "CompleteP"}
 
 
 def save_coordinates(lines: Sequence[Line], path: Path) -> None:
-    """One panel per parametrization and dimension: change of activations over size, both logarithmic."""
+    """Draws one panel per parametrization and dimension: change of activations over size, both logarithmic."""
     panels = list(dict.fromkeys((line.parametrization, line.dimension) for line in lines))
 
     def draw(figure: Figure) -> None:
@@ -47,7 +47,7 @@ def save_coordinates(lines: Sequence[Line], path: Path) -> None:
 
 
 def save_rates(sweeps: Sequence[Sweep], path: Path) -> None:
-    """Final loss over the learning rate: a color per size, dashed for the standard parametrization."""
+    """Draws the final loss over the learning rate: a color per size, dashed for the standard parametrization."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()

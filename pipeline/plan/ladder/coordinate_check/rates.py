@@ -1,4 +1,4 @@
-"""A sweep of the learning rate at several widths and depths: does the best one stay where it is?"""
+"""A sweep of the learning rate at several widths and depths: does the best one stay the same?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sweep:
 
     Attributes:
         parametrization: standard or completep.
-        size: of the model.
+        size: width and depth of the model.
         rates: peak learning rates, ascending.
         losses: nats per token, mean over the last steps and all seeds; infinite where a run diverged.
     """
@@ -52,7 +52,7 @@ def sweep(
     At the base model's size both parametrizations are the same run, and it is trained once.
 
     Raises:
-        ConfigError: a rate that is not above 0; see `check_config` and `resized`.
+        ConfigError: a rate is not above 0, the config has no CompleteP rules, or one of the sizes is refused.
     """
     base = check_config(config.model)
     if not rates or not all(0 < rate < math.inf for rate in rates):

@@ -24,8 +24,8 @@ class Size:
     """Size of a model.
 
     Attributes:
-        width: its hidden size.
-        depth: its decoder layers.
+        width: hidden size.
+        depth: number of decoder layers.
     """
 
     width: int
@@ -41,7 +41,7 @@ class Grid:
 
     Attributes:
         widths: hidden sizes, at the base model's depth.
-        depths: decoder layers, at the base model's width.
+        depths: numbers of decoder layers, at the base model's width.
     """
 
     widths: tuple[int, ...]
@@ -54,7 +54,7 @@ class Grid:
 
 
 def check_config(model: ModelSection) -> Size:
-    """The size of the base model.
+    """Checks that models of several sizes can be made of a config; returns the size of the base model.
 
     Raises:
         ConfigError: the config has no CompleteP parametrization, or its model is loaded from a folder.
@@ -81,21 +81,21 @@ def resized(
     steps: int,
     step_tokens: int = 1,
 ) -> ResolvedRun:
-    """The run of one size on one process.
+    """Resolves the run of one size on one process.
 
     Heads keep their size, and the proportions of the base model are kept.
 
     Args:
-        config: as `check_config` accepts it.
-        size: of the model.
-        parametrization: standard leaves out the base model.
-        lr: peak learning rate; the config's when None.
-        seed: of initialization and data order.
+        config: config that `check_config` accepts.
+        size: width and depth of the model.
+        parametrization: standard or completep; standard leaves out the base model.
+        lr: peak learning rate; None for the config's.
+        seed: seed of initialization and data order.
         steps: length of the run.
-        step_tokens: of each step at least, by gradient accumulation over as many of the config's batches.
+        step_tokens: fewest tokens of each step, reached by gradient accumulation over several of the config's batches.
 
     Raises:
-        ConfigError: the width is no multiple of a head, or what `resolve` refuses.
+        ConfigError: the width is no multiple of a head, or `resolve` refuses the run.
     """
     raw = config.model_dump(mode="json", exclude_none=True)
     kept = {key: value for key, value in raw.items() if key not in _DROPPED}
@@ -120,7 +120,7 @@ def resized(
 
 
 def _base(model: ModelSection) -> dict[str, int]:
-    """All sizes of the base model: what is not given there is the config's own, and not that of the resized model."""
+    """All sizes of the base model; those that it does not give are the config's own, not those of the resized model."""
     return {key: value for key in BaseModelSection.model_fields if (value := _value(model, key)) is not None}
 
 

@@ -1,4 +1,4 @@
-"""What a coordinate check and a sweep of the learning rate found, as lines of text and as JSON."""
+"""Results of a coordinate check and of a sweep of the learning rate, as lines of text and as JSON."""
 
 from __future__ import annotations
 

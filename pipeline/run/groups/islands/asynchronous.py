@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 
 class AsynchronousIsland(LocalIsland):
-    """See the module's docstring. Every method is collective over the ranks of the island.
+    """An island in asynchronous mode. Every method is collective over the ranks of the island.
 
     Args:
-        context: its rank and run.
+        context: the island's rank and run.
         connect: makes a client of the holder.
         loader: makes this rank's batches.
         step: steps that the engine's state has.
@@ -54,16 +54,16 @@ class AsynchronousIsland(LocalIsland):
             threading.Thread(target=self._beat, args=(connect(),), name="heartbeat", daemon=True).start()
 
     def start(self) -> Stop:
-        """See `LocalIsland`."""
+        """Implements `LocalIsland.start`."""
         return self._reach(committing=False)
 
     def exchange(self, step: int) -> Stop:
-        """See `LocalIsland`."""
+        """Implements `LocalIsland.exchange`."""
         self.step = step
         return self._reach(committing=True)
 
     def close(self) -> None:
-        """See `LocalIsland`."""
+        """Implements `LocalIsland.close`."""
         self._closed.set()
         if self._context.rank == 0:
             with suppress(ExchangeError):
@@ -73,7 +73,7 @@ class AsynchronousIsland(LocalIsland):
     def _reach(self, *, committing: bool) -> Stop:
         """Sends the pseudo-gradient, if there is one, until the holder has it, and takes what it gives.
 
-        What is not known to have arrived is settled by joining again: the holder says whether the round is still open.
+        Where the pseudo-gradient may not have arrived, it joins again: the holder says whether the round is still open.
         """
         began, waited, commit = time.monotonic(), 0.0, committing
         self._context.watchdog.enter_phase("exchanging with other islands", self.step)
@@ -141,7 +141,7 @@ class AsynchronousIsland(LocalIsland):
         return answer
 
     def _take(self, answer: dict[str, Any], *, began: float, waited: float) -> None:
-        """The newest outer state, and the next round."""
+        """Takes the newest outer state, and the next round."""
         before = self.ledger.deal
         shard = self._alike(self._pull)
         for own, new in zip(self._outer.tensors(), shard, strict=True):
@@ -170,7 +170,7 @@ class AsynchronousIsland(LocalIsland):
         return unpack_shard(payload)
 
     def _alike(self, action: Callable[[], T]) -> T:
-        """What `action` returns; ExchangeError on all ranks where it raises one on any. Collective."""
+        """Returns what `action` returns; an ExchangeError on any rank is raised on all. Collective."""
         failure, value = None, None
         try:
             value = action()

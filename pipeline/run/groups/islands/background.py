@@ -16,14 +16,13 @@ class Background:
     """Tries an exchange until it succeeds on all ranks of the island, as the training loop would; begins at once.
 
     Args:
-        exchange: of this rank.
-        member: what the island asks with.
-        snapshot: of its weights.
-        group: see `ThreadRanks`.
+        exchange: this rank's exchange.
+        member: the report with which the island asks for a quorum.
+        snapshot: copy of the island's inner weights.
+        group: gloo process group over all ranks of the island; None for one process.
 
     Attributes:
-        snapshot: the same.
-        seconds: from the beginning to the end of the attempt that succeeded.
+        seconds: time from the beginning to the end of the attempt that succeeded.
     """
 
     def __init__(self, exchange: Exchange, *, member: Member, snapshot: Snapshot, group: Any) -> None:
@@ -36,12 +35,12 @@ class Background:
         self._thread.start()
 
     def ended(self, seconds: float) -> bool:
-        """Waits for its end; returns whether it has ended on this rank."""
+        """Waits up to `seconds` for the end; returns whether the exchange has ended on this rank."""
         return bool(wait([self._future], timeout=seconds).done)
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error on this rank, which `result` raises."""
+        """Whether the exchange has ended with an error on this rank, which `result` raises."""
         return self._future.done() and self._future.exception() is not None
 
     def cancel(self) -> None:
@@ -49,10 +48,10 @@ class Background:
         self._cancelled.set()
 
     def result(self) -> Exchanged | None:
-        """What it has brought, once it has ended; None where it was given up.
+        """Returns the result of the exchange once it has ended; None where it was given up.
 
         Raises:
-            TrainingError: see `Exchange.ask`.
+            TrainingError: the lighthouse failed.
         """
         self._wanted.set()
         self._thread.join()

@@ -36,8 +36,8 @@ def check_island(section: QuorumSection | None, *, field: str = "islands") -> No
     """Refuses what this host lacks for an island or a replica, before anything is touched.
 
     Args:
-        section: of the config.
-        field: its name.
+        section: the config's section `islands` or `replicas`; None without one.
+        field: name of the section.
 
     Raises:
         ConfigError: torchft is not installed, or the secret cannot be used.
@@ -74,11 +74,11 @@ def read_secret(section: QuorumSection, *, field: str = "islands") -> bytes:
 
 
 def open_island(here: RankOfRun, *, loader: Loader) -> LocalIsland | None:
-    """The island of this rank; None for an ordinary run. Collective.
+    """Opens the island of this rank; None for an ordinary run. Collective.
 
     Args:
         here: this rank; its stack closes the island, whose outer state is loaded from its checkpoint.
-        loader: see `Island`.
+        loader: makes this rank's batches.
     """
     run, section = here.run, here.run.config.islands
     if section is None or section.name is None:
@@ -108,12 +108,12 @@ def open_island(here: RankOfRun, *, loader: Loader) -> LocalIsland | None:
 
 
 def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") -> str:
-    """Of what decides a run's loss curve, and of the shards of all ranks. Collective.
+    """Digest of what decides a run's loss curve, and of the shards of all ranks. Collective.
 
     Args:
-        engine: of this rank.
-        curve: what has to be alike, as JSON.
-        of_rank: what else has to be alike of every rank.
+        engine: this rank's engine.
+        curve: values that have to be alike in all groups, as JSON.
+        of_rank: text about this rank that has to be alike on the same rank of all groups.
     """
     with engine.edit_state() as state:
         own = f"{layout_digest(state)} {of_rank}"
@@ -128,17 +128,17 @@ def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") ->
 def reach_others(
     section: QuorumSection, *, rank: int, parse: Callable[[dict[str, Any]], R], stack: ExitStack, field: str = "islands"
 ) -> tuple[LighthouseMember[R] | None, Peers]:
-    """What a rank of an island or a replica reaches the others by: the lighthouse, on rank 0, and its peers.
+    """Makes a rank's connections to other islands or replicas: to the lighthouse, on rank 0, and to its peers.
 
     Args:
-        section: of the config, with a name.
-        rank: of this process in its group.
-        parse: see `LighthouseMember`.
+        section: the config's section, with a name.
+        rank: rank of this process in its group.
+        parse: makes a report of its JSON.
         stack: keeps the store in which peers find each other.
         field: name of the section.
 
     Raises:
-        ConfigError: see `read_secret`.
+        ConfigError: the secret cannot be read, is too short, or other users can read it.
     """
     assert section.name is not None
     # torchft's client reports every request on stderr unless it is told not to

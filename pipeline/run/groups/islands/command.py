@@ -33,12 +33,12 @@ _POLL_S, _HEARTBEAT_TIMEOUT_S = 0.2, 5.0
 
 @dataclass(frozen=True)
 class GroupKind:
-    """What is started: islands, or replicas of the model.
+    """The kind of groups to start: islands, or replicas of the model.
 
     Attributes:
-        field: of the config, whose section is a `QuorumSection`; the plural of `word`.
-        word: names one of them: "island".
-        check: of the config's section.
+        field: name of the config's section, a `QuorumSection`; the plural of `word`.
+        word: name of one group: "island".
+        check: checks the config's section.
     """
 
     field: str
@@ -112,10 +112,9 @@ class _Island:
     """The processes of one island, in a session of their own.
 
     Args:
-        arguments: of the command.
+        arguments: the parsed arguments of the command.
         folder: the config's `run.dir`.
         kind: island or replica.
-        name: of the island.
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, kind: GroupKind, name: str) -> None:
@@ -130,11 +129,11 @@ class _Island:
 
     @property
     def running(self) -> bool:
-        """Whether it runs, or has ended and nobody was told."""
+        """Whether it runs, or has ended and `ended` has not returned its exit code yet."""
         return self._process is not None
 
     def start(self) -> None:
-        """Starts it; its output is appended to a file of its own."""
+        """Starts the island; its output is appended to a file of its own."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("ab") as output:
             environ = {**os.environ, **log_variable(self.output)}
@@ -144,7 +143,7 @@ class _Island:
         print(f"{self.name}: process {self._process.pid}, output in {self.output}", flush=True)
 
     def ended(self) -> int | None:
-        """The exit code, once, when it has ended."""
+        """Returns the exit code once, when the island has ended."""
         code = self._process.poll() if self._process is not None else None
         if code is not None:
             self._process = None

@@ -1,4 +1,4 @@
-"""What an island has of its rank and its run."""
+"""The rank and the run of an island, as one value."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
 
 Record = Callable[..., None]
-"""Takes a step and the values of an event of the journal."""
+"""Function that records an event in the journal, from a step and the event's values."""
 Loader = Callable[[int, int], Iterable[StepBatch]]
-"""The batches of the data steps from a first to a last one, counted from 1."""
+"""Function that returns the batches of the data steps from a first to a last one, counted from 1."""
 
 
 @dataclass(frozen=True)
 class IslandContext:
-    """What an island has of its rank and its run.
+    """The rank and the run of an island.
 
     Attributes:
         section: the config's `islands`; with a name.
         total: inner steps of the run.
-        schedule: of the inner learning rate.
+        schedule: schedule of the inner learning rate.
         samples: global batch of one island.
-        layout: see `Member.layout`.
-        rank: of this process in the island.
+        layout: digest of what decides the run's curve, and of its shards on all ranks (see `Member.layout`).
+        rank: rank of this process in the island.
         engine: executes the inner steps.
-        agreement: over the ranks of the island.
+        agreement: all-reduces small numbers over the ranks of the island.
         signals: stop signals of this process.
-        watchdog: of this process.
-        record: see `Record`; ignored on all ranks but rank 0.
+        record: records an event in the journal; ignored on all ranks but rank 0.
         say: prints a line on rank 0.
     """
 
@@ -53,10 +52,10 @@ class IslandContext:
 
     @property
     def name(self) -> str:
-        """Of this island."""
+        """Name of this island."""
         assert self.section.name is not None
         return self.section.name
 
     def agreed(self, failed: bool) -> bool:
-        """Whether it is so on any rank of the island. Collective."""
+        """Whether `failed` is true on any rank of the island. Collective."""
         return bool(self.agreement.max_over_ranks(int(failed))[0])

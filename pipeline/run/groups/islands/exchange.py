@@ -34,7 +34,7 @@ class Snapshot:
 
     Attributes:
         weights: fp32 [N], a copy.
-        state_bytes: of the engine's state on this rank, with weights.
+        state_bytes: bytes of the outer weights and momentum, and of the engine's state with weights, on this rank.
     """
 
     weights: Tensor
@@ -43,13 +43,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an attempt that has succeeded on all ranks of the island has brought.
+    """Result of an attempt that has succeeded on all ranks of the island.
 
     Attributes:
-        decision: what is to be done.
-        quorum: that has decided it.
+        decision: the decision that the attempt follows.
+        quorum: the quorum that has made the decision.
         own: index of this island in the decision.
-        mean: of the pseudo-gradients; None where a run begins or is resumed.
+        mean: mean of the pseudo-gradients; None where a run begins or is resumed.
         received: the state of another island, packed, uint8 [n]; None where this one keeps its own.
     """
 
@@ -71,16 +71,16 @@ class Exchanged:
 
 
 class Exchange:
-    """See the module's docstring. Every method is collective over the ranks of the island.
+    """One rank's exchanges with other islands. Every method is collective over the ranks of the island.
 
     Args:
         context: the island's rank and run.
-        peers: the same ranks of the other islands.
-        lighthouse: on rank 0; None on the others.
+        peers: connections to the same ranks of the other islands.
+        lighthouse: connection to the lighthouse on rank 0; None on the others.
         outer: the outer state.
 
     Attributes:
-        failures: of attempts, not yet reported: a thread leaves them to the training loop.
+        failures: reasons of failed attempts, not yet reported: a thread leaves them to the training loop.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Exchange:
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank to other islands in the last attempt."""
+        """Bytes that this rank sent to other islands in the last attempt."""
         return self._peers.bytes_sent
 
     @property
@@ -101,13 +101,13 @@ class Exchange:
         return self._peers.damaged
 
     def snapshot(self) -> Snapshot:
-        """Of the engine's weights, which need not be finished with: a copy."""
+        """Copies the engine's weights, which may change afterwards."""
         with self._context.engine.edit_state() as state:
             size = sum(each.nbytes for each in (*self._outer.tensors(), *all_parts(state)))
             return Snapshot(gather(state), size)
 
     def ask(self, member: Member, ranks: Ranks) -> Quorum[Member] | None:
-        """The next quorum; None when the exchange is given up first.
+        """Asks for the next quorum; None when the exchange is given up first.
 
         Raises:
             TrainingError: the lighthouse failed.
@@ -123,9 +123,9 @@ class Exchange:
         """Does the part of what a quorum decides that reads no state of the engine.
 
         Args:
-            quorum: the answer.
-            snapshot: of its weights.
-            ranks: see there.
+            quorum: the lighthouse's answer.
+            snapshot: copy of the island's inner weights.
+            ranks: the ranks of the island, in the training loop or in a thread.
 
         Returns:
             None where it failed on any rank of the island, which `failures` tells.
@@ -170,10 +170,10 @@ class Exchange:
                     self._peers.send(_NOT_YET, to=to)
 
     def finish(self, exchanged: Exchanged, *, since: Snapshot | None) -> None:
-        """The outer update, and this island's state for those that take it; or the other island's state.
+        """Makes the outer update, and sends this island's state to those that take it; or takes another island's.
 
         Args:
-            exchanged: what `attempt` has brought.
+            exchanged: the result of `attempt`.
             since: the snapshot, after which inner steps were done that are kept; None where there were none.
         """
         if exchanged.received is not None:
@@ -187,7 +187,7 @@ class Exchange:
             self._send_state(exchanged.decision)
 
     def report_failures(self, step: int) -> None:
-        """Writes what attempts have left of failures to the journal. In the training loop."""
+        """Writes the failures of attempts to the journal. Called in the training loop."""
         for why in self.failures:
             report_failure(self._context, step, why)
         self.failures.clear()

@@ -46,16 +46,16 @@ class _Place:
     """An island that lives.
 
     Attributes:
-        session: of its process.
-        ranks: of the island.
-        ledger: where it stood when it joined.
-        seen: when it was last heard of.
-        deal: its open round; None where it has none.
+        session: identifier of its process.
+        ranks: number of its ranks.
+        ledger: the island's ledger when it joined.
+        seen: time of its last message, in seconds of the holder's clock.
+        deal: open round of the island; None without one.
         version: outer updates in the weights that it trains on.
         pushed: rank -> pseudo-gradient, not yet applied.
         given: rank -> outer state that it is to take.
-        told: lost slots that it knows of, by number.
-        telling: the same, once its island has got the last answer.
+        told: number of the holder's entries of lost slots that the island knows of.
+        telling: the value of `told` once the island has received the last answer.
         committed: first slot, staleness and weight of its newest pseudo-gradient.
     """
 
@@ -73,11 +73,11 @@ class _Place:
 
 
 class Holder:
-    """See the module's docstring. Its methods may be called from many threads.
+    """The holder of the outer state. Its methods may be called from many threads.
 
     Args:
         section: the config's `islands`.
-        clock: seconds.
+        clock: returns the time in seconds.
 
     Attributes:
         version: outer updates so far.
@@ -98,15 +98,14 @@ class Holder:
     def join(
         self, name: str, session: str, *, layout: str, ranks: int, total: int, ledger: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What an island is to do that has begun, or has lost its connection: it asks again after `wait` and `upload`.
+        """Tells an island that has begun, or lost its connection, what to do: it asks again after `wait` and `upload`.
 
         Args:
-            name: of the island.
-            session: of its process.
-            layout: see `ledger.Member`.
-            ranks: of the island.
+            session: identifier of the island's process.
+            layout: digest of what decides its curve, and of its shards on all ranks (see `ledger.Member`).
+            ranks: number of the island's ranks.
             total: slots of the run: steps of all islands together.
-            ledger: where it stands.
+            ledger: the island's ledger, as JSON.
 
         Returns:
             `state`: wait; upload (its outer state to the holder); keep (go on with its round); take (the newest state
@@ -161,7 +160,7 @@ class Holder:
         """Applies what an island has pushed for the round that begins with a slot, and deals it the next one.
 
         Returns:
-            As `join`; rejoin where its round is not open any more.
+            The same as `join`; rejoin where its round is not open any more.
         """
         with self._lock:
             place = self._place(name, session)
@@ -179,19 +178,19 @@ class Holder:
             return self._next(name, place)
 
     def pull(self, name: str, session: str, rank: int) -> Shard | None:
-        """The outer state that a rank is to take: that of the last answer to its island; None for another session."""
+        """The outer state that a rank is to take, as of the last answer to its island; None for another session."""
         with self._lock:
             place = self._place(name, session)
             return place.given.get(rank) if place is not None else None
 
     def beat(self, name: str, session: str) -> None:
-        """The island lives."""
+        """Notes that the island lives."""
         with self._lock:
             self._place(name, session)
             self._drop_silent()
 
     def leave(self, name: str, session: str) -> None:
-        """The island has ended; its open round is lost."""
+        """Removes an island that has ended; its open round is lost."""
         with self._lock:
             if self._place(name, session) is not None:
                 self._drop(name)
@@ -204,7 +203,7 @@ class Holder:
         return place
 
     def _await_state(self, name: str, now: float) -> dict[str, Any]:
-        """Before there is an outer state: waits for the islands of the start, and chooses whose is taken."""
+        """Waits for the islands of the start, and chooses the one whose outer state is taken."""
         assert self._began is not None
         if self._source not in self._places:
             if len(self._places) < self._section.count and now - self._began < self._section.start_s:
@@ -236,7 +235,7 @@ class Holder:
         self._lost += open_then.values()
 
     def _next(self, name: str, place: _Place) -> dict[str, Any]:
-        """The newest state and the next round."""
+        """Answers with the newest state and the next round."""
         if place.deal is None and self._slots < self._total:
             steps = min(self._section.steps, self._total - self._slots)
             place.deal = Deal(self._slots, steps, (name,), self._slots)
@@ -259,7 +258,7 @@ class Holder:
         }
 
     def _heard(self, place: _Place) -> None:
-        """The island has the round of the last answer, and so the lost slots that the answer named."""
+        """Notes that the island has the round of the last answer, and so the lost slots that the answer named."""
         place.told = place.telling
         self._told = max(self._told, place.told)
 

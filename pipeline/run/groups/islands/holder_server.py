@@ -19,17 +19,17 @@ from pipeline.run.groups.islands.wire import Channel
 
 _HANDSHAKE_S, _AGAIN_S = 10.0, 0.2
 _MOST_STRANGERS = 256
-"""Connections at a time that have not proved yet to have the secret."""
+"""Most connections at a time that have not proved yet to have the secret."""
 
 
 class HolderServer:
-    """Listens until `shutdown`.
+    """A TCP server of a `Holder` that listens until `shutdown`.
 
     Args:
-        holder: what is served.
+        holder: the holder of the outer state.
         address: HOST:PORT to listen on.
         secret: shared by all islands; empty without one.
-        timeout_s: of a message.
+        timeout_s: seconds without progress after which a message has failed.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -125,7 +125,7 @@ def pack_shard(shard: Shard) -> Tensor:
 
 
 def unpack_shard(payload: Tensor) -> Shard:
-    """The inverse."""
+    """The inverse of `pack_shard`; an empty shard for no bytes."""
     return Shard(*payload.view(torch.float32).chunk(2)) if payload.numel() else Shard(torch.empty(0), torch.empty(0))
 
 

@@ -28,12 +28,12 @@ _AGAIN_S, _TICK_S = 0.5, 1.0
 
 
 class Island(LocalIsland):
-    """See the module's docstring. Every method is collective over the ranks of the island.
+    """An island in synchronous mode. Every method is collective over the ranks of the island.
 
     Args:
-        context: its rank and run.
-        peers: the same ranks of the other islands.
-        lighthouse: on rank 0; None on the others.
+        context: the island's rank and run.
+        peers: connections to the same ranks of the other islands.
+        lighthouse: connection to the lighthouse on rank 0; None on the others.
         loader: makes this rank's batches.
         step: inner steps that the engine's state has.
     """
@@ -54,7 +54,7 @@ class Island(LocalIsland):
         self._group = thread_group() if context.section.overlap else None
 
     def start(self) -> Stop:
-        """See `LocalIsland`."""
+        """Implements `LocalIsland.start`."""
         section, began, snapshot = self._context.section, time.monotonic(), self._exchange.snapshot()
         while True:
             quorum = self._exchange.ask(self._member(), self._ranks)
@@ -72,7 +72,7 @@ class Island(LocalIsland):
             time.sleep(_AGAIN_S)
 
     def exchange(self, step: int) -> Stop:
-        """See `LocalIsland`."""
+        """Implements `LocalIsland.exchange`."""
         self.step, deal = step, self.ledger.deal
         if self._background is not None:
             return self._join(Stop.NO)
@@ -83,7 +83,7 @@ class Island(LocalIsland):
         return self._exchange_now()
 
     def settle(self, step: int, stop: Stop) -> Stop:
-        """See `LocalIsland`."""
+        """Implements `LocalIsland.settle`."""
         if self._background is None:
             return stop
         self.step = step
@@ -136,7 +136,7 @@ class Island(LocalIsland):
         return bool(any_runs) and not failed
 
     def close(self) -> None:
-        """See `LocalIsland`."""
+        """Implements `LocalIsland.close`."""
         if self._background is not None:
             self._background.cancel()
         self._exchange.close()
@@ -171,11 +171,11 @@ class Island(LocalIsland):
         before_s: float = 0.0,
         overlapped: float | None = None,
     ) -> None:
-        """The outer update and where the island stands after it.
+        """Makes the outer update, and records where the island stands after it.
 
         Args:
-            exchanged: what the exchange has brought.
-            since: see `Exchange.finish`.
+            exchanged: the result of the exchange.
+            since: the snapshot, after which inner steps were done that are kept; None where there were none.
             waited: seconds that the training loop has waited for other islands.
             before_s: seconds of the exchange until here, in the training loop.
             overlapped: seconds of the exchange beside inner steps.

@@ -1,4 +1,4 @@
-"""Which samples which island trains: rounds, what each is dealt, and what a quorum decides. No torch, no network.
+"""The samples that each island trains: rounds, their deals, and the decisions of a quorum. No torch, no network.
 
 The order of samples is the run's own (law 1): sample i is the same for any number of islands. It is dealt in *slots*,
 each one global batch: slot k holds samples k * B to (k + 1) * B - 1. A round deals `steps` consecutive slots to each of
@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 KEPT_NS = 200 * 10**9
-"""A process group that was not used for so long is formed anew: NAT gateways and firewalls forget idle connections
-without a word, the first of them after 240 s, and to notice that takes `islands.timeout_s`."""
+"""Nanoseconds without use after which a process group is formed anew: NAT gateways and firewalls forget idle
+connections without a word, the first of them after 240 s, and to notice that takes `islands.timeout_s`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Deal:
     Attributes:
         first: the first slot of the round.
         steps: slots of each island: inner steps of the round.
-        names: its islands, sorted.
+        names: names of the round's islands, sorted.
         step: inner steps of the run before the round.
         after: steps at its end that are trained beside its exchange.
     """
@@ -72,20 +72,20 @@ class Tail(NamedTuple):
 
     @property
     def slots(self) -> range:
-        """The same."""
+        """The slots as a range."""
         return range(self.first, self.end)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the islands of a run stand; the same on all that share a commit.
+    """Progress of the islands of a run; the same on all that share a commit.
 
     Attributes:
         round: exchanges so far.
-        commit: names the sequence of decisions that has led here; equal commits have equal outer weights.
+        commit: name of the sequence of decisions that has led here; equal commits have equal outer weights.
         deal: the round that is being trained; None before the first.
         before: the round before, while it has a tail.
-        tails: of that round.
+        tails: tails of the round before.
         start: slots that an ordinary run had trained before the islands began.
     """
 
@@ -124,7 +124,7 @@ class Ledger:
         return replace(self, deal=other(self.deal), before=other(self.before), tails=tails)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as JSON."""
         return {**asdict(self), "tails": [list(each) for each in self.tails]}
 
     @classmethod
@@ -147,17 +147,16 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Member:
-    """What an island reports when it asks for a quorum.
+    """Report of an island that asks for a quorum.
 
     Attributes:
-        name: of the island.
-        ledger: where it stands.
+        ledger: the island's ledger.
         step: inner steps that it has done.
-        living: it has been part of a quorum since it was started: its weights are those of its commit.
-        waited: it has waited for the other islands long enough at the start.
+        living: whether it has been part of a quorum since it was started: its weights are then those of its commit.
+        waited: whether it has waited for the other islands long enough at the start.
         layout: digest of what decides its run's curve, and of names, shapes and offsets of its shards on all ranks.
         group: the process group in which its last exchange has succeeded on all of its ranks; empty without one.
-        group_used: when that exchange had ended here, in ns by the lighthouse's clock.
+        group_used: time when that exchange had ended here, in ns by the lighthouse's clock.
     """
 
     name: str
@@ -186,7 +185,7 @@ class Member:
         return deal is not None and self.name in deal.names and deal.step < self.step < deal.snapshot_step
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as JSON."""
         return {**asdict(self), "ledger": self.ledger.plain()}
 
     @classmethod
@@ -197,22 +196,22 @@ class Member:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the islands of a quorum do; every one of them decides the same.
+    """Decision of a quorum about what its islands do; every one of them decides the same.
 
     Attributes:
         names: the islands, sorted: their ranks in the exchange.
         source: index of the island whose state the others take.
-        contributors: indices of those whose pseudo-gradients are averaged; none where a run begins or is resumed.
-        healed: indices of those that take the state of `source`.
-        ledger: where all of them stand afterwards.
-        step: inner steps that all of them have done afterwards, but those that go on in the middle of a round.
+        contributors: indices of islands whose pseudo-gradients are averaged; none where a run begins or is resumed.
+        healed: indices of islands that take the state of `source`.
+        ledger: the ledger of all islands afterwards.
+        step: inner steps that all islands have done afterwards, but those that go on in the middle of a round.
         ended: the round whose pseudo-gradients are averaged; None where there are none.
         trained: island -> slots of the round that are in its pseudo-gradient.
         lost: island -> slots of the round that were dealt and not contributed.
         tail_trained: the same as `trained`, of the round before.
         tail_lost: the same as `lost`, of the round before.
-        group: names the process group of the exchange.
-        formed: every island has that group already, nothing has failed in it, and it was used not long ago.
+        group: name of the process group of the exchange.
+        formed: whether every island has that group already, nothing has failed in it, and it was used not long ago.
     """
 
     names: tuple[str, ...]
@@ -231,13 +230,13 @@ class Decision:
 
 
 def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, overlap: int = 0) -> Decision:
-    """What a quorum does: a pure function of what its islands have reported.
+    """Decides what a quorum does: a pure function of what its islands have reported.
 
     Islands that live come before those that were just started, whose checkpoint may be of another sequence of
     decisions; then the latest round counts, then the most islands.
 
     Args:
-        members: of the quorum, in any order; names are unique.
+        members: reports of the quorum's islands, in any order; names are unique.
         steps: inner steps of a round; the last one may be shorter.
         total: inner steps of the run.
         quorum: number of the quorum.
@@ -278,11 +277,11 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
 
 
 def process_group(reported: Collection[str], names: Sequence[str], quorum: int) -> tuple[str, bool]:
-    """The name of the process group of a quorum's groups of processes, and whether all of them have it already.
+    """The name of the process group of a quorum's members, and whether all of them have it already.
 
     Args:
-        reported: the groups that they have; none where no group may be kept.
-        names: of all of them, in order.
+        reported: process groups that the members have; none where no group may be kept.
+        names: names of all members, in order.
         quorum: number of the quorum; names a new group.
     """
     members = ",".join(names)
@@ -301,7 +300,7 @@ def _group(members: Sequence[Member], quorum: int) -> tuple[str, bool]:
 
 
 def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:
-    """The decision with what becomes of the slots of the round that ends, and of the tails of the one before."""
+    """Adds to a decision what becomes of the slots of the round that ends, and of the tails of the one before."""
     ledger, deal = decision.ledger, decision.ledger.deal
     assert deal is not None
     given = {members[n].name: deal.slots(members[n].name)[: members[n].step - deal.step] for n in decision.contributors}
@@ -321,7 +320,7 @@ def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:
 
 
 def _without_tails(decision: Decision) -> Decision:
-    """The decision with the tails of islands that take another one's state lost: they have not trained them."""
+    """Marks the tails of islands that take another one's state as lost: they have not trained them."""
     ledger, healed = decision.ledger, [decision.names[n] for n in decision.healed]
     lost = {each.name: each.slots for each in ledger.tails if each.name in healed}
     tails = tuple(each for each in ledger.tails if each.name not in healed)

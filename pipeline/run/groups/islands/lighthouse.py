@@ -1,4 +1,4 @@
-"""Quorums of islands, from torchft's lighthouse: who lives, and where it can be reached.
+"""Quorums of islands, from torchft's lighthouse: which islands live, and where they can be reached.
 
 The lighthouse forms a quorum when every island whose heartbeat it hears has asked for one, or when it has waited for
 the others for its join time-out. torchft has no authentication: what an island reports carries a message
@@ -26,20 +26,20 @@ HEARTBEAT_S = 1.0
 _ASK_S = 3600.0
 _RETRY_S = 1.0
 _HEARTBEAT_LIMIT, _HEARTBEAT_RETRY_S = timedelta(seconds=1.5), 0.5
-"""One heartbeat that is lost must not cost membership, which ends 5 s after the last one."""
+"""Time limit of a heartbeat, and seconds until the next try: a lost one must not end membership (after 5 s)."""
 _TICK_S = 1.0
 
 
 class LighthouseReport(Protocol):
-    """What a group of processes reports when it asks for a quorum."""
+    """Report of a group of processes that asks for a quorum."""
 
     @property
     def name(self) -> str:
-        """Of the group."""
+        """Name of the group."""
         ...
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as JSON."""
         ...
 
 
@@ -51,11 +51,11 @@ class Quorum(Generic[R]):
     """The islands that have asked together.
 
     Attributes:
-        number: of the quorum; a larger one after every change of its members.
-        formed: when, in ns by the lighthouse's clock: tells apart the quorums of the same members.
-        members: what they report.
+        number: number of the quorum; a larger one after every change of its members.
+        formed: time in ns by the lighthouse's clock, which tells apart the quorums of the same members.
+        members: reports of the members.
         stores: HOST:PORT of the store of each, in the order of `members`.
-        refused: those whose report does not carry a right authentication code.
+        refused: identifiers of members whose report does not carry a right authentication code.
     """
 
     number: int
@@ -70,11 +70,10 @@ class Quorum(Generic[R]):
 
 
 class LighthouseMember(Generic[R]):
-    """This island at the lighthouse: sends heartbeats from a thread, and asks for quorums.
+    """An island's connection to the lighthouse: sends heartbeats from a thread, and asks for quorums.
 
     Args:
         address: HOST:PORT of the lighthouse.
-        name: of this island.
         store: HOST:PORT of this island's store.
         secret: shared by all islands; empty without one.
         parse: makes a report of its JSON.
@@ -152,11 +151,11 @@ class LighthouseMember(Generic[R]):
 
 
 def answer_of(asked: Future[Quorum[R]] | None, *, group: str) -> Quorum[R] | None:
-    """The quorum that was asked for; None where it has not come within a second. On the rank that has asked.
+    """The quorum that was asked for; None where it has not come within a second. Called on the rank that has asked.
 
     Args:
-        asked: what `LighthouseMember.ask` has returned.
-        group: what asks, for people: island or replica.
+        asked: the result of `LighthouseMember.ask`.
+        group: kind of group that asks, for the message: island or replica.
 
     Raises:
         TrainingError: the lighthouse failed.
@@ -176,8 +175,8 @@ def authenticated(
     """The members of a quorum whose reports carry the right code; of two with one name the one started last.
 
     Args:
-        number: of the quorum.
-        formed: when it was formed.
+        number: number of the quorum.
+        formed: time when it was formed, in ns by the lighthouse's clock.
         participants: torchft's `QuorumMember`s.
         secret: shared by all islands.
         parse: makes a report of its JSON; raises KeyError, TypeError or ValueError where it is none.
@@ -204,9 +203,8 @@ def refuse_other_secret(quorum: Quorum[R], *, name: str, field: str = "islands")
     """Refuses to begin beside islands whose secret is another one: which of both is wrong cannot be known.
 
     Args:
-        quorum: that it was part of.
-        name: of this island.
-        field: of the config.
+        quorum: the quorum that this island was part of.
+        field: name of the config's section.
 
     Raises:
         ConfigError: names them.

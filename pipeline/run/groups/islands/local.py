@@ -1,4 +1,4 @@
-"""What islands of both modes share: the outer state in checkpoints, and the batches of one round after the other."""
+"""Common part of islands of both modes: the outer state in checkpoints, and the batches of round after round."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class LocalIsland(ABC):
     """An island as the training loop sees it. Every method is collective over the ranks of the island.
 
     Args:
-        context: its rank and run.
+        context: the island's rank and run.
         loader: makes this rank's batches.
         step: inner steps that the engine's state has.
 
     Attributes:
-        ledger: where the island stands.
+        ledger: the island's ledger.
         step: inner steps done.
-        name: of the island.
-        excluded_from_step_time: an exchange is no part of an inner step.
-        own_share: of the batch of a step: an island's is its own.
+        excluded_from_step_time: true, since an exchange is no part of an inner step.
+        own_share: share of a step's batch that is run here: 1, since an island's batch is its own.
     """
 
     excluded_from_step_time = True
@@ -53,7 +52,7 @@ class LocalIsland(ABC):
         return {**state, **{key: value for key, value in outer.items() if key in written}}
 
     def details(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint records."""
+        """The island's entry in a checkpoint's manifest."""
         # not the step that the checkpoint is of: an exchange after it may have taken this island to another round
         return {"island": {"name": self.name, "step": self.step, **self.ledger.plain()}}
 
@@ -61,9 +60,9 @@ class LocalIsland(ABC):
         """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
 
         Args:
-            directory: of the checkpoint.
-            details: the manifest's `island`; None of an ordinary run.
-            samples: that an ordinary run had consumed: the islands go on behind them.
+            directory: the checkpoint's directory.
+            details: the manifest's `island`; None for an ordinary run.
+            samples: number of samples that an ordinary run had consumed: the islands go on behind them.
         """
         if details is None:
             self.ledger = Ledger(start=samples // self._context.samples)
@@ -103,15 +102,15 @@ class LocalIsland(ABC):
 
         Args:
             step: inner steps done.
-            stop: that was requested: other islands are not waited for then.
+            stop: the stop that was requested: other islands are not waited for then.
 
         Returns:
-            The same, or a stop that was requested while it waited.
+            `stop`, or a stop that was requested while it waited.
         """
         return stop
 
     def leave(self) -> None:  # noqa: B027  nothing to do in either mode
-        """The run ends before its last step. The others wait: islands that are stopped together go on together."""
+        """Does nothing where a run ends before its last step: islands that are stopped together go on together."""
 
     def due(self, step: int) -> bool:
         """Whether `exchange` is to be called after an inner step: an exchange begins there or ends there."""
@@ -120,7 +119,7 @@ class LocalIsland(ABC):
 
     @property
     def _owes_an_exchange(self) -> bool:
-        """Whether it was stopped between the last step of its round, which may be the run's, and the exchange."""
+        """Whether the island was stopped between the last step of its round (perhaps the run's) and the exchange."""
         deal = self.ledger.deal
         return deal is not None and bool(deal.slots(self.name)) and self.step == deal.last_step
 

@@ -24,24 +24,24 @@ from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
 
 _ROUNDING = 1.25
-"""How much larger than its bound a norm may be: int8 adds to each of a block's `BLOCK` values at most 1 / 254 of its
+"""Factor by which a norm may exceed its bound: int8 adds to each of a block's `BLOCK` values at most 1 / 254 of its
 largest, 6 % of the norm, twice; fp32 sums add nothing that shows."""
 
 _NORM_PART = 1 << 20
 
 
 class Collectives(Protocol):
-    """What is needed of `peers.Peers`."""
+    """The part of `peers.Peers` that is needed here."""
 
     rank: int
     size: int
 
     def all_to_all(self, values: Tensor) -> Tensor:
-        """Part i of dim 0 goes to island i."""
+        """Sends part i of dim 0 to island i; returns the parts received."""
         ...
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """The values of all islands."""
+        """Gathers the values of all islands."""
         ...
 
 
@@ -60,13 +60,13 @@ class Mean(NamedTuple):
 def mean_over_islands(
     gradient: Tensor, peers: Collectives, *, contributors: Sequence[int], error: Tensor | None
 ) -> Mean:
-    """The mean of the contributors' pseudo-gradients. All islands of the group call it.
+    """Computes the mean of the contributors' pseudo-gradients. All islands of the group call it.
 
     Args:
         gradient: fp32 [N], of this island; not used if it does not contribute.
         peers: the group.
         contributors: ranks of the islands whose pseudo-gradients count.
-        error: fp32 [N], left out so far: int8; None: fp32, without compression.
+        error: fp32 [N], what int8 compression has left out so far; None for fp32, without compression.
 
     Raises:
         ExchangeError: the mean is not one of what the contributors have sent.
@@ -105,7 +105,7 @@ def norm_of(values: Tensor) -> Tensor:
 
 
 def refuse_impossible(result: Tensor, bound: float, peers: Collectives) -> None:
-    """Refuses the result of an exchange that what went into it cannot give, on all members alike.
+    """Refuses a result of an exchange that its inputs cannot give, on all members alike.
 
     Args:
         result: fp32 [N], the same on all members.

@@ -53,9 +53,9 @@ def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int, overlap:
     of directions, as that of an SGD whose own learning rate falls (torch's SGD multiplies it after momentum).
 
     Args:
-        schedule: of the inner learning rate.
+        schedule: schedule of the inner learning rate.
         ended: the round that the pseudo-gradient is of; the last one of a run may be shorter.
-        steps: of every other round.
+        steps: number of inner steps of every other round.
         overlap: steps at the end of the round before that are in this pseudo-gradient, as are those of every round in
             the next one; none of the last round, after which there is none.
     """
@@ -69,7 +69,7 @@ class OuterState:
     """Outer weights and the outer optimizer: SGD with Nesterov momentum on the mean pseudo-gradient.
 
     Args:
-        state: of the engine; the outer weights begin as its weights.
+        state: the engine's state; the outer weights begin as its weights.
         section: the config's `islands.outer`.
 
     Attributes:
@@ -92,7 +92,7 @@ class OuterState:
 
         Args:
             gradient: fp32 [N], the mean pseudo-gradient; overwritten.
-            kept: the momentum is multiplied by it first.
+            kept: factor by which the momentum is multiplied first.
         """
         mu, lr = self._section.momentum, self._section.lr
         if mu:
@@ -104,21 +104,21 @@ class OuterState:
         """Writes the outer weights into a state of the engine.
 
         Args:
-            state: of the engine.
+            state: the engine's state, changed in place.
             since: fp32 [N], the inner weights of which the pseudo-gradient was taken: what has been trained since is
                 kept, inner = outer + (inner - since). None: the outer weights alone.
         """
         scatter(self.weights if since is None else gather(state).sub_(since).add_(self.weights), state)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What a late comer takes over; error feedback belongs to the pseudo-gradients of its own island."""
+        """The tensors that a late comer takes; error feedback belongs to the pseudo-gradients of its own island."""
         return self.weights, self.momentum
 
     def named(self, state: State) -> dict[str, NamedShard | Tensor]:
-        """As shards of a checkpoint, views.
+        """The outer state as shards of a checkpoint, views.
 
         Args:
-            state: of the engine, whose shards of weights they are like.
+            state: the engine's state, whose shards of weights they are like.
         """
         shards = weight_shards(state)
         sizes = [sum(part.numel() for part in parts_of(value).values()) for value in shards.values()]

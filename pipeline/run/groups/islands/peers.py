@@ -25,16 +25,16 @@ from torch.distributed import TCPStore
 from headrace.base.errors import HeadraceError
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of one message of a state: the time-out is for each."""
+"""Most bytes of one message of a state: the time-out is for each message."""
 
 _ATTEMPTS = 3
-"""A message that arrives damaged so often fails the exchange."""
+"""Times that a message is sent: an exchange fails if it arrives damaged each time."""
 
 _RIGHT, _DAMAGED = (torch.tensor([value] * 8, dtype=torch.uint8) for value in (0x5A, 0xA5))
-"""What a receiver says of a message. All 64 bits differ, so that the one that was meant shows through damage."""
+"""Verdicts of a receiver on a message. All 64 bits differ, so that the one that was meant shows through damage."""
 
 _VALUES, _SUM, _VERDICT = 0, 1, 2
-"""Tags of a message, of its checksum, and of what the receiver says of it."""
+"""Tags of a message, of its checksum, and of the receiver's verdict on it."""
 
 
 class ExchangeError(HeadraceError):
@@ -64,15 +64,15 @@ class PeerStore:
 
 
 class Peers:
-    """Sends between islands. Every call raises ExchangeError where a peer does not answer in time.
+    """Connections to the other islands. Every call raises ExchangeError where a peer does not answer in time.
 
     Args:
         bind: address of this host on which peers connect.
-        timeout_s: of a message.
+        timeout_s: seconds after which a message has failed.
         secret: shared by all islands; empty without one.
 
     Attributes:
-        rank: of this island among those of the quorum.
+        rank: rank of this island among those of the quorum.
         size: number of islands.
         bytes_sent: bytes of values sent to other islands since this was last set to 0, repetitions included; 16 bytes
             of each message, its checksum and the answer to it, are not counted.
@@ -90,9 +90,9 @@ class Peers:
 
         Args:
             store: HOST:PORT of the store of one of its islands.
-            quorum: its number.
-            attempt: names this forming; the same on all islands.
-            rank: of this island.
+            quorum: number of the quorum.
+            attempt: name of this forming; the same on all islands.
+            rank: rank of this island in the group.
             size: number of islands.
         """
         self.rank, self.size = rank, size
@@ -104,7 +104,7 @@ class Peers:
                 self._prove(attempt)
 
     def all_to_all(self, values: Tensor) -> Tensor:
-        """Part i of `values` goes to island i; returns what all have sent here, in their order.
+        """Sends part i of `values` to island i; returns what all have sent here, in their order.
 
         Args:
             values: contiguous, dim 0 a multiple of the number of islands.
@@ -114,7 +114,7 @@ class Peers:
         return received
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """The values of all islands, which have one shape and dtype, in their order."""
+        """Gathers the values of all islands, which have one shape and dtype, in their order."""
         gathered = [torch.empty_like(values) for _ in range(self.size)]
         self._swap([values] * self.size, gathered)
         return gathered
@@ -186,7 +186,7 @@ class Peers:
         self._group.shutdown()
 
     def _prove(self, attempt: str) -> None:
-        """Every member answers the others' random challenges with the secret.
+        """Proves to the other members that this one has the secret, by answers to random challenges, and checks theirs.
 
         Raises:
             ExchangeError: one has another secret.

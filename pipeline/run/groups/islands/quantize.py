@@ -26,7 +26,7 @@ def quantize(values: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor) -> Tensor:
-    """The inverse, but for the rounding.
+    """Inverts `quantize`, but for the rounding.
 
     Args:
         packed: uint8 [n / BLOCK, BLOCK + 4].

@@ -1,4 +1,4 @@
-"""How the ranks of an island decide alike in an exchange: in the training loop, or in a thread beside it."""
+"""Common decisions of an island's ranks in an exchange: in the training loop, or in a thread beside it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Ranks(Protocol):
     """The ranks of one island. Every method is collective over them."""
 
     def from_first(self, action: Callable[[], T]) -> T:
-        """What `action` returns or raises on rank 0, on all ranks."""
+        """Runs `action` on rank 0; returns or raises its outcome on all ranks."""
         ...
 
     def agreed(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `flag` is true on any rank."""
         ...
 
     def stopped(self) -> bool:
@@ -32,12 +32,12 @@ class Ranks(Protocol):
         ...
 
     def asked(self) -> bool:
-        """The same on this rank alone. Not collective."""
+        """Whether this rank alone is to give the exchange up. Not collective."""
         ...
 
 
 class LoopRanks:
-    """In the training loop: over the default process group; a stop signal ends waiting.
+    """The ranks in the training loop, over the default process group; a stop signal ends waiting.
 
     Args:
         context: the island's rank and run.
@@ -50,29 +50,29 @@ class LoopRanks:
         self._context, self.stop = context, Stop.NO
 
     def from_first(self, action: Callable[[], T]) -> T:
-        """See `Ranks`."""
+        """Implements `Ranks.from_first`."""
         self._context.watchdog.report_progress()
         return on_rank_zero(action)
 
     def agreed(self, flag: bool) -> bool:
-        """See `Ranks`."""
+        """Implements `Ranks.agreed`."""
         return bool(self._context.agreement.max_over_ranks(int(flag))[0])
 
     def stopped(self) -> bool:
-        """See `Ranks`."""
+        """Implements `Ranks.stopped`."""
         self.stop = self._context.agreement.requested_stop(self._context.signals)
         return bool(self.stop)
 
     def asked(self) -> bool:
-        """See `Ranks`."""
+        """Implements `Ranks.asked`."""
         return bool(self._context.signals.requested)
 
 
 class ThreadRanks:
-    """In a thread beside the training loop, whose collectives must not meet those of the thread: over another group.
+    """The ranks in a thread beside the training loop, over another group: their collectives must not meet the loop's.
 
     Args:
-        group: of gloo, over all ranks of the island; None for one process.
+        group: gloo process group over all ranks of the island; None for one process.
         cancelled: set on all ranks when the exchange is to be given up.
     """
 
@@ -80,11 +80,11 @@ class ThreadRanks:
         self._group, self._cancelled = group, cancelled
 
     def from_first(self, action: Callable[[], T]) -> T:
-        """See `Ranks`."""
+        """Implements `Ranks.from_first`."""
         return action() if self._group is None else on_rank_zero(action, group=self._group)
 
     def agreed(self, flag: bool) -> bool:
-        """See `Ranks`."""
+        """Implements `Ranks.agreed`."""
         if self._group is None:
             return flag
         value = torch.tensor(int(flag))
@@ -92,16 +92,16 @@ class ThreadRanks:
         return bool(value)
 
     def stopped(self) -> bool:
-        """See `Ranks`."""
+        """Implements `Ranks.stopped`."""
         return self.agreed(self._cancelled.is_set())
 
     def asked(self) -> bool:
-        """See `Ranks`."""
+        """Implements `Ranks.asked`."""
         return self._cancelled.is_set()
 
 
 def thread_group() -> Any:
-    """A process group for `ThreadRanks`. Collective."""
+    """Makes a process group for `ThreadRanks`; None for one process. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo", group_desc="islands")

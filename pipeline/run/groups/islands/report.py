@@ -1,4 +1,4 @@
-"""What the journal and the terminal are told of an exchange."""
+"""Rows and console lines that report an exchange between islands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.run.groups.islands.ledger import Deal, Decision, Ledger, Tail
 
 
 def report_failure(context: IslandContext, step: int, why: str) -> None:
-    """An exchange that failed, and is tried again."""
+    """Reports an exchange that failed, and is tried again."""
     context.record(step, event="exchange_failed", why=why)
     context.say(f"step {step}: exchange with the other islands failed: {why}")
 
@@ -21,12 +21,12 @@ def report_failure(context: IslandContext, step: int, why: str) -> None:
 def report_exchange(
     context: IslandContext, step: int, decision: Decision, *, refused: Sequence[str], **costs: float
 ) -> None:
-    """An exchange, or the joining of other islands.
+    """Reports an exchange, or the joining of other islands.
 
     Args:
         context: the island.
         step: inner steps that it has done.
-        decision: what was done.
+        decision: the decision that was carried out.
         refused: islands whose reports did not verify.
         costs: further values: bytes and seconds.
     """
@@ -48,9 +48,8 @@ def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, An
     """The values of an event, without costs; samples of the round before only where there are any.
 
     Args:
-        decision: what was done.
-        name: of this island.
-        samples: of a slot.
+        decision: the decision that was carried out.
+        samples: number of samples in a slot.
     """
     deal, names = decision.ledger.deal, decision.names
     assert deal is not None
@@ -85,14 +84,14 @@ def report_update(
     lost: Sequence[Tail],
     **costs: float,
 ) -> None:
-    """An exchange of one island with the holder, in asynchronous mode.
+    """Reports an exchange of one island with the holder, in asynchronous mode.
 
     Args:
         context: the island.
-        step: that it had done.
-        ledger: where it stands now.
+        step: inner steps that it had done.
+        ledger: the island's ledger after the exchange.
         done: the round whose pseudo-gradient was applied; None where it has joined.
-        islands: that live.
+        islands: names of the islands that live.
         lost: slots of islands that have died.
         costs: further values: staleness, bytes and seconds.
     """

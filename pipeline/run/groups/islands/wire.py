@@ -1,7 +1,7 @@
 """Messages between islands and the holder of asynchronous mode: JSON and bytes over TCP, authenticated one by one.
 
 Both sides prove that they have the shared secret (HMAC-SHA256 over two random challenges), and every message carries an
-authentication codes under a key of the connection, over its direction, its number and its JSON, and over its bytes.
+authentication code under a key of the connection, over its direction, its number and its JSON, and over its bytes.
 Nothing is encrypted. Without a secret the key is of an empty one.
 """
 
@@ -32,9 +32,9 @@ class Channel:
     """One authenticated connection. Every call raises ExchangeError where the other side does not answer in time.
 
     Args:
-        connection: connected; closed by `close`.
-        secret: shared; empty without one.
-        server: this side has accepted the connection.
+        connection: a connected socket, closed by `close`.
+        secret: shared by both sides; empty without one.
+        server: whether this side has accepted the connection.
 
     Raises:
         WrongSecretError: the other side has another secret.
@@ -72,7 +72,7 @@ class Channel:
         self._write(self._code(self._server, number, "body", body))
 
     def receive(self) -> tuple[dict[str, Any], Tensor]:
-        """JSON and bytes, uint8 [n].
+        """Receives JSON and bytes, uint8 [n].
 
         Raises:
             WrongSecretError: the message is not the other side's.
@@ -124,12 +124,12 @@ class Channel:
 
 
 class HolderClient:
-    """Calls the holder; connects when it has to.
+    """A client of the holder that connects when it has to.
 
     Args:
         address: HOST:PORT of the holder.
         secret: shared by all islands; empty without one.
-        timeout_s: without progress, after which a call has failed.
+        timeout_s: seconds without progress after which a call has failed.
     """
 
     def __init__(self, address: str, *, secret: bytes, timeout_s: float) -> None:
@@ -138,7 +138,7 @@ class HolderClient:
         self._channel: Channel | None = None
 
     def call(self, header: dict[str, Any], payload: Tensor | None = None) -> tuple[dict[str, Any], Tensor]:
-        """The answer to a request.
+        """Sends a request; returns the answer.
 
         Raises:
             ExchangeError: there is none.

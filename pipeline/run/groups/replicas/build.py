@@ -19,11 +19,12 @@ from pipeline.run.rank_of_run import RankOfRun
 
 
 def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> ReplicaOfRun | None:
-    """The replica of this rank; None for an ordinary run. Collective.
+    """Opens the replica of this rank; None for an ordinary run. Collective.
 
     Args:
         here: this rank; its stack closes the replica, whose state is loaded from its checkpoint.
-        stepper, load: see `ReplicaContext`.
+        stepper: runs the steps, and has the statistics of loss spikes.
+        load: loads this rank's batches of some samples of the steps.
     """
     run, section, engine = here.run, here.run.config.replicas, here.engine
     if section is None or section.name is None:
@@ -59,12 +60,11 @@ def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> R
 
 
 def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> ReplicaMember:
-    """Where a replica stands that resumes a checkpoint, or begins.
+    """Makes the report of a replica that resumes a checkpoint, or begins.
 
     Args:
-        name: of the replica.
-        checkpoint: its own, or an ordinary run's; None at the start.
-        layout: see `ReplicaMember`.
+        checkpoint: the replica's checkpoint, or an ordinary run's; None at the start.
+        layout: digest of what decides the bits of an update (see `ReplicaMember`).
     """
     manifest = checkpoint.manifest if checkpoint else None
     details = manifest.details.get("replicas", {}) if manifest else {}
@@ -87,7 +87,7 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
 def digest_of_run(
     engine: Engine, curve: dict[str, Any], *, anomalies: AnomaliesSection, engine_name: str, stage: int
 ) -> str:
-    """Of what decides the bits of an update, and which steps are applied; and of the shards of all ranks."""
+    """Digest of what decides the bits of an update and which steps are applied, and of the shards of all ranks."""
     # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
     policies = anomalies.model_dump(mode="json")
     alike = (curve, policies, engine_name, stage)

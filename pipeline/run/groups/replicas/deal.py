@@ -1,4 +1,4 @@
-"""Which replica runs which samples of a step: what a quorum decides. Pure integers; no torch, no network.
+"""The samples of a step that each replica runs, as a quorum decides. Pure integers; no torch, no network.
 
 The order of samples and the global batch are the run's own (laws 1 and 3). A quorum divides those samples of a step
 that no living replica has run into contiguous ranges. Between two steps that is all of them; in the middle of a step,
@@ -26,19 +26,18 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ReplicaMember:
-    """What a replica reports when it asks for a quorum.
+    """Report of a replica that asks for a quorum.
 
     Attributes:
-        name: of the replica.
         step: steps that it has finished.
-        exchanges: of gradients that have succeeded in the run; more than steps where some were executed again.
-        commit: names the sequence of exchanges that has led to its weights.
+        exchanges: gradient exchanges that have succeeded in the run; more than steps where some were executed again.
+        commit: name of the sequence of exchanges that has led to its weights.
         before: the commit before that one; None where it does not have the result of that exchange.
-        held: samples of the step that it is in whose gradients it has added up.
-        between: it is between two steps.
+        held: ranges of samples of its current step whose gradients it has added up.
+        between: whether it is between two steps.
         group: the process group that it has, see `ReplicaDecision.group`; empty after a failure.
-        living: it has been part of a quorum since it was started.
-        waited: it has waited for the other replicas long enough at the start.
+        living: whether it has been part of a quorum since it was started.
+        waited: whether it has waited for the other replicas long enough at the start.
         layout: digest of what decides the bits of an update: its config's curve and policies, its devices, and names,
             shapes and offsets of its shards on all ranks.
         state: digest of its last losses and gradient norms, and of the data that it skips.
@@ -59,11 +58,11 @@ class ReplicaMember:
 
     @property
     def place(self) -> tuple[int, str, str]:
-        """Equal for replicas with the same weights."""
+        """Step, commit and state: equal for replicas with the same weights."""
         return self.step, self.commit, self.state
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as JSON."""
         return asdict(self)
 
     @classmethod
@@ -74,11 +73,11 @@ class ReplicaMember:
 
 @dataclass(frozen=True)
 class ReplicaDecision:
-    """What the replicas of a quorum do; every one of them decides the same.
+    """Decision of a quorum about what its replicas do; every one of them decides the same.
 
     Attributes:
         names: replicas that run the step, sorted: their ranks in the process group.
-        source: the replica whose state others take, or the result of whose exchange.
+        source: the replica whose state, or whose result of the last exchange, others take.
         late: replicas that missed the last exchange and take its result; nothing else is done then.
         healed: replicas that take the state of `source`.
         ahead: replicas that were just started from a checkpoint of a later step, which `source` would take from them.
@@ -87,7 +86,7 @@ class ReplicaDecision:
         reset: replicas whose samples another one has run, too: they drop their gradients.
         parts: replica -> samples of the step that it is to run now; no key where that is none.
         group: name of the process group.
-        formed: the members have that group already.
+        formed: whether the members have that group already.
     """
 
     names: tuple[str, ...]
@@ -104,13 +103,13 @@ class ReplicaDecision:
 
 
 def decide(members: Sequence[ReplicaMember], *, samples: int, quorum: int) -> ReplicaDecision:
-    """What a quorum does: a pure function of what its replicas have reported.
+    """Decides what a quorum does: a pure function of what its replicas have reported.
 
     Replicas that live come before those that were just started; then most exchanges count (before the first quorum,
     most steps), then most replicas, then those that have the result of the last exchange.
 
     Args:
-        members: of the quorum, in any order; names are unique.
+        members: reports of the quorum's replicas, in any order; names are unique.
         samples: global batch size.
         quorum: number of this quorum; names a process group.
     """
@@ -168,12 +167,12 @@ def divide(ranges: Ranges, names: Sequence[str]) -> dict[str, Ranges]:
 
 
 def count_of(ranges: Ranges) -> int:
-    """Number of samples."""
+    """Number of samples in ranges."""
     return sum(end - first for first, end in ranges)
 
 
 def joined(ranges: Ranges) -> Ranges:
-    """The same samples, ascending, in as few ranges as possible."""
+    """Joins ranges: the same samples, ascending, in as few ranges as possible."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         if found and found[-1][1] == first:
@@ -190,7 +189,7 @@ def compatible(members: Sequence[ReplicaMember]) -> tuple[ReplicaMember, ...]:
 
 
 def _disjoint(front: Sequence[ReplicaMember]) -> tuple[Ranges, tuple[str, ...]]:
-    """What is held without any sample twice, and the names of those that would hold one twice.
+    """The held samples, each once, and the names of replicas that would hold one of them twice.
 
     A replica that was slow may come back after its samples were given to another one, which has not finished them.
     """

@@ -20,7 +20,7 @@ from pipeline.run.groups.replicas.deal import ReplicaMember
 
 
 def digest(stepper: GuardedStepper) -> str:
-    """Of the last losses and gradient norms, and of the data that is skipped: differs where replicas have diverged."""
+    """Digest of the last losses, gradient norms and skipped data, which differs where replicas have diverged."""
     text = json.dumps([stepper.state_dict(), stepper.skips.plain()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -32,7 +32,7 @@ def send_state(
 
     Args:
         peers: the process group.
-        member: where this replica stands.
+        member: this replica's report.
         engine: has weights and optimizer states.
         stepper: has the statistics of loss spikes, and the skips.
         to: ranks in the process group.
@@ -52,12 +52,12 @@ def send_state(
 def take_state(
     header: dict[str, Any], packed: Tensor, member: ReplicaMember, engine: Engine, stepper: GuardedStepper
 ) -> ReplicaMember:
-    """Takes what `send_state` has sent.
+    """Takes the state that `send_state` has sent.
 
     Args:
-        header, packed: as received, see `messages.receive`.
-        member: where this replica stands.
-        engine, stepper: they are changed.
+        header, packed: the received message (see `messages.receive`).
+        member: this replica's report.
+        engine, stepper: engine and stepper of this rank, which take the state.
 
     Returns:
         Where it stands now. It does not have the result of the last exchange.

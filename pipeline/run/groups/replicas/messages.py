@@ -14,7 +14,7 @@ from pipeline.run.groups.islands.peers import Peers, pack
 
 
 def send(peers: Peers, header: dict[str, Any], tensors: Sequence[Tensor], *, to: Sequence[int]) -> None:
-    """Sends the same message to some peers, of the tensors one after another: none is copied to the host with others.
+    """Sends the same message to some peers, one tensor after another: the host has a copy of one at a time.
 
     Raises:
         ExchangeError: one does not answer.

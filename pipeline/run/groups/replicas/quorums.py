@@ -1,4 +1,4 @@
-"""How the ranks of one replica ask for quorums together."""
+"""Quorums for which the ranks of one replica ask together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class Quorums:
     """Asks the lighthouse, on rank 0, and agrees with the other ranks of the replica. Every method is collective.
 
     Attributes:
-        agreement: over the ranks of the replica.
+        agreement: all-reduces small numbers over the ranks of the replica.
         signals: stop signals of this process.
-        watchdog: of this process.
-        lighthouse: on rank 0; None on the others.
+        lighthouse: connection to the lighthouse on rank 0; None on the others.
         stop: the stop that was requested while a quorum was waited for.
     """
 
@@ -31,10 +30,10 @@ class Quorums:
     stop: Stop = field(default=Stop.NO, init=False)
 
     def ask(self, member: ReplicaMember, *, until_stop: bool = True) -> Quorum[ReplicaMember] | None:
-        """The next quorum; None when a stop is requested first.
+        """Asks for the next quorum; None when a stop is requested first.
 
         Args:
-            member: what this replica reports.
+            member: this replica's report.
             until_stop: give up when a stop is requested. A step that was begun is finished first.
 
         Raises:
@@ -52,7 +51,7 @@ class Quorums:
                 return None
 
     def agreed(self, failed: bool) -> bool:
-        """Whether it is so on any rank of the replica."""
+        """Whether `failed` is true on any rank of the replica."""
         return self.failed_and_damaged(failed, 0)[0]
 
     def failed_and_damaged(self, failed: bool, damaged: int) -> tuple[bool, int]:
@@ -61,7 +60,7 @@ class Quorums:
         return bool(failed_any), most
 
     def enter_phase(self, phase: str, step: int) -> None:
-        """Tells the watchdog."""
+        """Tells the watchdog the phase and the step."""
         self.watchdog.enter_phase(phase, step)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Why a replica does not go on with the others, and what to do."""
+"""Errors that say why a replica does not go on with the others, and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.run.groups.replicas.deal import ReplicaMember
 
 
 def other_curve(me: ReplicaMember, members: Sequence[ReplicaMember]) -> ConfigError:
-    """Of a replica that would make other updates than the others."""
+    """The error of a replica that would make other updates than the others."""
     others = ", ".join(each.name for each in members)
     why = f"{others} train another curve than {me.name}, or split the model over their ranks in another way"
     remedy = (
@@ -20,7 +20,7 @@ def other_curve(me: ReplicaMember, members: Sequence[ReplicaMember]) -> ConfigEr
 
 
 def no_exchange(me: ReplicaMember, why: str, *, attempts: int, others: str) -> LostError:
-    """Of a replica all of whose attempts to exchange have failed."""
+    """The error of a replica whose attempts to exchange have all failed."""
     return LostError(
         f"step {me.step + 1}: {attempts} exchanges of {me.name} have failed one after another; the others: {others}\n"
         f"  why: {why}\n  try: give every replica a name of its own and a replicas.bind that the others reach, let them"
@@ -29,7 +29,7 @@ def no_exchange(me: ReplicaMember, why: str, *, attempts: int, others: str) -> L
 
 
 def left_behind(me: ReplicaMember, source: ReplicaMember) -> LostError:
-    """Of a replica whose weights are not those of the others any more."""
+    """The error of a replica whose weights are not those of the others any more."""
     where, again = f"step {me.step + 1}", "start it again, it takes their state then"
     if me.commit == source.commit:
         return LostError(
@@ -43,7 +43,7 @@ def left_behind(me: ReplicaMember, source: ReplicaMember) -> LostError:
 
 
 def ahead(me: ReplicaMember, source: ReplicaMember) -> ConfigError:
-    """Of a replica that has a checkpoint of a later step than those that run are at."""
+    """The error of a replica whose checkpoint is of a later step than the running replicas are at."""
     why = f"{me.name} has a checkpoint of step {me.step}, and the replicas that run are at step {source.step}"
     remedy = (
         f"to go on from step {me.step}, stop the others and start all together, with a replicas.start_s in which the"

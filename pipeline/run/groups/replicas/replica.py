@@ -45,23 +45,23 @@ _AGAIN_S = 0.5
 _ATTEMPTS = 6
 """Exchanges and formings of a process group that fail one after another before a replica ends."""
 Loader = Callable[[Ranges, tuple[int, int]], StepLoader]
-"""This rank's batches of some samples of the steps from a first to a last one, counted from 1."""
+"""Function that loads this rank's batches of some samples of the steps from a first to a last one, counted from 1."""
 
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """What a replica has of its rank and its run.
+    """The rank and the run of a replica.
 
     Attributes:
         section: the config's `replicas`; with a name.
         total: steps of the run.
         samples: global batch of all replicas together.
-        rank: of this process in the replica.
+        rank: rank of this process in the replica.
         engine: executes the steps.
         stepper: has the statistics of loss spikes, which are part of the state.
-        load: see `Loader`.
-        quorums: asks for them, and agrees with the other ranks of this replica.
-        record: of what happens, for the journal and for people.
+        load: loads this rank's batches of some samples of the steps.
+        quorums: asks for quorums, and agrees with the other ranks of this replica.
+        record: records events for the journal and for people.
     """
 
     section: ReplicasSection
@@ -76,12 +76,12 @@ class ReplicaContext:
 
 
 class ReplicaOfRun:
-    """See the module's docstring. Every method is collective over the ranks of the replica.
+    """One replica of the model in a run. Every method is collective over the ranks of the replica.
 
     Args:
-        around: its rank and run.
-        peers: the same ranks of the other replicas.
-        member: where it stands, from a checkpoint or at the start.
+        around: the replica's rank and run.
+        peers: connections to the same ranks of the other replicas.
+        member: the replica's report, from a checkpoint or at the start.
     """
 
     excluded_from_step_time = False
@@ -96,7 +96,7 @@ class ReplicaOfRun:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of finished steps."""
         return self._me.step
 
     @property
@@ -105,11 +105,11 @@ class ReplicaOfRun:
         return count_of(self._me.held) / self._around.samples
 
     def state(self) -> State:
-        """The engine's state, for a checkpoint: an ordinary one."""
+        """The engine's state, for an ordinary checkpoint."""
         return self._around.engine.state()
 
     def details(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint records."""
+        """The replica's entry in a checkpoint's manifest."""
         exchanges, commit = self._me.exchanges, self._me.commit
         if self._given:  # the result of the next step's exchange, which is not in the weights yet
             exchanges, commit = exchanges - 1, self._me.before or ""
@@ -161,12 +161,12 @@ class ReplicaOfRun:
         return step <= self._around.total
 
     def exchange(self, step: int) -> Stop:
-        """Between two steps: a quorum divides the next one, and late comers take this replica's state, or another's.
+        """Divides the next step by a quorum; late comers take the state of this replica, or of another one.
 
         After the last step late comers do so, too, and have nothing left to do.
 
         Args:
-            step: that is done.
+            step: the last finished step.
 
         Returns:
             A stop that was requested while it waited.
@@ -180,7 +180,7 @@ class ReplicaOfRun:
                 return Stop.NO
 
     def sum_gradients(self, step: StepBatch, gradients: Sequence[Tensor], sums: Tensor) -> Sequence[MicroBatch]:
-        """See `engines.base.GradientExchange`.
+        """Implements `engines.base.GradientExchange`.
 
         Raises:
             LostError: the others have left this replica behind, or have come to other numbers.
@@ -203,11 +203,11 @@ class ReplicaOfRun:
         return ()
 
     def settle(self, step: int, stop: Stop) -> Stop:  # noqa: ARG002
-        """Nothing runs beside the steps. Returns the stop that was requested."""
+        """Returns the stop that was requested: nothing runs beside the steps."""
         return stop
 
     def leave(self) -> None:
-        """The others do not wait for this replica any more."""
+        """Leaves: the others do not wait for this replica any more."""
         self.close()
 
     def close(self) -> None:
@@ -219,10 +219,11 @@ class ReplicaOfRun:
         self._me = replace(self._me, step=step, held=(), between=True, state=digest(self._around.stepper))
 
     def _decide(self, quorum: Quorum[ReplicaMember]) -> ReplicaDecision | None:
-        """What this replica does in a quorum; None: it asks again.
+        """Decides what this replica does in a quorum; None: it asks again.
 
         Raises:
-            LostError, ConfigError: see `sum_gradients`, and `start`.
+            LostError: the others have left this replica behind, or have come to other numbers.
+            ConfigError: its checkpoint is of a later step than the others are at.
         """
         members, name = compatible(quorum.members), self._me.name
         mine = next((each for each in members if each.name == name), None)
@@ -290,7 +291,7 @@ class ReplicaOfRun:
         return True, self._around.load(part, (step, step)).gather(step).micro_batches
 
     def _exchanged(self, gradients: Sequence[Tensor], sums: Tensor) -> bool:
-        """Whether the gradients are summed, on all ranks of this replica."""
+        """Sums the gradients; returns whether that succeeded on all ranks of this replica."""
         failure = None
         try:
             self._sums.exchange(gradients, sums, self._peers)
@@ -312,7 +313,7 @@ class ReplicaOfRun:
         """Whether something has failed on any rank of this replica; the process group is given up then.
 
         Raises:
-            LostError: for the `_ATTEMPTS`th time since the last exchange.
+            LostError: it is the `_ATTEMPTS`th failure since the last exchange.
         """
         failed, damaged = self._around.quorums.failed_and_damaged(failure is not None, self._peers.damaged)
         if damaged > self._damaged:
@@ -330,7 +331,7 @@ class ReplicaOfRun:
         return True
 
     def _form(self, decision: ReplicaDecision, quorum: Quorum[ReplicaMember], names: Sequence[str]) -> bool:
-        """Whether this replica has the process group of a decision."""
+        """Forms the process group of a decision; returns whether this replica has it."""
         if decision.formed:
             return True
         failure, others = None, [each for each in names if each != self._me.name]
@@ -359,7 +360,7 @@ class ReplicaOfRun:
         self._failed(failure)
 
     def _take_state(self, decision: ReplicaDecision) -> bool:
-        """Whether this replica has the state of another one, on all of its ranks."""
+        """Takes the state of another replica; returns whether all ranks of this one have it."""
         header, packed, failure = dict[str, Any](), torch.empty(0), None
         try:
             header, packed = messages.receive(self._peers, source=decision.names.index(decision.source))

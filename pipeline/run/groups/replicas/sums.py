@@ -15,13 +15,13 @@ from torch import Tensor
 from pipeline.run.groups.islands.mean import Collectives, norm_of, refuse_impossible
 
 BUCKET = 1 << 24
-"""Elements that are exchanged at once: 64 MiB of a message's time-out, and of each of three buffers."""
+"""Elements that are exchanged at once: 64 MiB within a message's time-out, and in each of three buffers."""
 
 
 class GradientSums:
     """The flat gradient of this rank on the CPU, fp32 [N], and the result of the last exchange.
 
-    That one is kept until the next exchange has succeeded: a replica that missed it can still be given it.
+    The result is kept until the next exchange has succeeded: a replica that missed it can still be given it.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class GradientSums:
 
         Args:
             gradients: fp32, of any shapes; not changed.
-            sums: [1 + parts], of the loss; not changed.
-            peers: the same ranks of the replicas.
+            sums: [1 + parts], sums of the loss and its parts; not changed.
+            peers: connections to the same ranks of the replicas.
 
         Raises:
             ExchangeError: one of them does not answer, or the sum is not one of what they have sent.

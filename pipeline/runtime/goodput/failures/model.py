@@ -16,7 +16,7 @@ LLAMA_NODE_MTBF_S = 54 * DAY * (16384 / 8) / 419
 """Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100, 8 to a node (arXiv:2407.21783, section 3.3.4):
 one in 3.09 h, and one per node in 264 days."""
 LLAMA_HARDWARE_SHARE = 0.78
-"""Of these, hardware that failed or was suspected (same section)."""
+"""Share of these interruptions that hardware caused, or was suspected of (same section)."""
 
 
 def _input(default: float, meaning: str, *, positive: bool = False) -> Any:
@@ -64,12 +64,12 @@ class FailureModel:
 
     @property
     def mtbf_s(self) -> float:
-        """Of all nodes together."""
+        """Mean time between failures of all nodes together, in seconds."""
         return self.node_mtbf_s / self.nodes
 
     @property
     def restart_s(self) -> float:
-        """From a failure to the next step."""
+        """Seconds from a failure to the next step."""
         return self.detect_s + self.requeue_s + self.start_s + self.load_s + self.first_step_s
 
 
@@ -118,7 +118,7 @@ def best_interval_s(*, mtbf_s: float, blocking_s: float, save_s: float) -> float
 
 
 def with_best_interval(model: FailureModel) -> FailureModel:
-    """The model with the best interval; as it is where nothing ever fails."""
+    """The model with the best interval; unchanged where nothing ever fails."""
     if math.isinf(model.node_mtbf_s):
         return model
     best = best_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s, save_s=model.save_s)

@@ -1,4 +1,4 @@
-"""Which time matters most: the goodput that is gained when one of them is halved, over the same seeds."""
+"""Finds the time that matters most: the goodput gained when one of them is halved, over the same seeds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _TIMES = ("detect_s", "requeue_s", "start_s", "load_s", "first_step_s", "save_bl
 
 @dataclass(frozen=True)
 class GoodputGain:
-    """What a change of one input gives.
+    """The gain of goodput by a change of one input.
 
     Attributes:
-        change: in words.
-        value: that the input has.
-        simulated: points of goodput (a fraction) that are gained.
-        formula: the same by the closed formula.
+        change: change in words.
+        value: value of the input before the change.
+        simulated: gain of goodput in the simulation, a fraction.
+        formula: gain of goodput by the closed formula, a fraction.
     """
 
     change: str
@@ -29,7 +29,7 @@ class GoodputGain:
 
 
 def sensitivity(model: FailureModel, *, seeds: Sequence[int]) -> list[GoodputGain]:
-    """The gains by halving each time, by half and twice the interval, and by failures half as often; largest first."""
+    """Gains by halving each time, half or twice the interval, half the failures, twice the spares; largest first."""
     before, formula = simulate(model, seeds=seeds).mean, expected_goodput(model)
 
     def gain(change: str, value: float, other: FailureModel) -> GoodputGain:

@@ -18,19 +18,19 @@ from statistics import mean, stdev
 from pipeline.runtime.goodput.failures.model import DAY, FailureModel
 
 _Z = 1.96
-"""Of a two-sided 95 % interval of a mean of many runs."""
+"""Standard errors on each side of a 95 % interval of a mean of many runs."""
 
 
 @dataclass
 class SimulatedTime:
-    """Where the time of one simulated run went, in seconds with all nodes in use.
+    """Time of one simulated run by what it was spent on, in seconds with all nodes in use.
 
     Attributes:
-        useful: of steps that count.
-        repeated: of steps that were lost with a failure.
-        saving: in which training waited for checkpoints.
-        restarting: from failures, and for nodes that came back, to the next step.
-        missing: of nodes that were not there.
+        useful: seconds spent on steps that count.
+        repeated: seconds spent on steps that a failure made the run repeat.
+        saving: seconds in which training waited for checkpoints.
+        restarting: seconds from failures, and from stops for nodes that came back, to the next step.
+        missing: seconds lost to nodes that were not there.
     """
 
     useful: float = 0.0
@@ -51,8 +51,8 @@ class Simulated:
     """Runs of the same model under other failures.
 
     Attributes:
-        times: where the time of each run went.
-        failures: how many each had.
+        times: time of each run by what it was spent on.
+        failures: number of failures of each run.
     """
 
     times: tuple[SimulatedTime, ...]
@@ -70,7 +70,7 @@ class Simulated:
 
     @property
     def half_width(self) -> float:
-        """Of the 95 % confidence interval of the mean."""
+        """Half the width of the 95 % confidence interval of the mean."""
         return _Z * stdev(self.goodputs) / math.sqrt(len(self.times))
 
     def percentile(self, share: float) -> float:
@@ -78,7 +78,7 @@ class Simulated:
         return self.goodputs[min(len(self.times) - 1, int(share * len(self.times)))]
 
     def time_shares(self) -> dict[str, float]:
-        """Where the time of all runs together went."""
+        """Each part as a share of the time of all runs together."""
         rows = [asdict(time) for time in self.times]
         return SimulatedTime(**{name: sum(row[name] for row in rows) for name in rows[0]}).shares()
 
@@ -162,7 +162,7 @@ class _Run:
         return self.random.expovariate(1.0) * self.model.node_mtbf_s / self.nodes
 
     def _fail(self) -> None:
-        """A node fails: it is out and replaced by a spare, or the run goes on without it; or it is only restarted."""
+        """Fails a node: it is out and replaced by a spare, or the run goes on without it; or it is only restarted."""
         self.failures += 1
         if self.random.random() >= self.model.node_loss_share:
             return
@@ -174,7 +174,7 @@ class _Run:
             self.nodes -= 1
 
     def _return_nodes(self) -> None:
-        """Repaired nodes take part again, or become spares."""
+        """Gives repaired nodes back to the run, or makes them spares."""
         while self.repairs and self.repairs[0] <= self.now:
             heapq.heappop(self.repairs)
             if self.nodes < self.model.nodes:
