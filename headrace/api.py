@@ -141,7 +141,7 @@ def _run(module: str, raw: dict[str, Any], options: Sequence[str], *, error: typ
     """Runs an entry point on a config until it ends.
 
     Raises:
-        HeadraceError: of the given class, with the message of the process and its exit code.
+        HeadraceError: an instance of the given class with the message of the process and its exit code.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as work:
         path = Path(work) / "config.json"

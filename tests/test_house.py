@@ -52,6 +52,20 @@ def test_the_house_has_few_rooms_and_arrows_and_none_upward() -> None:
     assert found.upward(contract()) == {}
 
 
+def test_arguments_and_attributes_are_described_by_phrases_that_stand_alone() -> None:
+    leaning = re.compile(r"^\s+\*{0,2}\w[\w, *]*: (of|that|what|those|as|see)\b", re.MULTILINE)
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    found = [
+        f"{path.relative_to(ROOT)}: {line[0].strip()}"
+        for package in ("pipeline", "data_prep", "headrace")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds)
+        for line in leaning.finditer(ast.get_docstring(node, clean=False) or "")
+    ]
+    assert found == []
+
+
 def test_every_package_says_what_is_in_it() -> None:
     files = [
         path for package in ("pipeline", "data_prep", "headrace") for path in (ROOT / package).rglob("__init__.py")

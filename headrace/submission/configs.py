@@ -134,7 +134,8 @@ def elements(run_dir: Path, sweeps: Sequence[str]) -> list[Element]:
             raise ConfigError("--sweep", text, why=why, remedy="--set run.dir=... moves all of them")
     grid = list(itertools.product(*lists))
     if len(set(grid)) < len(grid):
-        raise ConfigError("--sweep", sweeps[0], why="a value is there twice", remedy="name each value once")
+        twice = next((text for text, each in zip(sweeps, lists, strict=True) if len(set(each)) < len(each)), sweeps[-1])
+        raise ConfigError("--sweep", twice, why="a value is there twice", remedy="name each value once")
     found = [Element(values, run_dir / _label(values)) for values in grid]
     if len({each.run_dir for each in found}) < len(found):
         why = "two elements would have one run directory: their values differ in characters that its name cannot have"

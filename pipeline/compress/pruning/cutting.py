@@ -173,7 +173,9 @@ def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> dict[str, Any]
     if GROUPS in sizes:
         config |= _of_heads(plan, shape)
     if HIDDEN in sizes and shape[HIDDEN] < sizes[HIDDEN]:
-        whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True)  # has what the file leaves out
+        whole = AutoConfig.from_pretrained(
+            plan.source.path, local_files_only=True, trust_remote_code=False
+        )  # has what the file leaves out
         key = plan.anatomy.architecture.norm_eps
         config[key] = float(getattr(whole, key)) * sizes[HIDDEN] / shape[HIDDEN]
     if EXPERTS in sizes:
@@ -193,5 +195,5 @@ def _of_layers(plan: PruningPlan, layers: Tensor) -> dict[str, Any]:
     total = plan.anatomy.sizes[LAYERS]
     if len(layers) == total:
         return {}
-    whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True).to_dict()
+    whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True, trust_remote_code=False).to_dict()
     return of_kept_layers(whole, layers.tolist(), total=total)

@@ -68,7 +68,7 @@ def measure_ratio(plan: PruningPlan, shape: Mapping[str, int]) -> float:
 
 def _random(plan: PruningPlan, sizes: Mapping[str, int], device: torch.device) -> Any:
     """A model of these sizes with random weights: time does not depend on them."""
-    config = AutoConfig.from_pretrained(plan.source.path, local_files_only=True)
+    config = AutoConfig.from_pretrained(plan.source.path, local_files_only=True, trust_remote_code=False)
     for axis, size in sizes.items():
         setattr(config, plan.anatomy.keys[axis], size)
     if GROUPS in sizes and not plan.anatomy.architecture.heads_of_hidden:

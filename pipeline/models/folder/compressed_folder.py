@@ -40,7 +40,7 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
     Raises:
         DataError: the tensors do not match the architecture, or a scheme is not known.
     """
-    config = AutoConfig.from_pretrained(folder.path)
+    config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
     del config.quantization_config
     wanted = getattr(torch, folder.dtype) if isinstance(dtype, str) else dtype
     with no_init_weights():

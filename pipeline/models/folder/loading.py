@@ -112,7 +112,7 @@ def empty_model(path: Path) -> Any:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, trust_remote_code=False))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
 
