@@ -129,7 +129,7 @@ def test_the_body_of_a_script_stays_as_it_is_shipped(name: str) -> None:
         (["student.json"], "slurm/train.sbatch has no teacher"),
         (["corpus.json", "compress.json", "--set", "a=1"], "it is not said to which of the configs it belongs"),
         (["corpus.json", "train.json", "compress.json", "--sweep", "run.seed=1,2"], "compress.json reads the run"),
-        (["train.json", "--sweep", "run.steps=3,4", "--sweep", "run.seed=1,1"], "--sweep = run.seed=1,1"),
+        (["train.json", "--sweep", "run.steps=3,4", "--sweep", "run.seed=1,1"], "run.seed=1,1"),
         (["train.json", "--sweep", "run.seed"], "it is not KEY=VALUE,VALUE"),
         (["train.json"], "tokens"),  # no corpus config makes them
         (["absent.json"], "no such file"),
