@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,19 @@ def test_experts_that_nothing_balances_are_a_warning(tokens: Path, tmp_path: Pat
     (line,) = warnings(tokens, tmp_path, model=model)
     assert line.startswith("nothing balances the experts")
     assert warnings(tokens, tmp_path, model=model, moe={"balance": "aux_loss"}) == []
+
+
+def test_kernels_that_have_not_run_are_a_warning(tokens: Path, tmp_path: Path) -> None:
+    model = tiny_config(tokens, tmp_path)["model"]
+    model["config"] |= {"model_type": "mixtral", "num_local_experts": 4}
+    fields = tiny_config(tokens, tmp_path / "run", model=model, moe={"balance": "aux_loss"}, parallel={"ep": 2})
+    prepared = prepare(resolve(parse(Config, fields), world_size=2))
+    assert list(advice(prepared)) == []
+    # the package is not installed, so that `prepare` refuses the key
+    config = prepared.run.config
+    named = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ep_exchange": "deepep"})})
+    (line,) = advice(replace(prepared, run=replace(prepared.run, config=named)))
+    assert line.startswith("parallel.ep_exchange = deepep is experimental")
 
 
 def test_a_sequence_much_longer_than_the_documents_is_a_warning(short: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from data_prep.formats.indexed import IndexedTokens
 from headrace.base.foreign_folders import is_trainer_checkpoint
 from headrace.base.remote_folder import local_folder
+from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.models.build.buffers import parameters_declared_fp32
 from pipeline.models.folder.text_part import text_is_nested
@@ -99,6 +100,11 @@ def _experts(prepared: PreparedRun) -> Iterator[str]:
         yield (
             "nothing balances the experts: a few may get most tokens, and the others stay untrained;"
             " set moe.balance to aux_loss, or to bias where the architecture has a correction bias"
+        )
+    if prepared.run.topology.ep > 1 and (exchange := expert_exchange(prepared.run.config)) != "all_to_all":
+        yield (
+            f"parallel.ep_exchange = {exchange} is experimental: it has been run beside stand-ins alone"
+            " (pipeline/engines/experimental/README.md); compare some steps with all_to_all first"
         )
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import MemorySection
-from pipeline.engines.parallel import fused_kernels
+from pipeline.engines.experimental import expert_kernels
+from pipeline.engines.experimental.expert_kernels import DeepEP, HybridEP
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
 from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.experts import AllToAll, apply_expert_parallel, expert_modules
 from pipeline.engines.parallel.fused_exchange import FusedExchange, Handle
-from pipeline.engines.parallel.fused_kernels import DeepEP, HybridEP, check_exchange, check_exchange_device, exchange_of
+from pipeline.engines.parallel.fused_kernels import check_exchange, check_exchange_device, exchange_of
 from pipeline.models.build.materialize import materialize
 from tests.engines.parallel.layouts import resolved
 from tests.engines.parallel.ranks import Ranks
@@ -342,12 +343,7 @@ def test_a_device_that_the_kernels_are_not_for_is_refused(
 
 def test_layers_share_the_kernels_of_a_package_for_the_tokens_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, int]] = []
-    package = fused_kernels.PACKAGES["deepep"]
-    monkeypatch.setitem(
-        fused_kernels.PACKAGES,
-        "deepep",
-        type(package)(lambda _group, **sizes: made.append(sizes), package.file, package.install, package.hidden),  # type: ignore[arg-type,func-returns-value]
-    )
+    monkeypatch.setattr(expert_kernels, "DeepEP", lambda _group, **sizes: made.append(sizes))
     monkeypatch.setattr(dist, "get_world_size", lambda _group: 2)
     make = exchange_of(run_with("deepep"))
     assert [type(make(layer, object(), experts=E)) for layer in "ab"] == [FusedExchange] * 2
@@ -356,5 +352,8 @@ def test_layers_share_the_kernels_of_a_package_for_the_tokens_of_a_micro_batch(m
 
 
 def test_nothing_imports_the_package_before_a_layer_runs() -> None:
-    code = "import sys, pipeline.engines.parallel.assemble; assert not any('deep_ep' in name for name in sys.modules)"
+    code = (
+        "import sys, pipeline.engines.parallel.assemble;"
+        " assert not any('deep_ep' in name or 'engines.experimental' in name for name in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
