@@ -125,6 +125,7 @@ ZERO_FOUR = {
 ALWAYS = {
     "ep 2, gpt oss, biases",
     "ep 2, selective activation checkpointing",
+    "ep 2 x edp 2",
     "ep 2, pp 2, 1f1b",
     "ep 2, Muon, edp 2 over 1 expert each",
     "zero 2, ep 2, tp 2",
