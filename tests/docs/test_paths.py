@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.config_kinds import KINDS, keys
 from tests.conftest import ROOT
 
 PACKAGES = ("pipeline", "data_prep", "headrace", "tests", "benchmarks")
@@ -119,3 +120,30 @@ def test_no_line_of_prose_is_over_120_characters() -> None:
         lines = [line for line in prose.splitlines() if not re.match(r" *\||    |#|!\[", line)]  # no prose
         found += [f"{page.name}: {line}" for line in lines if len(line) > 120]
     assert found == []
+
+
+def test_modules_that_docstrings_name_exist() -> None:
+    """A dotted name is looked for below every package that its file is in; one whose first part none has is no module."""
+    named = re.compile(r"`([a-z_]\w*(?:\.[a-z_]\w*)+)`")
+    config = {".".join(key.path.replace("[]", "").split(".")[:2]) for kind in KINDS for key in keys(kind)}
+    others = {"dcp.save", "config._experts_implementation", "engine.generate"}  # torch's, transformers', an attribute
+    found = set()
+    for path in (path for package in PACKAGES[:3] for path in (ROOT / package).rglob("*.py")):
+        folder = path.relative_to(ROOT).parts[:-1]
+        names = {name for text in docstrings(path) for name in named.findall(text)}
+        for name in names - others:
+            first, _, rest = name.partition(".")
+            if f"{first}.{rest.partition('.')[0]}" in config or rest.endswith(("py", "jsonl", "npz", "model")):
+                continue
+            places = [ROOT.joinpath(*folder[:depth], first) for depth in range(len(folder) + 1)]
+            here = [place for place in places if place.is_dir() or place.with_suffix(".py").is_file()]
+            modules = [".".join(place.relative_to(ROOT).parts) + f".{rest}" for place in here]
+            if here and not any(is_module(module) for module in modules):
+                found.add((str(path.relative_to(ROOT)), name))
+    assert found == set()
+
+
+def docstrings(path: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [ast.get_docstring(node, clean=False) or "" for node in nodes if isinstance(node, kinds)]

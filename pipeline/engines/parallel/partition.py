@@ -2,7 +2,7 @@
 
 The schedule says which pipeline rank a stage is on. Its time is taken to be its cost / the speed of that rank,
 `parallel.stage_speeds`; the time of the slowest stage is minimized. With limits of memory (`parallel.stage_memory_gb`)
-no rank gets more layers than the formulas of `parallel.memory` say that it holds. Among the virtual stages of a rank
+no rank gets more layers than the formulas of `sizes.memory` say that it holds. Among the virtual stages of a rank
 these are divided evenly.
 """
 
