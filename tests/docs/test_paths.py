@@ -123,7 +123,7 @@ def test_no_line_of_prose_is_over_120_characters() -> None:
 
 
 def test_modules_that_docstrings_name_exist() -> None:
-    """A dotted name is looked for below every package that its file is in; one whose first part none has is no module."""
+    """A dotted name is looked for below every package of its file; where none has its first part, it is no module."""
     named = re.compile(r"`([a-z_]\w*(?:\.[a-z_]\w*)+)`")
     config = {".".join(key.path.replace("[]", "").split(".")[:2]) for kind in KINDS for key in keys(kind)}
     others = {"dcp.save", "config._experts_implementation", "engine.generate"}  # torch's, transformers', an attribute
