@@ -52,6 +52,7 @@ SWEPT = {
     "chunked loss, inductor",
     "ZeRO-2, inductor",
     "ZeRO-1, pp 2",
+    "cp 2, ring, full",
 }
 """Layouts for the sweep alone: each of their options is compiled in another layout, with one that is harder."""
 

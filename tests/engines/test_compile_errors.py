@@ -76,7 +76,7 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_what_a_killed_compiler_has_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     assert output_of(warm.run("-c", _COMPILES)) == ""

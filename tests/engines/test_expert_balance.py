@@ -88,6 +88,8 @@ SWEPT = {
     "bias, pp 2",
     "ZeRO-1, tp 2",
     "ZeRO-1, pp 2",
+    "cp 2",
+    "ZeRO-3, recomputed",
 }
 """Layouts for the sweep alone: each of their options is in another layout or in tests/parity, too."""
 found = differences_fixture(

@@ -124,13 +124,10 @@ ZERO_FOUR = {
 }
 ALWAYS = {
     "ep 2, gpt oss, biases",
-    "ep 2, selective activation checkpointing",
     "ep 2 x edp 2",
     "ep 2, pp 2, 1f1b",
-    "ep 2, Muon, edp 2 over 1 expert each",
     "zero 2, ep 2, tp 2",
     "zero 3, ep 2 x edp 2, Muon",
-    "zero 1, ep 2, pp 2, dense first stage",
 }
 """The others run with `make sweep-tests`; overlapped exchanges in a pipeline: tests/parity."""
 

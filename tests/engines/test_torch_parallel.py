@@ -55,12 +55,10 @@ ON_FOUR = {
 
 
 ALWAYS = {
-    "stage 1 on 2, 20 steps",
     "stage 1, hybrid sharding 2 x 2, clipped",
     "sharded weights, gathered per step, on 2",
     "bf16, reduced in bf16",
     "hpZ, 2 of 4",
-    "bf16 pipeline",
     "dualpipev",
     "pipeline, 3 times as fast on the first rank",
     "fp16",

@@ -23,9 +23,7 @@ from tests.parity.run import failure_text, launch
 STEPS = 5
 IN_CI = {
     "zero3.json",
-    "llama_70b_3d.json",
     "llama_70b_fsdp_3d.json",
-    "llama_8b_64k_cp.json",
     "qwen3_moe_30b.json",
 }
 

@@ -62,14 +62,17 @@ ON_SIX = {
 }
 
 
-@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+ENGINES = ["torch", pytest.param("deepspeed", marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_three_data_ranks_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
     for name, differences in compare_layouts(tmp_path, engine, ON_THREE[engine], processes=3).items():
         assert_within_tolerance(differences, name)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_pipelines_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
     for name, differences in compare_layouts(tmp_path, engine, ON_SIX[engine], processes=6).items():
         assert_within_tolerance(differences, name)
@@ -131,9 +134,8 @@ def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess
     return started
 
 
-@pytest.mark.parametrize(
-    ("lost", "left"), [pytest.param("first", 2, id="without-rank-0", marks=pytest.mark.sweep), ("last", 2)]
-)
+@pytest.mark.sweep  # in CI a node that leaves, and nodes of agents that are killed
+@pytest.mark.parametrize(("lost", "left"), [("first", 2), ("last", 2)])
 def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_run(
     work: Path, expected: dict[int, float], rendezvous_port: int, lost: str, left: int
 ) -> None:
@@ -160,13 +162,14 @@ def test_a_leaving_node_saves_and_others_go_on(work: Path, expected: dict[int, f
         agent(work, run_dir, port=rendezvous_port, processes=size) for size in (1, 2)
     )  # the first has rank 0
     try:
-        wait_until(lambda: last_step(run_dir) >= 12, process=left, said=said.read_text)
+        # on busy cores a node may miss the first round: the other one begins alone, and starts again with it
+        wait_until(lambda: last_step(run_dir) >= 12 and worlds(run_dir)[-1] == 3, process=left, said=said.read_text)
         asked.terminate()
         assert left.wait(timeout=240) == 0, said.read_text()
     finally:
         kill_all_of(asked, left)
     follows_whole_run(run_dir, expected)
-    assert worlds(run_dir) == [3, 2]
+    assert worlds(run_dir)[-2:] == [3, 2]
     assert "stopped by SIGTERM after step" in (work / "said-1").read_text()
 
 

@@ -13,7 +13,7 @@ from tests.virtual_cluster.cluster import VirtualCluster
 from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.virtual_cluster.slurm_run import job_env
 
-pytestmark = [pytest.mark.integration, *NEEDS_SLURM]
+pytestmark = [pytest.mark.sweep, *NEEDS_SLURM]
 cluster = module_cluster(nodes=2, cpus=1)
 
 

@@ -71,7 +71,7 @@ def assert_resumed_where_stopped(run: SlurmRun) -> None:
     run.wait_for_step(saved + 20)
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_node_that_comes_back_takes_part_again_without_a_lost_step(run: SlurmRun) -> None:
     run.wait_for_step(22)
     after_crash(run, "n2")

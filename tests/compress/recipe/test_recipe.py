@@ -181,7 +181,7 @@ def times(work: Path) -> dict[str, int]:
     return {name: (work / "whole" / name / "manifest.json").stat().st_mtime_ns for name in names}
 
 
-@pytest.mark.integration
+@pytest.mark.sweep  # in CI: tests/compress/recipe/test_rounds.py
 def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_with_all_results(work: Path) -> None:
     path = write_config(work / "recipe.json", recipe(work, "whole"))
     process = started(path)

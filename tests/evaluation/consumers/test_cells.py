@@ -20,6 +20,7 @@ CELLS = (
 )
 SWEPT = (
     "llama, bf16, sentencepiece-bpe",
+    "mistral, FP8, sentencepiece-bpe",
     "gemma, Q8_0, sentencepiece-bpe",
     "mixtral, W4A16, bpe",
     "qwen3_moe, W4A16, sentencepiece-bpe",

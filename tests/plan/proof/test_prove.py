@@ -88,10 +88,8 @@ def test_a_refusal_of_the_ranks_is_refused_and_not_refuted(runs: Runs) -> None:
     raise_refusal(*runs["plain"])
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param("torch", marks=pytest.mark.integration), pytest.param("deepspeed", marks=pytest.mark.sweep)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 def test_secondary_shards_bf16_reduction_compiled_layers_and_experts_are_proven(tmp_path: Path, engine: str) -> None:
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine=engine, bf16={"enabled": True})
     config["model"]["config"] |= EXPERTS

@@ -106,7 +106,7 @@ def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> 
     [
         pytest.param("nproc", 0, signal.SIGKILL, marks=pytest.mark.sweep),
         ("nproc", 1, signal.SIGSTOP),
-        ("torchrun", 1, signal.SIGKILL),
+        pytest.param("torchrun", 1, signal.SIGKILL, marks=pytest.mark.sweep),
         ("deepspeed", 0, signal.SIGKILL),
     ],
 )
