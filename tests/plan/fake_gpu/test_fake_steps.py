@@ -64,6 +64,7 @@ def test_a_zero_stage_3_step_of_deepspeed_runs_with_its_own_collectives() -> Non
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= kinds
 
 
+@pytest.mark.sweep
 @pytest.mark.integration
 def test_layouts_of_deepspeed_are_executed_one_after_another_with_process_groups_of_their_own() -> None:
     # in one process, the second one found DeepSpeed's groups of the first: "is not registered"
