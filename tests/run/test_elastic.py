@@ -134,7 +134,7 @@ def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess
     return started
 
 
-@pytest.mark.sweep  # in CI a node that leaves, and nodes of agents that are killed
+@pytest.mark.sweep  # torch's rendezvous misses nodes beside other work; in CI nodes of agents are killed and leave
 @pytest.mark.parametrize(("lost", "left"), [("first", 2), ("last", 2)])
 def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_run(
     work: Path, expected: dict[int, float], rendezvous_port: int, lost: str, left: int
@@ -156,6 +156,7 @@ def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_
     assert worlds(run_dir)[-2:] == [3, left]
 
 
+@pytest.mark.sweep
 def test_a_leaving_node_saves_and_others_go_on(work: Path, expected: dict[int, float], rendezvous_port: int) -> None:
     run_dir, said = work / "asked", work / "said-2"
     asked, left = (

@@ -48,7 +48,7 @@ def open_rendezvous(
         device: this rank's device, to be compared with those of the others; None for no comparison.
 
     Raises:
-        ConfigError: the port is taken; another rank counts another number of ranks; or `check_devices` refuses them.
+        ConfigError: the port is taken, or `check_devices` refuses them.
         LostError: a rank did not join; names it.
     """
     import torch.distributed as dist  # noqa: PLC0415
@@ -64,10 +64,6 @@ def open_rendezvous(
     try:
         with exit_after(timeout_s + EXTRA_S, lambda: _no_answer(launch, timeout_s)):
             flags.set(f"host/{launch.rank}", socket.gethostname())
-            others = flags.compare_set("world_size", "", str(launch.world_size)).decode()
-            if others != str(launch.world_size):
-                why, remedy = f"a rank that joined before has {others}", "start as many processes on every host"
-                raise ConfigError("WORLD_SIZE", launch.world_size, why=why, remedy=f"{remedy}: a number, not auto")
             if device is not None:
                 register(flags, launch.rank, device)
             mark(flags, "joined", launch.rank)
