@@ -45,6 +45,8 @@ class Request:
                 return begin + struct.pack("<I", self.number)
             case "SET" | "APPEND":
                 return begin + key + _sized(self.value)
+            case "COMPARE_SET":  # of a key that is not there yet
+                return begin + key + _sized(b"") + _sized(self.value)
             case "ADD":
                 return begin + key + struct.pack("<q", self.number)
             case "CHECK" | "WAIT":
@@ -91,6 +93,10 @@ def decoded(data: bytes) -> list[Request]:
             found.append(Request(operation, number=take("<I")))
         elif operation in ("SET", "APPEND"):
             found.append(Request(operation, text().decode(), text()))
+        elif operation == "COMPARE_SET":
+            key, expected, value = text().decode(), text(), text()
+            assert not expected
+            found.append(Request(operation, key, value))
         elif operation == "ADD":
             found.append(Request(operation, text().decode(), number=take("<q")))
         elif operation == "GET":
@@ -169,9 +175,9 @@ class StoreClient:
         answer: int | bytes = 0
         while self._waiting:
             operation = self._waiting.pop(0)
-            form = {"PING": "<I", "ADD": "<q", "GETNUMKEYS": "<q", "GET": "<Q"}.get(operation, "<B")
+            form = {"PING": "<I", "ADD": "<q", "GETNUMKEYS": "<q", "GET": "<Q", "COMPARE_SET": "<Q"}.get(operation, "<B")
             (answer,) = struct.unpack(form, self._bytes(struct.calcsize(form)))
-            if operation == "GET":
+            if operation in ("GET", "COMPARE_SET"):
                 answer = self._bytes(int(answer))
             self.messages += 1
             if operation == until:

@@ -31,6 +31,7 @@ def test_simulated_ranks_ask_what_real_ones_do() -> None:
     [
         *HELLO,
         Request("SET", "host/3", b"node"),
+        Request("COMPARE_SET", "device", b"cpu (gloo)"),
         Request("APPEND", "joined/ranks", b"3 "),
         Request("ADD", "arrived", number=-1),
         Request("GET", "host/0"),

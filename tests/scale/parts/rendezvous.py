@@ -84,11 +84,16 @@ def phases(rank: int, ranks: int) -> list[Phase]:
     own = [Request("SET", group(axis, rank), _ADDRESS) for axis in _AXES]
     joined = [
         Request("SET", f"/headrace/notes/host/{rank}", b"vm"),
+        Request("SET", f"/headrace/notes/device/{rank}", b"cpu (gloo)|"),
+        Request("COMPARE_SET", "/headrace/notes/device", b"cpu (gloo)"),
         Request("APPEND", "/headrace/notes/joined/ranks", f"{rank} ".encode()),
         Request("ADD", "/headrace/notes/arrived", number=1),
         Request("WAIT", "/headrace/notes/complete"),
     ]
-    zero = [Request("WAIT", "/headrace/notes/host/0"), Request("GET", "/headrace/notes/host/0")]
+    zero = [
+        *(Request(each, "/headrace/notes/host/0") for each in ("WAIT", "GET")),
+        Request("CHECK", "/headrace/notes/devices differ"),
+    ]
     of_all = f"/headrace/0//cpu//0/{rank}"
     default = [Request("SET", of_all, _ADDRESS)]
     top = layout(ranks)
@@ -109,7 +114,7 @@ def counted(requests: list[Request]) -> Counter[tuple[str, str, int]]:
     for each in requests:
         key = re.sub(r"^/headrace/0//cpu//0/\d+$", "default", each.key)
         key = re.sub(r"^/headrace/0//.+//cpu//0/\d+$", "group", key)
-        key = re.sub(r"/host/\d+$", "/host", key)
+        key = re.sub(r"/(host|device)/\d+$", r"/\1", key)
         if each.operation not in ("VALIDATE", "PING") and not (
             each.operation == "SET" and re.search("/(complete|all [^/]*)$", key)
         ):
