@@ -17,6 +17,8 @@ _OPERATIONS = (
     *("MULTI_GET", "MULTI_SET", "CANCEL_WAIT", "PING"),
 )
 """`QueryType`, in order."""
+_ANSWERS = {"PING": "<I", "ADD": "<q", "GETNUMKEYS": "<q", "GET": "<Q", "COMPARE_SET": "<Q"}
+"""Form of an operation's answer, or of its length; one byte for the others."""
 _MAGIC = 0x3C85F7CE
 _LENGTH = struct.Struct("<Q")
 
@@ -51,10 +53,8 @@ class Request:
                 return begin + key + struct.pack("<q", self.number)
             case "CHECK" | "WAIT":
                 return begin + _LENGTH.pack(1) + key
-            case "GET":
-                return begin + key
-            case "GETNUMKEYS":
-                return begin
+            case "GET" | "GETNUMKEYS":
+                return begin + (key if self.operation == "GET" else b"")
         raise NotImplementedError(self.operation)
 
     @property
@@ -175,7 +175,7 @@ class StoreClient:
         answer: int | bytes = 0
         while self._waiting:
             operation = self._waiting.pop(0)
-            form = {"PING": "<I", "ADD": "<q", "GETNUMKEYS": "<q", "GET": "<Q", "COMPARE_SET": "<Q"}.get(operation, "<B")
+            form = _ANSWERS.get(operation, "<B")
             (answer,) = struct.unpack(form, self._bytes(struct.calcsize(form)))
             if operation in ("GET", "COMPARE_SET"):
                 answer = self._bytes(int(answer))

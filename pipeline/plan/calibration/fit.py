@@ -12,6 +12,7 @@ from headrace.base.errors import ConfigError
 from pipeline.plan.calibration.score import Score, rescored
 from pipeline.plan.predict.step_time import StepTime
 from pipeline.runtime.machines.machine import (
+    MOST_OF_PEAK,
     HostSection,
     LinkSection,
     Machine,
@@ -123,11 +124,15 @@ def _with_spread(machine: Machine, scores: Sequence[Score]) -> Machine:
     def spread(share: Range) -> Range:
         return share[1] * low, share[1], share[1] * high
 
+    def share_of_peak(share: Range) -> Range:
+        least, typical, most = spread(share)
+        return least, typical, min(most, max(typical, MOST_OF_PEAK))  # more than a machine's file may have
+
     own = machine.measured
     update = {
-        "products": {dtype: spread(share) for dtype, share in efficiency.products.items()},
-        "memory": spread(efficiency.memory),
-        "links": spread(efficiency.links),
+        "products": {dtype: share_of_peak(share) for dtype, share in efficiency.products.items()},
+        "memory": share_of_peak(efficiency.memory),
+        "links": share_of_peak(efficiency.links),
     }
     measured = own and own.model_copy(
         update={

@@ -30,8 +30,12 @@ def _shares(values: tuple[float, float, float]) -> tuple[float, float, float]:
     return values
 
 
+MOST_OF_PEAK = 2.0
+"""Largest share of a peak in a file: measured ones are above 1 where a peak is of a slower clock."""
+
+
 def _of_peak(values: tuple[float, float, float]) -> tuple[float, float, float]:
-    if values[-1] > 2:  # measured ones are above 1 where a peak is of a slower clock
+    if values[-1] > MOST_OF_PEAK:
         raise ValueError("it is a share of the peak: 36 percent is 0.36")
     return values
 
