@@ -106,8 +106,9 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Step -> loss, from a run's journal."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Step -> loss, from the whole lines of a run's journal: it may be written to meanwhile."""
+    whole, _, _ = (run_dir / "metrics.jsonl").read_text().rpartition("\n")
+    rows = [json.loads(line) for line in whole.splitlines()]
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
 
 
