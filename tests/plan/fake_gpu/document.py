@@ -195,8 +195,8 @@ def _host(cases: dict[str, StepCase], found: dict[str, Any]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---|"
     for name in cases:
         kinds = [found[name].get(key, {}) for key in ("host_reads", "deferred_reads", "unpinned")]
-        lines = ((line.removeprefix("pipeline/engines/"), count) for counts in kinds for line, count in counts.items())
-        where = "; ".join(f"`{line.replace(' ', ':', 1)}` {count}" for line, count in lines)
+        lines = ((line.replace(" ", ":", 1), count) for counts in kinds for line, count in counts.items())
+        where = "; ".join(f"`{line}` {count}" for line, count in lines)
         yield f"| {name} | {' | '.join(str(sum(counts.values())) for counts in kinds)} | {where} |"
     yield ""
 
@@ -223,9 +223,9 @@ Why rows differ from it by more than 5 %:
 _MEMORY = """Bytes on the device at the largest moment of the step, by kind, beside the formulas that
 `headrace check` prints (`pipeline/engines/sizes/memory.py`). Not in them: the allocator's fragmentation, the buffers of
 NCCL and of kernels, the CUDA context. Of DeepSpeed only the whole is shown: its flat buffers hold several kinds."""
-_HOST = """Reads of the device by the host in a step, with the function below `pipeline/engines` that makes them: for
-"waits" the host stops, the "deferred" ones are asked for when the next step has begun. Then copies from memory that is
-not page-locked. Those of `torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
+_HOST = """Reads of the device by the host in a step, with the function that makes them: for "waits" the host stops, the
+"deferred" ones are asked for when the next step has begun. Then copies from memory that is not page-locked. Those of
+`pipeline/engines/torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
 _MISSING = """Later stages of DeepSpeed's pipeline receive the shapes of their input from the stage before, which is
 not there: `AssertionError` in `deepspeed/runtime/pipe/engine.py`, `assert isinstance(self.pipe_recv_buf, tuple)`. The
 first stage runs. `tests/plan/fake_gpu/test_on_a_gpu.py` has the rest, for a machine with GPUs; not yet run. Stages of
