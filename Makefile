@@ -62,7 +62,7 @@ sweep-islands: $(READY)  ## islands are killed at random moments, and come late:
 sweep-buckets: $(READY)  ## runs in an object store are killed at random moments, and the store has faults: half an hour; resumable
 	python -m tests.sweeps buckets
 
-sweep-mutations: $(READY)  ## small faults in the code, each of which a test has to find: an hour; resumable
+sweep-mutations: $(READY)  ## 200 small faults in the code, drawn by a seed, each of which a test has to find: hours; resumable
 	python -m tests.sweeps mutations
 
 sweep-scale: $(READY)  ## what grows with the size of a run, at the size of a thousand nodes: half an hour; resumable
