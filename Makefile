@@ -36,6 +36,7 @@ test: check  ## style, types and the tests that need no heavy service; what this
 
 guard: $(READY)  ## four minutes: losses of a run that is killed and resumed, a run of an earlier commit, rows of the journal
 	python -m tests.guard
+	python -m tests.house
 
 test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, pairs of layout options, faults
 	$(PYTEST) -m 'integration and not sweep'
