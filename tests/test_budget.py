@@ -19,7 +19,7 @@ def test_every_folder_of_tests_has_a_budget_and_every_budget_a_folder() -> None:
     assert tomllib.loads(budget.FILE.read_text())["cpu_seconds"].keys() == folders
 
 
-def session(**options: object) -> pytest.Config:
+def session(**options: object) -> SimpleNamespace:
     given = {"markexpr": "not sweep", "keyword": "", "deselect": None, "ignore": None, "collectonly": False, **options}
     whole = pytest.Config.ArgsSource.TESTPATHS
     return SimpleNamespace(option=SimpleNamespace(**given), args_source=given.pop("source", whole))
