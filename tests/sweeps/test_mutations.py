@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.sweeps.mutants import SUBJECTS, drawn, mutants_of
+from tests.sweeps.mutants import EQUIVALENT, SUBJECTS, all_mutants, drawn, mutants_of
 from tests.sweeps.mutations import folder_of
 from tests.sweeps.sweep import ROOT
 
@@ -41,6 +41,10 @@ def test_another_seed_draws_others() -> None:
     names = [{each.name for found in drawn(seed=seed).values() for each in found} for seed in (0, 0, 1)]
     assert names[0] == names[1]
     assert len(names[0] & names[2]) < 60
+
+
+def test_mutants_that_are_equivalent_to_the_code_still_exist() -> None:
+    assert EQUIVALENT.keys() <= {each.name for found in all_mutants().values() for each in found}
 
 
 def test_messages_assertions_and_annotations_are_left_alone() -> None:
