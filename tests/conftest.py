@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm, warm_python
+from tests.budget import budget_of
 from tests.cpu_seconds import CpuSeconds
 from tests.support import output_of
 
@@ -212,7 +213,7 @@ _INTEGRATION = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(CpuSeconds())
+    config.pluginmanager.register(CpuSeconds(budget_of(config)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
