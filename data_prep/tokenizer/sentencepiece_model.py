@@ -116,7 +116,7 @@ def reference_model(folder: Path) -> bytes:
     """
     model = read_beside(folder)
     if model is None:
-        why = f"by {TOKENIZER_CONFIG} of the tokenizer its ids are those of a sentencepiece model, and it has none"
+        why = f"{TOKENIZER_CONFIG} says that documents have a sentencepiece model's ids, but the model is missing"
         remedy = f"copy {MODEL_FILE} beside it, or remove {REFERENCE} there for the ids of its tokenizer.json"
         raise DataError(f"{why}\n  try: {remedy}")
     return model

@@ -44,7 +44,7 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
         reason = "it counts none"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-    why = f"a GPU is to be expected here ({promise}), but torch {torch.__version__} ({built}) can use none: {reason}"
+    why = f"a GPU is expected here ({promise}), but torch {torch.__version__} ({built}) can use none: {reason}"
     remedy = "look at what nvidia-smi or rocm-smi says on this host, and whether the job or container has its GPUs"
     version, needed = _driver(root), _LEAST_DRIVER.get(built.partition(".")[0])
     if version and needed and int(version.partition(".")[0]) < needed:

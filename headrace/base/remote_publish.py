@@ -85,7 +85,7 @@ def check_can_write(url: str) -> None:
             raise
         why = str(error).splitlines()[0].partition("cannot be deleted: ")[2]
         error.args = (
-            f"{url}: the credentials do not allow to write and delete there: {why}\n"
+            f"{url}: the credentials do not allow writing and deleting there: {why}\n"
             "  try: credentials that may list, read, write and delete objects below it",
         )
         raise
@@ -97,9 +97,7 @@ def check_can_write(url: str) -> None:
         raise
     delete(probe)
     if written != (True, False):
-        why = (
-            "the store overwrites an object where it is asked not to (If-None-Match): two writers would mix their files"
-        )
+        why = "the store overwrites an object despite If-None-Match: two writers would mix their files"
         raise DataError(f"{url}: {why}\n  try: a store with conditional writes, such as S3, GCS, Azure or MinIO")
 
 

@@ -85,7 +85,7 @@ def _found(
         raise CheckpointError(
             f"{where} numbers its parameters ({' + '.join(map(str, sizes))} in {len(groups)} groups), and "
             f"{'more than one' if fitting else 'none'} of the usual groups of the model's {len(parameters)} parameters"
-            " (all in one; norms and biases by themselves) fits: which state is of which parameter would be a guess\n"
+            " (all in one; norms and biases by themselves) fits: matching states with parameters would be a guess\n"
             "  try: give the optimizer named_parameters(), or save it by dcp.save with the names of"
             " get_optimizer_state_dict (torch.distributed.checkpoint)"
         )

@@ -99,7 +99,7 @@ class SlurmJob:
                 self._failed.update(nodes)
                 log = self.records / f"{self._join_name}-{number}.log"
                 why = (log.read_text(errors="replace") if log.exists() else "").strip().rpartition("\n")[2]
-                say(f"job {number} for another node failed on {', '.join(nodes)}, which is asked no more: {why}")
+                say(f"job {number} for another node failed on {', '.join(nodes)}, which are not asked for again: {why}")
         self._joining = {number for number, state, *_ in jobs if state in ("PENDING", "RUNNING", "COMPLETING")}
 
     def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:

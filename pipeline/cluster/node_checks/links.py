@@ -123,7 +123,7 @@ def _measure(other: str, connection: socket.socket, *, attempt: str, payload: in
     if answer != b"G":
         if answer == b"B":
             raise BusyError
-        raise OSError("it makes the checks of another start")
+        raise OSError("it runs the checks of another start")
     offset_s, trip_s = _clock(connection)
     speeds = []
     for _ in range(_REPEATS):

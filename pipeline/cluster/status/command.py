@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="the run's config file, in place of RUN, as job scripts have it"
     )
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="with --config"
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with --config: override one field",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, once")
     parser.add_argument("--once", action="store_true", help="print once; otherwise a terminal shows a running run live")
@@ -53,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = arguments.run or arguments.config
     if given is None:
         if arguments.reason or arguments.log:
-            raise ConfigError("RUN", why="--reason and --log are of one run", remedy="give its directory or config")
+            raise ConfigError("RUN", why="--reason and --log show one run", remedy="give its directory or config")
         show_runs(Path.cwd(), as_json=arguments.json)
         return 0
     run_dir = run_dir_of(Path(given), arguments.overrides)

@@ -126,7 +126,7 @@ def _uploads(uploads: Uploading) -> Iterator[str]:
     durable, age = uploads.durable_step, uploads.durable_age_seconds
     newest = "no checkpoint yet" if durable is None else f"newest checkpoint of step {durable:,}"
     since = "" if age is None else f", there since {ago(age)}"
-    told = "" if uploads.released else f"; told by {uploads.host} {ago(uploads.age_seconds)}"
+    told = "" if uploads.released else f"; reported by {uploads.host} {ago(uploads.age_seconds)}"
     yield line("uploaded", f"{newest}{since}{told}")
     if uploads.waiting:
         steps = ", ".join(f"{step:,}" for step in uploads.waiting)

@@ -143,7 +143,7 @@ def numbered(groups: list[list[str]], **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_groups_that_no_rule_gives_are_refused_even_where_all_shapes_fit(groups: list[list[str]]) -> None:
-    with pytest.raises(CheckpointError, match="which state is of which parameter would be a guess"):
+    with pytest.raises(CheckpointError, match="matching states with parameters would be a guess"):
         states_of(numbered(groups), LAYERS, Path("optimizer.pt"))
     named = numbered(groups)
     for group, names in zip(named["param_groups"], groups, strict=True):
@@ -194,8 +194,8 @@ SPLIT = [MATRICES, VECTORS]
         ([{"weight_decay": 0.1, "decoupled_weight_decay": False}], [], "adds it to the gradient (L2)"),
         ([{"amsgrad": True}], [], "the checkpoint's optimizer has amsgrad True, and a run does not"),
         ([{"cautious": True}], [], "the checkpoint's optimizer has cautious True, and a run does not"),
-        ([{"lr": None, "betas": None}], [], "learning rate: that of the checkpoint is not readable"),
-        ([{"weight_decay": "much"}], [], "weight decay: that of the checkpoint is not readable"),
+        ([{"lr": None, "betas": None}], [], "learning rate: the checkpoint's is not readable"),
+        ([{"weight_decay": "much"}], [], "weight decay: the checkpoint's is not readable"),
         ([{"betas": None}], [], "optimizer.params.betas: checkpoint not readable, config (0.9, 0.999)"),
     ],
 )
@@ -272,7 +272,7 @@ def test_what_is_no_weight_is_named_and_two_models_are_not_mixed(tmp_path: Path)
     assert found.weights.keys() == LAYERS.keys()
     assert {*found.left_out} == {"ema", "rng_state", "teacher (6 tensors)"}
     assert float(found.weights["embed.weight"].read().mean()) == 1
-    with pytest.raises(CheckpointError, match=r"holds two tensors that are embed.weight"):
+    with pytest.raises(CheckpointError, match=r"holds two tensors named embed.weight"):
         read_dcp(saved_dcp(tmp_path / "two", module=ema), target())
 
 

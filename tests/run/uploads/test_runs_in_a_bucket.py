@@ -158,5 +158,5 @@ def test_what_cannot_work_is_refused_before_any_work(tokens: Path, tmp_path: Pat
     assert "no conditional writes" in refused("run.dir=hf://org/run")
     assert "run.dir is a path" in refused(f"run.dir={tmp_path / 'r'}", "run.keep_in_bucket=3")
     faults.forbidden = "DELETE"
-    assert "do not allow to write and delete there" in refused()
+    assert "do not allow writing and deleting there" in refused()
     assert not (tmp_path / "r").exists()
