@@ -123,9 +123,9 @@ def _require_fixed_sizes(config: Config) -> None:
     """Refuses sizes that follow the number of processes: the curve would change, or a micro-batch might not fit."""
     for field in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if getattr(config, field) is None:
-            why = "parallel.elastic is true, and without this key it would depend on the number of processes"
+            why = "parallel.elastic is true, and without this key the batch would depend on the number of processes"
             if config.launch.fallback_layouts:
-                why = "launch.fallback_layouts is given, and without this key it would depend on the layout"
+                why = "launch.fallback_layouts is given, and without this key the batch would depend on the layout"
             raise ConfigError(field, why=why, remedy=f'add "{field}": a fixed number')
 
 

@@ -161,7 +161,7 @@ def _lines(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> Ite
     dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in source.weights.values()})
     states = ", ".join(source.states) or "no optimizer state"
     counter = "" if source.optimizer_step is None else f", optimizer step {source.optimizer_step:g}"
-    masters = "" if dtypes == ["float32"] else " (no fp32 master weights: what rounding has lost is lost)"
+    masters = "" if dtypes == ["float32"] else " (no fp32 master weights: their rounding stays)"
     decays = _decays(prepared)
     yield f"taken: {len(decays)} weights in {', '.join(dtypes)}{masters}, {states}{counter}"
     settings, lr = prepared.run.config.optimizer, prepared.run.schedule.lr(source.step + 1)

@@ -159,7 +159,7 @@ def _message(error: BaseException, prepared: PreparedRun, memory: float) -> str:
         peak = own_peak(prepared.run, prepared.model)
         found = fitting_change(prepared.run, prepared.model, memory=_MARGIN * min(memory, peak or memory))
     if peak is not None:
-        besides = "" if peak > memory else ", beside what other processes, libraries and fragments take"
+        besides = "" if peak > memory else ", beside the memory of other processes, libraries and fragmentation"
         needs = f"a rank needs {shown_bytes(peak)} of {shown_bytes(memory)} by the formulas of 'headrace check'"
         lines.append(f"  why: {needs}{besides}")
     advice = f"{found}; or " if found is not None else f"{_ALL}; more ranks; "

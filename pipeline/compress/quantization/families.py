@@ -51,6 +51,6 @@ def family_of(config: dict[str, Any], *, key: str, value: object) -> Family:
     """
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        why = f"which layers read which norm is known for {', '.join(sorted(FAMILIES))}, and this model is {kind}"
+        why = f"the layers that read a norm are known for {', '.join(sorted(FAMILIES))}, not for {kind}"
         raise ConfigError(key, value, why=why, remedy="leave it out, or use method gptq alone")
     return FAMILIES[kind]

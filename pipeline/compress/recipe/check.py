@@ -67,7 +67,7 @@ def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
             before = smallest.get((name, dtype))
             smallest[name, dtype] = size
             if before is not None and (size > before or (size == before and "shape" not in name)):
-                why = f"it is of round {number}, and a round before leaves {before:,} at most"
+                why = f"round {number} cannot reach it: an earlier round leaves {before:,} at most"
                 raise ConfigError(f"prune.{name}", size, why=why, remedy=f"use less than {before} there")
 
 
@@ -178,7 +178,7 @@ def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[C
     if _is_of_another_model(step, fingerprint):
         places = f"{step.result} and {step.output}" if step.verb == "distill" else step.result
         remedy = f"remove {places} to do the step again, or choose another output"
-        yield ConfigError(str(step.result), why=f"it was made of another {step.source}", remedy=remedy)
+        yield ConfigError(str(step.result), why=f"it was made from another {step.source}", remedy=remedy)
 
 
 def _is_of_another_model(step: Step, fingerprint: Fingerprint) -> bool:

@@ -37,7 +37,7 @@ def check_features(distill: DistillSection | None, *, attn_implementation: str, 
         return
     for field in features_of(distill):
         if distill.logits is not None:
-            why = "cached logits hold what the teacher says, not what it computes on the way"
+            why = "cached logits hold the teacher's output, not its hidden states and attentions"
             raise ConfigError(field, why=why, remedy="use distill.teacher without distill.logits, or remove it")
     if distill.attentions is None:
         return

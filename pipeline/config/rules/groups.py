@@ -39,10 +39,10 @@ def check_islands(config: Config) -> None:
         remedy = f"islands.overlap below islands.steps, e.g. {section.steps // 2}"
         raise ConfigError("islands.overlap", section.overlap, why=why, remedy=remedy)
     if section.overlap and section.mode == "asynchronous":
-        why = "islands that do not wait for each other have nothing to do beside an exchange but to send it"
+        why = "asynchronous islands never wait for an exchange, so there is nothing to overlap"
         raise ConfigError("islands.overlap", section.overlap, why=why, remedy="0 with islands.mode asynchronous")
     if section.outer.momentum_follows_lr and section.mode == "asynchronous":
-        why = "pseudo-gradients of different rounds, and so of different learning rates, come together there"
+        why = "asynchronous islands mix pseudo-gradients of different rounds and learning rates"
         raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or mode synchronous")
     if section.outer.momentum_follows_lr and not section.outer.momentum:
         why = "there is no momentum that could follow"

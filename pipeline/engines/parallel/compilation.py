@@ -75,7 +75,7 @@ def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
         Path(sysconfig.get_path("include", scheme)) for scheme in (sysconfig.get_default_scheme(), "posix_prefix")
     ]
     if not any((folder / "Python.h").exists() for folder in headers):
-        return f"what inductor compiles includes Python.h, which is not in {headers[0]}", "python3-dev"
+        return f"code of inductor includes Python.h, which is not in {headers[0]}", "python3-dev"
     return None
 
 

@@ -59,7 +59,9 @@ def check_kept_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     except Exception as error:
         raise _refused(config, layers, f"a tiny model with only these fails: {one_line(error)}") from None
     if not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max()):
-        raise _refused(config, layers, "a tiny model with only these computes something else than the original's")
+        raise _refused(
+            config, layers, "a tiny model with only these computes other logits than the original without the others"
+        )
 
 
 def _refused(config: PretrainedConfig, layers: Sequence[int], what: str) -> ConfigError:

@@ -29,7 +29,9 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Adds `verify` and `consumers` to the verbs of `headrace compress`."""
     text = "score a compressed model with every program that serves it, against its original"
     verify = verbs.add_parser("verify", help=text, description=f"{text.capitalize()}; exit code 1 outside the bounds.")
-    verify.add_argument("model", metavar="FOLDER", help="a compressed model: a Hugging Face folder, or one of GGUF")
+    verify.add_argument(
+        "model", metavar="FOLDER", help="a compressed model: a Hugging Face folder, or a directory with model.gguf"
+    )
     verify.add_argument(
         "--original", metavar="FOLDER", help="the model in floating point; default: the parent in the manifest"
     )
@@ -37,7 +39,7 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     verify.add_argument(
         "--consumers",
         metavar="NAME,NAME",
-        help=f"which have to be run: {', '.join(CONSUMERS)}; default: all that are installed and take the model",
+        help=f"consumers that have to run: {', '.join(CONSUMERS)}; default: all that are installed and take the model",
     )
     add_window_arguments(verify)
     text = "compare at most N positions; default: %(default)s"

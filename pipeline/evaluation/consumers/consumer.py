@@ -138,8 +138,8 @@ def _vllm_refuses_dense(model: ModelDescription) -> str | None:
         return "vLLM's kernel for 4-bit weights on a CPU needs AVX-512, which this processor does not have"
     if "W8A8" in model.schemes and platform.machine() == "x86_64" and not any(map(_has, _VNNI)):
         return (
-            "vLLM's kernel for W8A8 (oneDNN's) adds in 16 bits on a processor without VNNI, as this one, and cuts off "
-            "what overflows: its figures would not be those of another machine"
+            "vLLM's kernel for W8A8 (oneDNN's) saturates in 16 bits on a processor without VNNI, such as this one: its "
+            "figures would differ from another machine's"
         )
     return None
 

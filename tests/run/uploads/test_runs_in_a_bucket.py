@@ -142,7 +142,7 @@ def test_nodes_whose_caches_are_not_shared_are_refused_and_leave_no_run(tokens: 
         assert {rank.wait(300) for rank in run.ranks} == {2}, run.said()
     finally:
         run.kill()
-    assert "do not see what rank 0 has written there" in run.said()
+    assert "do not see the file that rank 0 has written there" in run.said()
     assert "set HEADRACE_CACHE to a directory that all hosts share" in run.said()
     assert remote_checkpoints(URL) == []
     launch("train.py", config, "run.steps=10", processes=2)  # the remedy: one cache; nobody has to be waited for

@@ -118,7 +118,7 @@ def refuse_impossible(result: Tensor, bound: float, peers: Collectives) -> None:
     """
     norm = float(norm_of(result))
     if math.isfinite(bound) and not norm <= _ROUNDING * bound:
-        why = f"the result has norm {norm:.3g}, and what the {peers.size} members sent gives at most {bound:.3g}"
+        why = f"the result has norm {norm:.3g}, and the values of {peers.size} members allow at most {bound:.3g}"
         raise ExchangeError(f"{why}: it was damaged on the way or in a host's memory, and is not applied")
 
 
