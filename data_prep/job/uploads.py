@@ -53,7 +53,7 @@ class Leftovers:
 
 
 def claim(job: Job, identity: Mapping[str, Any]) -> None:
-    """Marks an output as that of an unfinished job. Needs the exclusive lock.
+    """Marks an output as belonging to an unfinished job. Needs the exclusive lock.
 
     Raises:
         DataError: there is an unfinished job of another identity, in another directory.

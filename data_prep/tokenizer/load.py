@@ -76,7 +76,7 @@ def token_text(token: Any) -> str | None:
 
 
 def reference_of(folder: Path) -> Literal["tokenizers", "sentencepiece"]:
-    """The reference library of a tokenizer: `sentencepiece` if it was given as such a model, else `tokenizers`."""
+    """The reference library of a tokenizer: `sentencepiece` for a sentencepiece model, else `tokenizers`."""
     return "sentencepiece" if read_config(folder).get(REFERENCE) == "sentencepiece" else "tokenizers"
 
 

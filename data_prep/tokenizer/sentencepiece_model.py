@@ -109,7 +109,7 @@ def read_beside(folder: Path) -> bytes | None:
 
 
 def reference_model(folder: Path) -> bytes:
-    """Reads the sentencepiece model of a folder whose ids are those of such a model.
+    """Reads the sentencepiece model of a folder whose ids come from it.
 
     Raises:
         DataError: the folder has lost its model.

@@ -172,7 +172,7 @@ def sizes_below(directory: Path) -> dict[str, int]:
 
 
 def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
-    """Compares what a store lists below a URL with what was sent there, before anything is deleted here.
+    """Compares a store's listing below a URL with the files sent there, before anything is deleted here.
 
     Args:
         url: URL of a directory, or of one object.

@@ -101,7 +101,7 @@ def remote_checkpoints(url: str) -> list[RemoteCheckpoint]:
 
 
 def up_to_date(place: str) -> Path:
-    """The directory of a run on this host, which need not have begun; that of a URL is brought up to date.
+    """The directory of a run on this host; the run need not have begun. A URL's directory is brought up to date.
 
     Raises:
         DataError: the store has nothing of a run that was trained here.

@@ -107,7 +107,7 @@ class SpanCache:
         return sum(each.bytes for each in self._stored())
 
     def has(self, part: Part) -> bool:
-        """Whether a part is there."""
+        """Whether the cache has a part."""
         return (self.folder / part.stored.name).exists()
 
     def read(self, part: Part) -> memoryview | None:

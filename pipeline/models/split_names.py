@@ -156,7 +156,7 @@ def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:
 
 
 def _refuse_other_pieces(raw: Mapping[str, Any], pieces: list[str]) -> None:
-    """Refuses a tokenizer.model that is not the one that tokenizer.json was made from: programs read one or the other.
+    """Refuses a tokenizer.model that differs from tokenizer.json: programs read one or the other.
 
     Raises:
         ConfigError: names the first id that stands for two pieces.

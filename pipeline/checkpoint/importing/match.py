@@ -122,7 +122,7 @@ def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel, source: Sou
 
 
 def _same(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have the same values, in the dtype of the one that is rounded more."""
+    """Whether two tensors have the same values, in the coarser of their dtypes."""
     if one is other or one.shape != other.shape:
         return one is other
     dtype = min((one.dtype, other.dtype), key=lambda each: each.itemsize)

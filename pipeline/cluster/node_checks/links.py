@@ -196,7 +196,7 @@ def measure_links(
     measure: Callable[[str, tuple[str, int]], NodeLink],
     deadline: float,
 ) -> list[NodeLink]:
-    """Measures links in order; what cannot be measured yet is tried again until a deadline.
+    """Measures links in order, and tries failed ones again until a deadline.
 
     Args:
         pending: names of the other nodes, in order; a measured one is removed.

@@ -1,4 +1,4 @@
-"""Rules of the exchange of tokens between expert-parallel ranks: its key, and what a package's kernels combine with."""
+"""Rules of the token exchange between expert-parallel ranks: its key, and features that a package's kernels support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expert_exchange(config: Config) -> str:
 
 
 def check_expert_exchange(config: Config) -> None:
-    """Refuses what the kernels of DeepEP and HybridEP do not combine with, in a run with expert parallelism.
+    """Refuses features that the kernels of DeepEP and HybridEP do not support, in a run with expert parallelism.
 
     Raises:
         ConfigError: names the field and what works.

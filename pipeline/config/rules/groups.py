@@ -25,7 +25,7 @@ def refuse_remote_groups(config: Config) -> None:
 
 
 def check_islands(config: Config) -> None:
-    """Checks the section `islands`, and what it combines with.
+    """Checks the section `islands`, and the features used beside it.
 
     Raises:
         ConfigError: an address without a secret, or a feature that an island cannot have.
@@ -98,7 +98,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_replicas_section(config: Config) -> None:
-    """Checks the section `replicas`, and what it combines with.
+    """Checks the section `replicas`, and the features used beside it.
 
     Raises:
         ConfigError: an address without a secret, or a feature that replicas cannot have.

@@ -74,7 +74,7 @@ def _expert_size(config: Config) -> int:
 
 
 def _size(config: Config, axis: str, key: str, value: int | None) -> int:
-    """The size of an axis: ours, or that of DeepSpeed's key for it."""
+    """The size of an axis, by our key or by DeepSpeed's."""
     own: int | None = getattr(config.parallel, axis)
     if own is not None and value is not None and own != value:
         raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
@@ -221,7 +221,7 @@ def _check_expert_parallel(config: Config, topology: Topology) -> None:
 
 
 def _check_zero_of_experts(zero: ZeroSection) -> None:
-    """Refuses what DeepSpeed's ZeRO does not do with experts, and fails at with an assertion after the start."""
+    """Refuses ZeRO options that DeepSpeed would fail on with experts, by an assertion after the start."""
     at, of = "zero_optimization.", "with expert parallelism (parallel.ep) DeepSpeed's ZeRO"
     if zero.stage == 3 and (zero.zero_hpz_partition_size or 1) > 1:
         why = f"{of} has no second copy of the weights within a node"

@@ -74,7 +74,7 @@ def check_fp8_tokens(section: Fp8Section, topology: Topology, batch: BatchSizes)
 
 
 def check_quantization_aware(section: QuantizationAwareSection | None, topology: Topology, *, fp8: Fp8Section) -> None:
-    """Checks what quantization-aware training combines with.
+    """Checks the features used beside quantization-aware training.
 
     Raises:
         ConfigError: fp8 products, tensor parallelism, or a group size where the scheme has none.

@@ -117,7 +117,7 @@ def check_optimizer(optimizer: OptimizerSection) -> None:
 
 
 def check_checkpoints(section: RunSection) -> None:
-    """Checks what belongs to `run.checkpoint_every` "auto" and to a `run.dir` that is a URL, and what contradicts them.
+    """Checks the keys that only go, or do not go, with `run.checkpoint_every` "auto" or a `run.dir` that is a URL.
 
     Raises:
         ConfigError: a key has no meaning beside them, or without them.

@@ -1,4 +1,4 @@
-"""Whole matrices from the shards that ranks hold of them, and back, in any layout.
+"""Collects whole matrices from the ranks' shards, and returns them, in any layout.
 
 An update that depends on whole matrices (Muon's) is computed once per matrix, by an owner: shards of matrices go to
 their owners in one all-to-all, results come back to everyone who holds a part in another. Matrices are dealt over the
@@ -182,7 +182,7 @@ def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored
 
 
 class _Round:
-    """One exchange: what this rank sends, computes and receives.
+    """One exchange: the parts that this rank sends, computes and receives.
 
     Args:
         holders: stored matrix -> rank -> its parts there.
@@ -324,7 +324,7 @@ class _Leg:
         like: Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Sends what `read` returns for every part, and passes what arrives to `write`, in the shape of the part."""
+        """Sends `read`'s value for every part, and passes received values to `write`, in the part's shape."""
         if not self._used:
             return
         sent = [read(stored, part).reshape(-1) for stored, part in self._out]

@@ -1,4 +1,4 @@
-"""Pre-flight check of `model.keep_layers`: a tiny model with the layers left out computes what the whole one does then.
+"""Pre-flight check of `model.keep_layers`: a tiny model without layers computes the same as one that skips them.
 
 A config may name layers by their position in more ways than are known here (GPT-2 divides attention by the number of
 the layer). So it is tried: the logits of the kept layers are those of the original whose other layers do nothing.

@@ -1,4 +1,4 @@
-"""`headrace compress verify|consumers`: every consumer scores a compressed model again; which of them are here."""
+"""`headrace compress verify|consumers`: scores a compressed model with every consumer again, or lists consumers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def bound_of_folder(model: Path, *, scheme: str) -> Bound:
-    """The bound that a quantization was judged by, from its manifest; without one that of its scheme.
+    """The bound of a quantization from its manifest, or else its scheme's.
 
     Args:
         model: directory of the model.
@@ -114,7 +114,7 @@ def bound_of_folder(model: Path, *, scheme: str) -> Bound:
 
 
 def _parent(model: Path, given: str | None, name: str, option: str) -> str:
-    """A folder that was given, or the one that the manifest names."""
+    """The given folder, or else the folder that the manifest names."""
     if given is not None:
         return given
     if (model / MANIFEST).is_file():

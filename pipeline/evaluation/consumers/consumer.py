@@ -1,4 +1,4 @@
-"""The consumers: what each reads, where it is installed, what it cannot take, and how it is run. No torch.
+"""The consumers: formats each reads, where it is installed, models it cannot load, and how to run it. No torch.
 
 Every consumer scores in a process of its own, so that exactly the written files are measured, and a crash or a hang of
 one is an error that names it.

@@ -132,7 +132,7 @@ def complete(
 
 
 def _end_tokens(tokenizer: Any, eos: int | Sequence[int] | None) -> list[int]:
-    """Token ids that end a reply: the model's EOS, and what the chat template writes after an assistant's message.
+    """Token ids that end a reply: the model's EOS, and the token that the chat template writes after a reply.
 
     The template's token may be another than EOS: Llama 3 ends turns with <|eot_id|>, Gemma with <end_of_turn>.
     """
