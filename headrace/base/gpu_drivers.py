@@ -36,7 +36,7 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
     """
     cuda, hip = torch.version.cuda, torch.version.hip
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else ""
-    promise = _promise(built.partition(" ")[0], os.environ, root) if built else None
+    promise = _gpu_evidence(built.partition(" ")[0], os.environ, root) if built else None
     if not promise:
         return
     try:
@@ -58,7 +58,7 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
     raise ConfigError(key, "auto", why=why, remedy=f"{remedy}; {key}=cpu trains on the CPU")
 
 
-def _promise(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
+def _gpu_evidence(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
     """The file or variable by which this process should have GPUs; None without one.
 
     CUDA_VISIBLE_DEVICES is none of them: DeepSpeed sets it on any machine.

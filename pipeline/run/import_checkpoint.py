@@ -119,7 +119,7 @@ def import_checkpoint(
         CheckpointError: the checkpoint is of another model or optimizer, or does not tell its step.
     """
     settings, wanted = prepared.run.config, TargetModel.of(prepared.model, prepared.hf_config)
-    source = _told_step(open_checkpoint(folder, wanted), step)
+    source = _with_step(open_checkpoint(folder, wanted), step)
     if not 0 < source.step < prepared.run.steps:
         why = f"{source.path} is of step {source.step:,}"
         raise ConfigError("run.steps", prepared.run.steps, why=why, remedy=f"use more than {source.step:,}")
@@ -179,7 +179,7 @@ def _decays(prepared: PreparedRun) -> dict[str, float]:
     return {name: decay if is_decayed(prepared.model, name, parameter) else 0.0 for name, parameter in named}
 
 
-def _told_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
+def _with_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
     """The checkpoint with the step that the user gives, or else the one that it records.
 
     Raises:

@@ -192,7 +192,7 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
     if rendezvous.world_size == 1:
         return
     with deadline(rendezvous, "when it was asked whether it sees the run's directory", extra_s=_PATIENCE_S):
-        blind = _blind(run_dir)
+        blind = _ranks_without_view(run_dir)
     if blind:
         why = f"{', '.join(blind[:8])} do not see the file that rank 0 has written there"
         remedy = "choose a directory that all hosts share"
@@ -201,7 +201,7 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
         raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)
 
 
-def _blind(run_dir: Path) -> list[str]:
+def _ranks_without_view(run_dir: Path) -> list[str]:
     """The ranks that do not see what rank 0 writes into a directory, with their hosts."""
     token = on_rank_zero(lambda: _leave_token(run_dir))
     deadline = time.monotonic() + _PATIENCE_S

@@ -113,10 +113,12 @@ def _plain(value: Any) -> Any:
     """The value in a form that can be compared and hashed."""
     if isinstance(value, Tensor):
         value = value.tolist()
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else str(value) if _odd(value) else value
+    return (
+        tuple(map(_plain, value)) if isinstance(value, list | tuple) else str(value) if _is_not_plain(value) else value
+    )
 
 
-def _odd(value: Any) -> bool:
+def _is_not_plain(value: Any) -> bool:
     return not isinstance(value, int | float | str | None)
 
 

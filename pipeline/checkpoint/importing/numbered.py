@@ -54,7 +54,7 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
         CheckpointError: no rule gives every number a parameter of its shape, or two rules give different ones.
     """
     own, groups = state["state"], state["param_groups"]
-    names = _told(groups) or _found(own, groups, parameters, where)
+    names = _recorded_names(groups) or _found(own, groups, parameters, where)
     found: dict[str, dict[str, LazyTensor]] = {}
     for number, name in names.items():
         for kind, value in own.get(number, {}).items():
@@ -64,7 +64,7 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
     return NamedStates(found, [each.get("step") for each in own.values()], members)
 
 
-def _told(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+def _recorded_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
     """Number -> name, where the optimizer records names; FSDP's full state has them in place of numbers."""
     numbers = [number for group in groups for number in group["params"]]
     named = [name for group in groups for name in group.get("param_names") or group["params"]]

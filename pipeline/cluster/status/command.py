@@ -81,7 +81,7 @@ def show_run(run_dir: Path, *, as_json: bool, once: bool) -> None:
     console = Console(highlight=False)
     if as_json:
         print(json.dumps({**status.plain(), "reason": reason_of(status)}))
-    elif once or not console.is_terminal or not _moves(status):
+    elif once or not console.is_terminal or not _may_change(status):
         for text in lines_of(status):
             print(text)
     else:
@@ -141,7 +141,7 @@ def _opened(run_dir: Path) -> tuple[RunReader, RunStatus]:
     return reader, reader.read()
 
 
-def _moves(status: RunStatus) -> bool:
+def _may_change(status: RunStatus) -> bool:
     """Whether the status is going to change by itself."""
     return bool(status.training) or any(job.state in ("PENDING", "RUNNING", "CONFIGURING") for job in status.jobs)
 
@@ -150,7 +150,7 @@ def _follow(
     console: Console, reader: RunReader, status: RunStatus, lines: Callable[[RunStatus], Iterator[str]]
 ) -> None:
     with Live(_text(lines(status)), console=console, auto_refresh=False) as live:
-        while _moves(status):
+        while _may_change(status):
             time.sleep(_INTERVAL_S)
             status = reader.read()
             live.update(_text(lines(status)), refresh=True)

@@ -108,17 +108,17 @@ def _lines(
     scores: Sequence[Score], machines: Sequence[Machine], after: Sequence[Score] | None, save: str | None
 ) -> Iterator[str]:
     yield f"predicted by {', '.join(dict.fromkeys(each.name for each in machines))}; above 0 the prediction is too high"
-    yield _told("error", scores)
+    yield _error_line("error", scores)
     for each in scores:
         if each.drift is not None and abs(each.drift) > DRIFT:
             change = f"today's formulas give {each.drift:+.1%} of the memory predicted when the run was trained"
             yield f"note: {each.measured.path}: {change}"
     if after is not None:
         yield f"{save}: written; headrace plan --machine {save} takes it"
-        yield _told("error of these runs with the new machine file", after)
+        yield _error_line("error of these runs with the new machine file", after)
 
 
-def _told(label: str, scores: Sequence[Score]) -> str:
+def _error_line(label: str, scores: Sequence[Score]) -> str:
     found = (
         f"{name} median {statistics.median(errors):+.1%}, worst {worst(errors):+.1%}"
         for name, errors in _errors(scores).items()

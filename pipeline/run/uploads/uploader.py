@@ -155,7 +155,7 @@ class Uploader:
         self._upload_small()
         while self.ending != "now":
             ending = self.ending
-            self._look()
+            self._find_checkpoints()
             if (waiting := self._first()) is not None:
                 self._upload(waiting)
             elif ending == "backlog":
@@ -176,7 +176,7 @@ class Uploader:
 
     def _look_always(self) -> None:
         while self.ending != "now":
-            self._look()
+            self._find_checkpoints()
             time.sleep(_POLL_S)
 
     def _look_at_store(self) -> None:
@@ -188,7 +188,7 @@ class Uploader:
         if remote:
             self._state.durable_step = remote[0].step
 
-    def _look(self) -> None:
+    def _find_checkpoints(self) -> None:
         """Takes note of finished checkpoints that are not in the store; drops those that newer ones make needless."""
         with self._lock:
             for step, path in reversed(finished_checkpoints(self._run_dir)):

@@ -29,7 +29,7 @@ from pipeline.config.sections.optimizers import ADAMW, OptimizerParams
 from pipeline.models.build.meta import build_meta
 from pipeline.models.build.stored_names import groups_of_model
 from pipeline.models.folder.weight_files import stored_tensors
-from pipeline.run.import_checkpoint import _told_step
+from pipeline.run.import_checkpoint import _with_step
 from tests.checkpoint.importing.megatron_cases import MIXTRAL
 from tests.checkpoint.importing.source_trainers import MODEL
 
@@ -256,12 +256,12 @@ def test_the_step_is_what_known_paths_tell(tmp_path: Path, more: dict[str, Any],
     found = read_dcp(saved_dcp(tmp_path / "there", **more), target())
     assert found.members == [[*LAYERS]]
     if isinstance(step, int):
-        assert _told_step(found, None).step == step
+        assert _with_step(found, None).step == step
     else:
         with pytest.raises(CheckpointError) as error:
-            _told_step(found, None)
+            _with_step(found, None)
         assert step in str(error.value)
-    assert _told_step(found, 7).step == 7
+    assert _with_step(found, 7).step == 7
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -131,7 +131,7 @@ class Holder:
             if not self._ready:
                 return self._await_state(name, now)
             if place.deal is not None and place.deal == place.ledger.deal and self._lineage == place.ledger.commit:
-                self._heard(place)
+                self._confirm_receipt(place)
                 return {"state": "keep"}
             return self._next(name, place)
 
@@ -174,7 +174,7 @@ class Holder:
                 each.seen += self._clock() - began
             place.committed = {"first": first, "staleness": staleness, "weight": 1 / (1 + staleness)}
             place.pushed, place.deal = {}, None
-            self._heard(place)
+            self._confirm_receipt(place)
             return self._next(name, place)
 
     def pull(self, name: str, session: str, rank: int) -> Shard | None:
@@ -257,7 +257,7 @@ class Holder:
             "committed": place.committed,
         }
 
-    def _heard(self, place: _Place) -> None:
+    def _confirm_receipt(self, place: _Place) -> None:
         """Notes that the island has the round of the last answer, and so the lost slots that the answer named."""
         place.told = place.telling
         self._told = max(self._told, place.told)
