@@ -88,7 +88,7 @@ def _end_of_lines(buffer: bytearray, new: int, filled: int, limit: int | None) -
 
 
 def _fill(stream: io.RawIOBase, buffer: bytearray, kept: int) -> int:
-    """Reads at most a chunk behind the `kept` bytes; returns the number of bytes read."""
+    """Reads at most a chunk after the `kept` bytes; returns the number of bytes read."""
     return stream.readinto(memoryview(buffer)[kept : kept + _CHUNK_BYTES]) or 0
 
 

@@ -54,7 +54,7 @@ def local_tokens(url: str, *, found: tuple[bytes, Manifest] | None = None) -> Pa
 
 
 def local_directory(url: str) -> Path:
-    """Copies to this host what is needed to read the manifests of a run, a checkpoint, tokens or a folder.
+    """Copies to this host the files needed to read the manifests of a run, a checkpoint, tokens or a folder.
 
     Raises:
         DataError: there is no such directory, or it cannot be copied.

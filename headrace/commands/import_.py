@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "number of processes that will train, where the config's batch depends on it (default: 1)"
     group.add_argument("--processes", type=int, metavar="N", help=text)
-    text = "optimizer steps of the checkpoint, if its files record no step or two different ones"
+    text = "optimizer steps of the checkpoint, if it records none or two numbers"
     group.add_argument("--step", type=int, metavar="N", help=text)
 
 

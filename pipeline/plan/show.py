@@ -24,7 +24,7 @@ from pipeline.runtime.machines.machine import Machine
 
 @dataclass(frozen=True)
 class Report:
-    """A plan, and all that is shown with it.
+    """A plan, and the figures shown beside it.
 
     Attributes:
         planned: the run.

@@ -171,7 +171,7 @@ class _Interruptible:
 
 
 def _bits_per_byte(scored: Sequence[tuple[TokenDataset, EvaluationSums]]) -> float | None:
-    """Bits per byte over all datasets; None where one has a loss mask, whose loss is not that of the whole text."""
+    """Bits per byte over all datasets; None where a dataset has a loss mask, whose loss covers only a part of the text."""
     if any(dataset.masked for dataset, _ in scored):
         return None
     nats = sum(sums.nats / sums.targets * dataset.tokens for dataset, sums in scored)

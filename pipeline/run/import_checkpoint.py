@@ -180,7 +180,7 @@ def _decays(prepared: PreparedRun) -> dict[str, float]:
 
 
 def _with_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
-    """The checkpoint with the step that the user gives, or else the one that it records.
+    """The checkpoint with the step that the user gives, or else its recorded step.
 
     Raises:
         CheckpointError: it records none, or several.

@@ -242,14 +242,14 @@ def _names(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
 
 
 def _parents(key: str) -> Iterator[str]:
-    """Yields a dotted path, then those of the sections that it is in."""
+    """Yields a dotted path, then the paths of its sections."""
     while key:
         yield key
         key = key.rpartition(".")[0]
 
 
 def _off(name: str, *curves: dict[str, Any]) -> bool:
-    """Whether a field's section is null in one of the curves, such as that of fp16's scale in bf16."""
+    """Whether a field's section is null in one of the curves, such as fp16's in a bf16 run."""
     parents = [name.rpartition(".")[0][: len(name)]]
     while parents[-1]:
         parents.append(parents[-1].rpartition(".")[0])

@@ -127,7 +127,7 @@ def test_without_room_nothing_is_copied_which_is_told(memory: MemoryFolder, monk
     monkeypatch.setattr(memory_copies, "room", lambda _path: 1000)
     result = save(writer_of(memory), 1)
     assert result.checkpoint is not None
-    assert "may be used" in result.not_copied[0]
+    assert "are free for them" in result.not_copied[0]
     assert copied(memory) == {}
 
 

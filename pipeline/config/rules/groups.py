@@ -20,7 +20,7 @@ def refuse_remote_groups(config: Config) -> None:
     """
     if is_url(config.run.dir) and (config.islands or config.replicas):
         field = "islands" if config.islands else REPLICAS
-        why = f"with {field}, run.dir is a path: processes find each other's files there"
+        why = f"with {field}, run.dir has to be a path, where processes find each other's files"
         raise ConfigError("run.dir", config.run.dir, why=why, remedy=f"a path, or remove the section {field}")
 
 

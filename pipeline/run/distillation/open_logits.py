@@ -1,4 +1,4 @@
-"""Opens the cached logits of a run, and refuses those that are not of its data, its teacher and its student."""
+"""Opens the cached logits of a run, and refuses logits of other data, another teacher or another student."""
 
 from __future__ import annotations
 

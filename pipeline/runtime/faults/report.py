@@ -120,7 +120,7 @@ def print_report(text: str) -> None:
 
 
 def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, master: str = "") -> bool:
-    """Appends the row, unless another process of the same start has done so. True for only one of them.
+    """Appends the row, unless another process of the same start has done so; returns whether this one did.
 
     True as well where the file system does not respond or has no locks: two reports are better than none.
 

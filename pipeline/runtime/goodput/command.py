@@ -1,4 +1,4 @@
-"""`headrace goodput`: goodput expected under failures, the best checkpoint interval, and what runs measured."""
+"""`headrace goodput`: goodput expected under failures, the best checkpoint interval, and measurements of runs."""
 
 from __future__ import annotations
 

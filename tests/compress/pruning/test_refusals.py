@@ -173,7 +173,7 @@ def test_a_search_does_not_cut_layers_that_are_not_alike(tokens: Path, tmp_path:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "phi"}, "it is a phi, .*\n  try: use one of llama"),
+        ({"model_type": "phi"}, "it is a phi: .*\n  try: use one of llama"),
         ({"quantization_config": {"quant_method": "gptq"}}, "it is quantized, by gptq"),
         ({"intermediate_size": 47}, "does not fit its config.json"),
         (

@@ -228,7 +228,7 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "MDS: another encoding": (
         "mds",
         lambda f: in_index(f, "shards", 0, "column_encodings", value=["int", "str"]),
-        r"column tokens is of str, and ids are bytes or ndarray",
+        r"column tokens has the encoding str; token ids are bytes or ndarray",
     ),
     "MDS: a damaged index": ("mds", lambda f: cut(f / "index.json"), r"index\.json is damaged"),
     "OLMo: ends of other tokens": ("olmo", lambda f: cut(f / "part-0-00000.npy"), r"csv\.gz has documents up to token"),

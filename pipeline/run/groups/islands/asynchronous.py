@@ -71,7 +71,7 @@ class AsynchronousIsland(LocalIsland):
         self._client.close()
 
     def _exchange_with_holder(self, *, committing: bool) -> Stop:
-        """Sends the pseudo-gradient, if there is one, until the holder has it, and takes what it gives.
+        """Sends the pseudo-gradient, if there is one, until the holder has it, and takes the holder's state.
 
         Where the pseudo-gradient may not have arrived, it joins again: the holder says whether the round is still open.
         """

@@ -155,7 +155,7 @@ class _Island:
             os.kill(self._process.pid, number)
 
     def end(self) -> None:
-        """Kills what still runs."""
+        """Kills the processes that still run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
