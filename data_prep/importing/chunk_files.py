@@ -1,4 +1,4 @@
-"""Chunks and shards that hold samples behind a table of offsets: litdata's chunk-*.bin and MosaicML's shard.*.mds.
+"""Chunks and shards that hold samples after a table of offsets: litdata's chunk-*.bin and MosaicML's shard.*.mds.
 
 Sources of the layouts: `BinaryWriter._create_chunk` of litdata/streaming/writer.py and `TokensLoader` of item_loader.py
 (0.2.76); `MDSWriter` of streaming/base/format/mds/writer.py and `NDArray` of encodings.py (0.13.0). In both, a file is

@@ -101,7 +101,7 @@ def open_flat(path: Path, *, dtype: str | None, vocab_size: int) -> FlatFile:
 
 
 def _is_llmc(path: Path, head: bytes) -> bool:
-    """Whether a header is one of llm.c: its magic, or a text-free block of zeros behind three numbers.
+    """Whether a header is one of llm.c: its magic, or a text-free block of zeros after three numbers.
 
     Raises:
         DataError: it is one of llm.c that is not supported.

@@ -93,7 +93,7 @@ def _fill(stream: io.RawIOBase, buffer: bytearray, kept: int) -> int:
 
 
 def _move_to_front(buffer: bytearray, first: int, filled: int) -> bytearray:
-    """Moves the unfinished line to the front of the buffer, which is enlarged if a chunk does not fit behind it."""
+    """Moves the unfinished line to the front of the buffer, which is enlarged if a chunk does not fit after it."""
     left = filled - first
     if left + _CHUNK_BYTES > len(buffer):  # by doubling, so that a line of n bytes costs O(n) copied bytes, not O(n^2)
         grown = bytearray(2 * len(buffer))

@@ -79,7 +79,7 @@ def plan_budget(
     least = budget.total(budget.smallest())
     if least > limit:
         key = "bytes" if config.budget.bytes else "bits_per_weight"
-        why = f"the smallest choice of every layer takes {least:,} bytes, {fixed:,} of them unquantized, over {limit:,}"
+        why = f"the smallest choice of every layer takes {least:,} bytes, not {limit:,}; {fixed:,} stay unquantized"
         least_given = f"{least:,}" if key == "bytes" else f"{ceil(8000 * least / source.parameters) / 1000:.3f}"
         remedy = f"use {least_given} or more, or smaller candidates"
         if gguf is None and "lm_head" not in layers and not source.tied:

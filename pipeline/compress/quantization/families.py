@@ -21,7 +21,7 @@ class Family:
         attention_norm: name of the norm that only the query, key and value projections read.
         mlp_norm: name of the norm that only gate and up projections and the router read.
         offset: number added to a norm's weight before it multiplies; 1 for Gemma.
-        norms_outputs: whether there are norms behind the layers, too, with which a rotation does not commute.
+        norms_outputs: whether norms follow the layers, too: a rotation does not commute with them.
     """
 
     attention_norm: str = "input_layernorm"

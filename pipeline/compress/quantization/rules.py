@@ -198,7 +198,7 @@ def routers(source: ModelFolder) -> list[str]:
 def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
     remedy = "leave it out; smoothing helps against outliers, too"
     if family_of(source.config, key="rotation", value=True).norms_outputs:
-        why = f"{source.config['model_type']} has norms behind its layers, with which a rotation does not commute"
+        why = f"{source.config['model_type']} has norms after its layers, and a rotation does not commute with them"
         raise ConfigError("rotation", True, why=why, remedy=remedy)
     if source.tied:
         why = f"the head of {config.model} is its embedding, into which the last norm must not be folded"

@@ -64,5 +64,5 @@ def check_secondary_shards(config: Config, topology: Topology) -> None:
             why = f"{other} gathers weights in another way, and the two do not combine"
             raise ConfigError(field, size, why=why, remedy=f"{remedy}, or {other}")
     if config.engine == "deepspeed" and topology.tp > 1:
-        why = "DeepSpeed 0.19 makes its groups of neighbouring global ranks, of which tp ranks hold different weights"
+        why = "DeepSpeed 0.19 groups neighbouring global ranks, and tp ranks among them hold different weights"
         raise ConfigError(field, size, why=why, remedy=f"{remedy}, or use engine torch")

@@ -230,7 +230,7 @@ def _check_zero_of_experts(zero: ZeroSection) -> None:
     needed = {"reduce_scatter": zero.stage in (1, 2), "contiguous_gradients": zero.stage == 2}
     for name, is_needed in needed.items():
         if is_needed and getattr(zero, name) is False:
-            raise ConfigError(f"{at}{name}", False, why=f"{of} works with true alone", remedy="remove it")
+            raise ConfigError(f"{at}{name}", False, why=f"{of} needs true", remedy="remove it")
 
 
 def _check_offload(zero: ZeroSection, optimizer: OptimizerSection) -> None:
