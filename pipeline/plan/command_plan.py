@@ -241,7 +241,7 @@ def _check_timeline(arguments: argparse.Namespace) -> None:
             raise ConfigError("--timeline", file, why=why, remedy=f"leave out --{other}")
     path = Path(file)
     if path.suffix not in (".html", ".svg", ".json"):
-        why = "the extension says what is written: .html, .svg (drawing) or .json (Chrome trace)"
+        why = "the extension chooses the format: .html, .svg (drawing) or .json (Chrome trace)"
         raise ConfigError("--timeline", file, why=why, remedy="e.g. --timeline step.html")
     if path.is_dir() or not path.parent.is_dir():
         why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"

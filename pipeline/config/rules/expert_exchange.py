@@ -40,7 +40,7 @@ def check_expert_exchange(config: Config) -> None:
         remedy = "use bf16.enabled true, or all_to_all"
         raise ConfigError(_KEY, name, why=f"its kernels take bf16, and this run is in {given}", remedy=remedy)
     if config.memory.activation_checkpointing == "selective":
-        why = "selective activation checkpointing keeps results of torch's operators, and these kernels are none"
+        why = "selective activation checkpointing keeps results of torch's operators, not of these kernels"
         raise ConfigError(_KEY, name, why=why, remedy="use memory.activation_checkpointing full or none, or all_to_all")
     if config.distill is not None and config.distill.on_policy is not None:
         why = "its buffers have the size of a micro-batch, and a sampling student needs other sizes"

@@ -124,7 +124,7 @@ def check_replicas_section(config: Config) -> None:
         why = "the load of experts is counted over the ranks of one replica"
         raise ConfigError("moe.balance", config.moe.balance, why=why, remedy='use "none", or remove replicas')
     if config.optimizer.params.qk_clip is not None:
-        why = "the largest attention logits are those of the ranks of one replica, and each would scale other weights"
+        why = "each replica sees its own largest attention logits, and would scale other weights"
         given = config.optimizer.params.qk_clip
         raise ConfigError("optimizer.params.qk_clip", given, why=why, remedy="remove it, or remove replicas")
     batch = config.train_batch_size

@@ -25,7 +25,7 @@ def check_parametrization(model: ModelSection, optimizer: OptimizerSection) -> N
         )
         raise ConfigError("model.base", why=why, remedy=remedy)
     if not optimizer.kind.sign_like:
-        why = f"CompleteP's rules are those of Adam: {optimizer.type}'s update grows with the gradient"
+        why = f"CompleteP's rules are derived for Adam: {optimizer.type}'s update grows with the gradient"
         remedy = "use AdamW, or the standard parametrization"
         raise ConfigError("optimizer.type", optimizer.type, why=why, remedy=remedy)
     if model.keep_layers is not None:

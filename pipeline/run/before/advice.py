@@ -117,7 +117,7 @@ def _padding(prepared: PreparedRun) -> Iterator[str]:
     if eos is not None and padding == eos:
         where = prepared.run.config.model.path
         yield (
-            f"the padding id is that of end-of-text ({eos}): transformers gives the padding row of the embedding no"
+            f"the padding id is also the end-of-text id ({eos}): transformers gives the padding row of the embedding no"
             f" gradient, so that end-of-text keeps its first value as an input; set pad_token_id to null in"
             f" {'model.config' if where is None else f'{where}/config.json'}, or to an id that does not occur"
         )

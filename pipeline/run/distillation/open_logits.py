@@ -112,7 +112,7 @@ def _check_fields(section: DistillSection, data: DataSection, manifest: Manifest
             why = f"the logits in {section.logits} were made with {theirs}"
             raise ConfigError(field, own, why=why, remedy=f"use {theirs}, or make others: headrace cache-logits")
     if section.teacher is not None and ModelFolder.open(section.teacher).fingerprint() != made["teacher"]:
-        why = f"the logits in {section.logits} are those of another teacher"
+        why = f"the logits in {section.logits} were made by another teacher"
         raise ConfigError("distill.teacher", section.teacher, why=why, remedy="make others: headrace cache-logits")
 
 
