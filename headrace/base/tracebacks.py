@@ -1,4 +1,4 @@
-"""Tracebacks of ranks that write the same log, as those of a Slurm job do: each line names the rank."""
+"""Tracebacks of ranks that share a log, as in a Slurm job: each line names its rank."""
 
 from __future__ import annotations
 

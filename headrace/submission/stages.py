@@ -61,7 +61,7 @@ class Plan:
 
 
 def stages_of(configs: Sequence[Given], plan: Plan) -> list[Stage]:
-    """The stages of a submission, each after those that it waits for."""
+    """The stages of a submission, each after the stages it waits for."""
     found: list[Stage] = []
     for number, given in enumerate(configs):
         after = before(given, configs[:number])

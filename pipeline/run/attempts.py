@@ -97,7 +97,7 @@ class Attempt:
         self.record("training", step=step)
 
     def account(self) -> str | None:
-        """Records what the run's time was spent on; returns a line about it for people, None where it is not known."""
+        """Records the run's goodput; returns a line that reports it, or None where it is not known."""
         self._accounted = True
         if self._run_dir is None:
             return None

@@ -1,4 +1,4 @@
-"""The start of a rank: refuses what its node and its device cannot do, then connects the ranks."""
+"""The start of a rank: refuses features that its node or device lacks, then connects the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeline.runtime.launch import Launch, Rendezvous, process_group
 
 
 def check_node(prepared: PreparedRun) -> None:
-    """Refuses what this node cannot do, before anything is touched."""
+    """Refuses features that this node lacks, before anything is touched."""
     config = prepared.run.config
     if config.engine == "deepspeed":
         check_machine(config.zero_optimization, config.fp16)
@@ -40,7 +40,7 @@ def check_node(prepared: PreparedRun) -> None:
 
 
 def check_device(prepared: PreparedRun, device: torch.device) -> None:
-    """Refuses what this rank's device cannot compute."""
+    """Refuses features that this rank's device cannot compute."""
     run, fp8 = prepared.run, prepared.run.config.fp8
     check_fp8_device(fp8, device, experts=experts_in_fp8(fp8, prepared.model))
     check_exchange_device(run, device)

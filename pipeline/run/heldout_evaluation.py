@@ -72,7 +72,7 @@ class HeldOutEvaluation:
     def evaluate(self, step: int, *, written: Collection[str] = ()) -> Stop:
         """Evaluates the held-out splits, then task after task. Collective.
 
-        Ends early when the run is asked to stop, without a result of what was under way.
+        Ends early when the run is asked to stop, without the result of the running evaluation.
 
         Args:
             step: the last finished step.
@@ -171,7 +171,7 @@ class _Interruptible:
 
 
 def _bits_per_byte(scored: Sequence[tuple[TokenDataset, EvaluationSums]]) -> float | None:
-    """Bits per byte over all datasets; None where one has a loss mask, whose loss is not that of the whole text."""
+    """Bits per byte over all datasets; None where a loss mask leaves out a part of a dataset's text."""
     if any(dataset.masked for dataset, _ in scored):
         return None
     nats = sum(sums.nats / sums.targets * dataset.tokens for dataset, sums in scored)

@@ -50,14 +50,14 @@ def loaded_line(read: Mapping[str, int]) -> str:
 
 
 def closing_line(stop: Stop, *, step: int, steps: int, run_dir: Path) -> str:
-    """Says that the run has finished, or which signal stopped it and what to do."""
+    """The last line of a run: that it has finished, or which signal stopped it and how to go on."""
     if stop:
         return f"stopped by {stop} after step {step}: start it again to go on"
     return f"finished: {steps} steps, in {run_dir}"
 
 
 def quiet_libraries(launch: Launch) -> None:
-    """Silences what libraries log on every rank; their errors, and rank 0's warnings, are still shown."""
+    """Silences libraries' logs on every rank; their errors, and rank 0's warnings, are still shown."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torch 2.13 deprecates collectives that DeepSpeed 0.19 calls at every step
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

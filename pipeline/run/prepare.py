@@ -107,7 +107,7 @@ class PreparedRun:
 
 
 def prepare(run: ResolvedRun) -> PreparedRun:
-    """Opens the data, builds the model on meta and compares both with what the run's directory holds.
+    """Opens the data, builds the model on meta and compares both with the run's directory.
 
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot be made; the message says why and what works.

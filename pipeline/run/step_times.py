@@ -14,7 +14,7 @@ NEWEST = 1000
 
 
 class StepTimes:
-    """Seconds of the newest steps of an attempt, after its warm-up and without those that compiled.
+    """Seconds of the newest steps of an attempt, without its warm-up and steps that compiled.
 
     The CPU time of this process beside that of the clock tells a busy host from a slow one.
     """

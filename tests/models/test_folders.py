@@ -292,4 +292,4 @@ def test_a_missing_head_is_never_drawn_at_random_by_a_remedy(tmp_path: Path) -> 
     config_changed(folder, tie_word_embeddings=True)
     values(folder)
     rewritten(folder / SINGLE, lambda tensors: tensors.pop("model.norm.weight"))
-    said = refused(folder, "model.norm.weight", "draw what is missing at random", readers=("training",))
+    said = refused(folder, "model.norm.weight", "draw missing tensors at random", readers=("training",))

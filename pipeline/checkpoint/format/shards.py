@@ -76,7 +76,7 @@ class NamedShard:
 
     @classmethod
     def like(cls, other: NamedShard, values: Tensor) -> NamedShard:
-        """Other values for the same part of a tensor.
+        """Returns a shard of the same part of a tensor with other values.
 
         Args:
             other: the shard.

@@ -1,4 +1,4 @@
-"""Reasons why a Slurm job waits, in plain words: those that squeue prints (`man squeue`, JOB REASON CODES)."""
+"""Reasons why a Slurm job waits, in plain words, by squeue's codes (`man squeue`, JOB REASON CODES)."""
 
 from __future__ import annotations
 

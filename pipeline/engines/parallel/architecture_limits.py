@@ -95,10 +95,10 @@ def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequenc
 def _refuse_router_loss(config: PretrainedConfig) -> None:
     if getattr(config, "output_router_logits", False):
         why = (
-            "transformers' load-balancing loss is of each micro-batch alone, so that it depends on the layout;"
-            " it is not computed here"
+            "transformers' load-balancing loss is computed over each micro-batch, and so depends on the layout;"
+            " headrace does not compute it"
         )
-        remedy = "set it to false, and moe.balance to aux_loss, which is of the global batch"
+        remedy = "set it to false, and moe.balance to aux_loss, which is computed over the global batch"
         raise ConfigError("model.config.output_router_logits", True, why=why, remedy=remedy)
 
 

@@ -99,7 +99,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
 
 
 def _check_own_attention(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayout) -> None:
-    """Tries our attention, and ring attention where the config names it; Ulysses computes what ours does."""
+    """Tries our attention, and ring attention where the config names it; Ulysses computes the same as ours."""
     topology, attention = run.topology, run.config.model.attn_implementation
     also = [
         text

@@ -92,4 +92,4 @@ def _without_incomplete_files(error: str) -> str:
     from torch._inductor.runtime.runtime_utils import cache_dir  # noqa: PLC0415
 
     folder = cache_dir()
-    return f"rm -r {folder} (what a killed compilation leaves there is not whole), or " if f"{folder}/" in error else ""
+    return f"rm -r {folder} (a killed compilation left incomplete files there), or " if f"{folder}/" in error else ""

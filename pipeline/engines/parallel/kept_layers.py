@@ -1,4 +1,4 @@
-"""Pre-flight check of `model.keep_layers`: a tiny model with the layers left out computes what the whole one does then.
+"""Pre-flight check of `model.keep_layers`: a tiny model without layers computes the same as one that skips them.
 
 A config may name layers by their position in more ways than are known here (GPT-2 divides attention by the number of
 the layer). So it is tried: the logits of the kept layers are those of the original whose other layers do nothing.
@@ -59,7 +59,9 @@ def check_kept_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     except Exception as error:
         raise _refused(config, layers, f"a tiny model with only these fails: {one_line(error)}") from None
     if not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max()):
-        raise _refused(config, layers, "a tiny model with only these computes something else than the original's")
+        raise _refused(
+            config, layers, "a tiny model with only these computes other logits than the original without the others"
+        )
 
 
 def _refused(config: PretrainedConfig, layers: Sequence[int], what: str) -> ConfigError:

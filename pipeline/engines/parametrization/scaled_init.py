@@ -1,4 +1,4 @@
-"""Initial values of a parametrized model: those of the base model, scaled (law 2 holds as without)."""
+"""Initial values of a parametrized model: the base model's, scaled (law 2 holds here too)."""
 
 from __future__ import annotations
 

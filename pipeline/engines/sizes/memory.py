@@ -83,7 +83,7 @@ def peak_memory(
 def phases(
     run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
 ) -> dict[str, Bytes]:
-    """Phase -> bytes at its largest moment; the arguments are those of `peak_memory`.
+    """Phase -> bytes at its largest moment; arguments as in `peak_memory`.
 
     On a CPU (`cpu`) offloaded states are in the same memory, and gloo copies the input of a reduce-scatter, which NCCL
     does not; both are among the buffers.

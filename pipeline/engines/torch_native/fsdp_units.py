@@ -62,7 +62,7 @@ def units_of(causal: nn.Module) -> Units:
 
 
 def layer_units(root: nn.Module) -> list[list[nn.Module]]:
-    """The decoder layers, each a unit; layers that share parameters are one unit, in the place of the last of them."""
+    """The decoder layers, each a unit; layers that share parameters are one unit, at the last one's place."""
     units: list[list[nn.Module]] = []
     for layer in _outermost_layers(root):
         own = set(layer.parameters())

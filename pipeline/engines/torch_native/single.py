@@ -1,4 +1,4 @@
-"""The native PyTorch engine on one GPU (or one CPU process): the memory of a large model is what it is made for.
+"""The native PyTorch engine on one GPU (or one CPU process): made for models that nearly fill its memory.
 
 In bf16 it holds 14 bytes per parameter with AdamW: the weight (2) and the rest of its fp32 master (2, see
 `optim.split_master`), the gradient (2), and two moments (8; 4 in bf16, 2.03 in 8 bits, see `optim.small_moments`). With

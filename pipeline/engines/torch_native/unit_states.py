@@ -32,7 +32,7 @@ class UnitStates:
         self._waiting: dict[int, tuple[Any, ...]] = {}
 
     def switch(self, ending: int, following: int) -> None:
-        """Keeps the states of the pass whose turn ends, and restores those of the one whose turn begins."""
+        """Stores the states of the pass whose turn ends, and restores those of the next pass."""
         context = self._root._get_fsdp_state()._state_ctx
         self._waiting[ending] = (
             [each._training_state for each in self._states],

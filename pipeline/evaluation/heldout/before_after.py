@@ -32,7 +32,7 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def measured(side: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of `measure` that the manifest keeps; those that were not measured are left out."""
+    """The figures of `measure` that the manifest keeps, without unmeasured ones."""
     return {key: side[key] for key in _MEASURED if key in side}
 
 

@@ -31,7 +31,7 @@ def buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def fill_buffers(model: nn.Module, device: torch.device, values: ParameterValues | None = None) -> None:
-    """Gives every buffer of a model on meta its value: that of `values`, or the one its own `_init_weights` computes.
+    """Gives every buffer of a model on meta its value, from `values` or from the model's own `_init_weights`.
 
     Call it while the parameters are on meta, where `_init_weights` does nothing.
 
@@ -96,7 +96,7 @@ def _buffer(module: nn.Module, key: str) -> Tensor:
 
 @torch.no_grad()
 def load_buffers(model: nn.Module, values: ParameterValues) -> None:
-    """Copies the values of persistent buffers into a model; those that `values` does not have stay as they are."""
+    """Copies the values of persistent buffers into a model; buffers absent from `values` stay unchanged."""
     for name, buffer in persistent_buffers(model).items():
         value = values.buffer(name)
         if value is not None:

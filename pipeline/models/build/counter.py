@@ -81,7 +81,7 @@ def uniform(
     box: Rectangle | None = None,
     device: torch.device = CPU,
 ) -> Tensor:
-    """Numbers uniform between `low` and `high`, both included, fp32: multiples of 2^-24 of their distance from `low`.
+    """Uniform fp32 numbers from `low` to `high`, both included, in steps of 2^-24 of the distance between them.
 
     The other arguments are those of `normal`.
     """

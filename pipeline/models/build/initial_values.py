@@ -40,7 +40,7 @@ class ParameterValues(Protocol):
         ...
 
     def buffer(self, name: str) -> Tensor | None:
-        """The value of a persistent buffer, on the CPU; None for the one that the model's own code computes."""
+        """The value of a persistent buffer, on the CPU; None for a buffer that the model's own code computes."""
         ...
 
 
@@ -125,7 +125,7 @@ class InitByName(OwnBuffers):
     def _initialized(
         self, owner: nn.Module, owner_name: str, key: str, *, also: tuple[str, ...], constructed: bool = False
     ) -> nn.Parameter:
-        """A parameter after `_init_weights`, with those of the same module named in `also` off the meta device, too.
+        """A parameter after `_init_weights`, run with the parameters in `also` of its module off the meta device, too.
 
         Before, it is NaN or, with `constructed`, the value that the module's constructor sets.
         """
@@ -175,7 +175,7 @@ def _owner_and_ancestors(owner_name: str) -> list[str]:
 
 
 class ReportsProgress:
-    """Wraps values to report progress: computing or reading those of a large model takes minutes.
+    """Wraps values to report progress: a large model's take minutes to compute or read.
 
     Args:
         values: the wrapped values.

@@ -1,4 +1,4 @@
-"""Conversions of the tensors of a Hugging Face folder to those of a model, and back.
+"""Converts tensors of a Hugging Face folder to a model's, and back.
 
 transformers renames and fuses tensors while it loads a folder: the experts of a layer are one tensor each in the files
 of Mixtral, Qwen3-MoE and DeepSeek-V3, and one parameter [experts, ...] in the model. Its table (conversion_mapping.py)
@@ -70,7 +70,7 @@ class TensorGroup:
 
 
 def groups_of_files(model: nn.Module, found: Iterable[str], known: Collection[str]) -> list[TensorGroup]:
-    """The conversions from the tensors in files to those of a model.
+    """The conversions from tensors in files to a model's tensors.
 
     Args:
         model: the Hugging Face model, on any device.
@@ -90,7 +90,7 @@ def groups_of_files(model: nn.Module, found: Iterable[str], known: Collection[st
 
 
 def groups_of_model(model: nn.Module, names: Iterable[str]) -> list[TensorGroup]:
-    """The conversions from the tensors of a model to those that `save_pretrained` writes, as it reverts them.
+    """The conversions from a model's tensors to the tensors that `save_pretrained` writes.
 
     Args:
         model: the Hugging Face model, on any device.

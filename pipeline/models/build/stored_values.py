@@ -165,7 +165,7 @@ class FromSafetensors:
             return f"{tied}; else add {', '.join(missing)} to the files"
         return (
             "download or export config.json and the weights again, both of one model (transformers would load the"
-            " folder, and draw what is missing at random)"
+            " folder, and draw missing tensors at random)"
         )
 
     def _check_tied(self, names: Mapping[str, str]) -> None:

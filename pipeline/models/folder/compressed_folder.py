@@ -68,7 +68,7 @@ def _fields(folder: ModelFolder) -> dict[str, Any]:
 
 
 def _scheme(name: str, module: nn.Module, section: QuantizationConfig) -> QuantizationScheme | None:
-    """The scheme of a layer: that of the first group that names it, by its name in the folder, or its class."""
+    """The scheme of a layer, from the first group that names it, by its name in the folder or its class."""
     if is_match(name, module, section.ignore or ()):
         return None
     for group in section.config_groups.values():

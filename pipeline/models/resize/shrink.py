@@ -248,7 +248,7 @@ def _states(given: dict[str, Any], hidden: int) -> dict[str, int]:
 
 
 def _single_layers(given: dict[str, Any], small: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Sizes of single layers that differ from the others, in the small model's proportion to those of the others."""
+    """Sizes of single layers that differ from the others, scaled in proportion to the small model."""
     own = given.get("per_layer_config")
     if not own:
         return {}

@@ -110,7 +110,7 @@ class Score:
 
     @property
     def fragmentation(self) -> float:
-        """Bytes that the allocator held beside tensors over those of activations and logits, on a GPU."""
+        """Allocator bytes beside tensors, divided by the bytes of activations and logits, on a GPU."""
         lost = (self.measured.peak(_RESERVED) or 0) - (self.measured.peak(_ALLOCATED) or 0)
         return max(0.0, lost / (self.tensors.activations + self.tensors.logits))
 

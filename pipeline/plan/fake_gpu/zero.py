@@ -1,4 +1,4 @@
-"""Patches that DeepSpeed needs on the fake device, beside those of torch. Import it before deepspeed."""
+"""Patches that DeepSpeed needs on the fake device, beside torch's. Import it before deepspeed."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "learning rates of the sweep on the smallest rung, each twice the one before; 1: none (default: %(default)s)"
     parser.add_argument("--learning-rates", type=int, default=5, metavar="N", help=text)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each size and budget (default: 1)")
-    text = "largest relative error of the loss on rungs left out, from which a fit is not used (default: %(default)s)"
+    text = "largest relative error of the loss, on rungs left out, with which a fit is used (default: %(default)s)"
     parser.add_argument("--tolerance", type=float, default=0.02, metavar="SHARE", help=text)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes of each run (default: 1)")

@@ -147,7 +147,7 @@ def _read(arguments: argparse.Namespace, check: str) -> tuple[Config, Grid, Path
 
 
 def output_of(given: str | None, run: RunSection) -> Path:
-    """The directory of all runs and results, by default beside that of the run.
+    """The directory of all runs and results, by default beside the run's.
 
     Raises:
         ConfigError: no directory is given, and run.dir is a URL.

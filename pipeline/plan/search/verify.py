@@ -1,4 +1,4 @@
-"""Executes the steps of candidate layouts on fake tensors: the engine itself says what memory they need."""
+"""Executes the steps of candidate layouts on fake tensors, to measure their memory with the engine itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Verified:
     why_not: str = ""
 
     def fits(self, memory: float) -> bool:
-        """Whether the executed peak, or else that of the formulas, is within so many bytes."""
+        """Whether the executed peak, or else the formulas' peak, is within so many bytes."""
         return (self.candidate.peak if self.peak is None else self.peak) <= memory
 
 

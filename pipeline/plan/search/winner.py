@@ -18,7 +18,7 @@ _AS_FAST = 1.01
 
 
 def winner_of(verified: Sequence[Verified], *, memory: float) -> Verified | None:
-    """The layout that changes fewest settings, of those that fit and are within 1 % of the fastest.
+    """The layout with the fewest changed settings among those that fit and are within 1 % of the fastest.
 
     Layouts in another precision than the config's are no candidates: their loss curve is another one. Of several with
     equally few changes, that with the smallest peak is taken.

@@ -60,7 +60,7 @@ def matching_bytes(prepared: PreparedRun) -> float:
 
 
 def _hidden_states(section: HiddenStatesSection, sizes: _Sizes) -> tuple[float, float]:
-    """Bytes that are kept, and bytes that are needed for a moment."""
+    """Bytes that stay allocated, and bytes needed for a moment."""
     own, theirs = sizes.student["hidden_size"], sizes.teacher["hidden_size"]
     tp, cp = sizes.run.topology.tp, sizes.run.topology.cp
     copies = 0 if sizes.element == _FP32 else 1  # fp32 copies of hidden states in 16 bits

@@ -52,7 +52,7 @@ class TeacherBytes:
 
 
 def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[Entry]:
-    """Yields what the teacher takes on a rank; with `memory`, refuses one that does not fit beside the student.
+    """Yields the teacher's memory on a rank; with `memory`, refuses a teacher that does not fit beside the student.
 
     Args:
         prepared: the run.

@@ -181,7 +181,7 @@ class ShareBalancer:
 
 
 def slowest_of_data_ranks(topology: Topology, seconds: Sequence[float]) -> list[float]:
-    """The largest value of each data-parallel rank's pipeline, cp and tp ranks; 0 where one of them has none."""
+    """The largest value of each data-parallel rank's pipeline, cp and tp ranks; 0 where a rank has none."""
     by_rank: list[list[float]] = [[] for _ in range(topology.dp)]
     for rank, each in enumerate(seconds):
         by_rank[topology.coordinates(rank)["dp"]].append(each)

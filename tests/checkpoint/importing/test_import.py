@@ -395,7 +395,7 @@ def test_a_model_that_computes_otherwise_and_weights_alone_are_refused(
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "rms_norm_eps": 1e-5}))
     said = refusal(words, capsys)
-    assert "is of a model that computes otherwise than the config's" in said
+    assert "was trained with another model than the config's" in said
     assert "rms_norm_eps: checkpoint 1e-05, config 1e-06" in said
     (folder / "optimizer.pt").unlink()
     assert "has no optimizer state (optimizer.pt, optimizer.bin, optimizer_0 or global_step*)" in refusal(words, capsys)

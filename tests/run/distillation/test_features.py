@@ -216,7 +216,7 @@ def test_an_evaluation_records_nothing_and_a_decoder_stays(tokens: Path, teacher
         (("model.attn_implementation=eager", "data.mask_documents=false"), "set model.attn_implementation to sdpa"),
         (("compile.enabled=true",), "set compile.enabled to false"),
         (("engine=reference", "data.mask_documents=false"), "use engine torch or deepspeed"),
-        (("distill.logits=somewhere",), "cached logits hold what the teacher says"),
+        (("distill.logits=somewhere",), "cached logits hold the teacher's output"),
     ],
 )
 def test_what_cannot_be_matched_is_refused_before_work(

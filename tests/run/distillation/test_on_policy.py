@@ -168,7 +168,7 @@ REFUSED = {
     "distill.logits=out/logits": "use distill.teacher without distill.logits",
     "parallel.pp=2": "parallel.pp = 2",
     "parallel.cp=2": "parallel.cp = 2",
-    "distill.hidden_states.weight=1.0": "what is matched is that of the data",
+    "distill.hidden_states.weight=1.0": "features are matched on the data's text",
     "bf16.enabled=true fp8.enabled=true": "fp8.enabled = True",
 }
 

@@ -120,7 +120,7 @@ def resized(
 
 
 def _base(model: ModelSection) -> dict[str, int]:
-    """All sizes of the base model; those that it does not give are the config's own, not those of the resized model."""
+    """All sizes of the base model; sizes it leaves out are the config's, not the resized model's."""
     return {key: value for key in BaseModelSection.model_fields if (value := _value(model, key)) is not None}
 
 

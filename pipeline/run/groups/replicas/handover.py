@@ -1,4 +1,4 @@
-"""The state that a late comer takes from a living replica: weights, optimizer, and what steps and data depend on."""
+"""The state that a late comer takes from a living replica: weights, optimizer, counters of steps and data."""
 
 from __future__ import annotations
 

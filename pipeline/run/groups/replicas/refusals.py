@@ -1,4 +1,4 @@
-"""Errors that say why a replica does not go on with the others, and what to do."""
+"""Errors of a replica that cannot go on with the others: the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def no_exchange(me: ReplicaMember, why: str, *, attempts: int, others: str) -> L
 
 
 def left_behind(me: ReplicaMember, source: ReplicaMember) -> LostError:
-    """The error of a replica whose weights are not those of the others any more."""
-    where, again = f"step {me.step + 1}", "start it again, it takes their state then"
+    """The error of a replica whose weights differ from the others'."""
+    where, again = f"step {me.step + 1}", "start it again: it takes their state"
     if me.commit == source.commit:
         return LostError(
             f"{where}: {me.name} and {source.name} have made the same exchanges and have come to other losses or"

@@ -1,4 +1,4 @@
-"""Finds the time that matters most: the goodput gained when one of them is halved, over the same seeds."""
+"""Finds the time that matters most: simulates the goodput gained when each time is halved, over the same seeds."""
 
 from __future__ import annotations
 

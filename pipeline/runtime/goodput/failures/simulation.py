@@ -23,7 +23,7 @@ _Z = 1.96
 
 @dataclass
 class SimulatedTime:
-    """Time of one simulated run by what it was spent on, in seconds with all nodes in use.
+    """Time of one simulated run by purpose, in seconds with all nodes in use.
 
     Attributes:
         useful: seconds spent on steps that count.
