@@ -38,8 +38,8 @@ from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.experts import apply_expert_parallel, expert_modules
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.meta import build_meta
 
 SEQUENCE, SAMPLES = 256, 2
 MODEL: dict[str, Any] = {

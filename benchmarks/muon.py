@@ -33,8 +33,8 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.optim.matrix_exchange import MatrixExchange
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.hidden_matrices import MatrixForm
 

@@ -31,9 +31,9 @@ from pipeline.engines.parallel.fp8 import experts_in_fp8
 from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models import attention, attention_logits
-from pipeline.models.build.initial_values import InitByName, ParameterValues
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors, left_out_line
+from pipeline.models.construction.initial_values import InitByName, ParameterValues
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors, left_out_line
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.folder.beside_weights import read_generation
 from pipeline.models.folder.model_folder import ModelFolder

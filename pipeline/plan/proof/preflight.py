@@ -12,7 +12,7 @@ from pipeline.config.sections.deepspeed import Fp16Section
 from pipeline.engines.common import model_dtype
 from pipeline.engines.deepspeed.machine import check_machine
 from pipeline.engines.parallel.architecture_limits import check_layout
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.plan.proof.shrunk_run import TRACED, proven_attention, real_model
 from pipeline.plan.proof.worker import use_cpu
 from pipeline.run.prepare import attention_of, check_fallbacks, first_values

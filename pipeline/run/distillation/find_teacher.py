@@ -13,8 +13,8 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.engines.parallel.partition import pipeline_stages
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.hf_config import read_hf_config
 from pipeline.run.distillation.cached_logits import CachedLogits
