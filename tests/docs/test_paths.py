@@ -12,13 +12,13 @@ import pytest
 from headrace.base.config_kinds import KINDS, keys
 from tests.conftest import ROOT
 
-PACKAGES = ("pipeline", "data_prep", "headrace", "tests", "benchmarks")
+PACKAGES = ("pipeline", "data_prep", "headrace", "tests", "benchmarks", "examples")
 NAMED = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", ".ci/run")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(path for folder in ("slurm", "k8s", "demo", "examples") for path in (ROOT / folder).rglob("*")),
 )
-FOLDERS = (*PACKAGES, "ds_configs", "slurm", "k8s", "demo", "examples", "docs")
+FOLDERS = (*PACKAGES, "ds_configs", "slurm", "k8s", "demo", "docs")
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)+/?")
 SOURCE = re.compile(r"(?<![\w./${-])(?:[\w.-]+/)*\w+\.(?:py|sbatch)\b")
 MODULE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.[a-z_]\w*)+")
