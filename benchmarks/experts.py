@@ -15,21 +15,16 @@ Everything is measured in turns in one run, and printed as ratios of times (medi
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig
 
+from benchmarks.harness import Seconds, alternate, make_parser, on_ranks, print_head, print_load, print_row, ratio
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
@@ -53,64 +48,40 @@ MICRO_BATCHES = 4
 EXPERTS = (8, 64, 128)
 ROUTINGS = ("even", "Zipf", "all to one")
 
-Times = dict[str, list[float]]
+Times = dict[str, list[Seconds]]
 
 
 def main() -> None:
     """Prints a table in Markdown for each measurement."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="layouts,overlap,products,imbalance")
     arguments = parser.parse_args()
-    print(f"load average at the start: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
+    print_load()
     only = arguments.only.split(",")
     if "products" in only:
         for experts in EXPERTS:
             show(f"{experts} experts", products(experts, arguments.rounds))
     for name, measure in (("layouts", layouts), ("overlap", overlap), ("imbalance", imbalance)):
         if name in only:
-            show(f"{name}, {arguments.ranks} ranks", on_ranks(measure, arguments.ranks, arguments.rounds))
+            times = on_ranks(measure, arguments.ranks, arguments.ranks, arguments.rounds)
+            show(f"{name}, {arguments.ranks} ranks", times)
 
 
 def show(title: str, times: Times) -> None:
-    """Ratios to the first."""
-    base, *_ = times.values()
-    print(f"| {title} | time against the first | ms |\n|---|---|---|")
-    for name, each in times.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(each, base, strict=True)], n=4)
-        print(f"| {name} | {middle:.3f} ({low:.3f} - {high:.3f}) | {1e3 * statistics.median(each):.1f} |", flush=True)
+    """Prints times, and their ratios to the first candidate's."""
+    walls = {name: [each.wall for each in found] for name, found in times.items()}
+    base, *_ = walls.values()
+    print_head(title, "time against the first", "ms")
+    for name, each in walls.items():
+        print_row(name, ratio(each, base), f"{1e3 * statistics.median(each):.1f}")
 
 
 def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> Times:
-    """Seconds of every way, after one round that is not counted."""
-    times: Times = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            if dist.is_initialized():
-                dist.barrier()
-            begun = time.perf_counter()
-            run()
-            if number:
-                times[name].append(time.perf_counter() - begun)
-    return times
-
-
-def on_ranks(measure: Callable[[int, int, int], Times], ranks: int, rounds: int) -> Times:
-    """Rank 0's times of a measurement on several processes, each with one thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(measure, ranks, rounds, folder), nprocs=ranks)
-        found: Times = torch.load(Path(folder) / "times.pt")
-    return found
-
-
-def _rank(rank: int, measure: Callable[[int, int, int], Times], ranks: int, rounds: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    times = measure(rank, ranks, rounds)
-    if rank == 0:
-        torch.save(times, Path(folder) / "times.pt")
-    dist.barrier()
+    """Times all candidates, on all ranks at once where there are several."""
+    barrier = dist.barrier if dist.is_initialized() else lambda: None
+    return alternate({name: lambda run=run: Seconds.of(run) for name, run in runs.items()}, rounds, before=barrier)
 
 
 def layouts(rank: int, ranks: int, rounds: int) -> Times:

@@ -16,7 +16,6 @@ Approximated are MPT and GPT models as Llamas of as many parameters, and Megatro
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness import make_parser
 from pipeline.plan.predict.interval import Interval
 from pipeline.plan.predict.plan import make_plan
 from pipeline.plan.predict.planned_run import open_run
@@ -165,7 +165,7 @@ def rows(runs: Sequence[PublishedRun]) -> Iterator[str]:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", action="store_true", help="print every run, too")
     options = parser.parse_args()
     for title, fitted in (("Ranges came from", True), ("Not used for the ranges", False)):
