@@ -18,9 +18,11 @@ import dataclasses
 import gc
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +38,6 @@ from pipeline.checkpoint.write.plan import Coordinator
 from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata
 from pipeline.config.sections.optimizers import ADAMW
 
-T = TypeVar("T")
 State = dict[str, NamedShard | Tensor]
 Shapes = dict[str, tuple[int, ...]]
 _OVERHEAD = 1200
@@ -96,16 +97,16 @@ class Clock:
     """Adds up CPU seconds, in named sums."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
 
-    def time(self, name: str, action: Callable[[], T]) -> T:
-        """Runs `action`, and adds its time to a sum."""
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Adds the time of a block to a sum."""
         gc.disable()
         began = Seconds.now()
-        result = action()
-        self.seconds[name] = self.seconds.get(name, 0.0) + Seconds.since(began).cpu
+        yield
+        self.seconds[name] += Seconds.since(began).cpu
         gc.enable()
-        return result
 
 
 def measure(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
@@ -113,16 +114,18 @@ def measure(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
     clock = Clock()
     tables = []
     for state in zero3_states(llama, ranks):
-        table = clock.time("all ranks", lambda state=state: encode_table(table_of(state)))  # type: ignore[misc]
-        tables.append((table, clock.time("all ranks", lambda table=table: table.digests)))  # type: ignore[misc]
+        with clock.time("all ranks"):
+            tables.append((table := encode_table(table_of(state)), table.digests))
     digests = [each for _, each in tables]
     coordinator = Coordinator()
-    asked = clock.time("rank 0", lambda: coordinator.missing(digests))
+    with clock.time("rank 0"):
+        asked = coordinator.missing(digests)
     sent = [
         tuple(part if ask else None for part, ask in zip(table, asks or (), strict=True))
         for (table, _), asks in zip(tables, asked, strict=True)
     ]
-    clock.time("rank 0", lambda: coordinator.divide(sent))  # type: ignore[arg-type]
+    with clock.time("rank 0"):
+        coordinator.divide(sent)  # type: ignore[arg-type]
     division = coordinator.division
     assert division is not None
     writer = MetadataWriter(division)
@@ -139,10 +142,13 @@ def measure(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
         name, places = f"__{rank}_0.distcp", np.stack([np.cumsum(length) - length, length], axis=1)
         return pickle.dumps(WrittenShards(Locations(name, places) if first else None, {name: "0" * 64}))
 
-    clock.time("first save", lambda: save([message(rank, first=True) for rank in range(ranks)]))
     later = [message(rank, first=False) for rank in range(ranks)]
-    clock.time("a save", lambda: save(later))
-    clock.time("read", lambda: read_metadata(work))
+    with clock.time("first save"):
+        save([message(rank, first=True) for rank in range(ranks)])
+    with clock.time("a save"):
+        save(later)
+    with clock.time("read"):
+        read_metadata(work)
     return {
         **clock.seconds,
         "shards": len(division.table),

@@ -4,8 +4,7 @@
 
 Every tool runs in a new process; its child processes are included. Measured are wall and CPU seconds, the peak of the
 sum of resident memory of its processes, and MB (10^6 bytes of text) per second and per CPU second. "engine" is
-fastokens alone, on texts in memory, in one thread; "limit" only parses, encodes and writes: an upper bound on the speed
-of a map task.
+fastokens alone, on texts in memory, in one thread.
 
 The other tools run with `--peers-python`, an interpreter with datatrove, datasets, gigatoken and Megatron-LM's imports.
 """
@@ -83,10 +82,7 @@ def _tools(args: argparse.Namespace) -> list[Tool]:
     peers, corpus, tokenizer = args.peers_python, str(args.corpus), str(args.tokenizer)
     own = [sys.executable, "-m", "benchmarks.data_prep_peers"]
     other = [peers, str(Path(__file__).with_name("data_prep_peers.py"))]
-    found: list[Tool] = [
-        (name, [*own, name.split(",")[0], corpus, tokenizer], _none)
-        for name in ("engine, one thread", "limit, one thread")
-    ]
+    found: list[Tool] = [("engine, one thread", [*own, "engine", corpus, tokenizer], _none)]
     for workers in (1, 2):
         config = {"output": "out", "sources": [{"path": corpus}], "tokenizer": {"path": tokenizer}}
         job = ["-m", "data_prep", "--config", "CONFIG", "--workers", str(workers)]

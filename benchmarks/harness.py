@@ -145,6 +145,27 @@ def _rank(rank: int, folder: Path, measure: Callable[..., object], ranks: int, a
     dist.destroy_process_group()
 
 
+def cpu_engine(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
+    """Builds the model of a config on meta, and its engine on this rank's CPU."""
+    import torch  # noqa: PLC0415
+
+    from headrace.base.section import parse  # noqa: PLC0415
+    from pipeline.config.rules.resolve import resolve  # noqa: PLC0415
+    from pipeline.config.sections.run import Config  # noqa: PLC0415
+    from pipeline.engines.build import build_engine  # noqa: PLC0415
+    from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+    from pipeline.models.attention import ATTENTION_NAME  # noqa: PLC0415
+    from pipeline.models.construction.initial_values import InitByName  # noqa: PLC0415
+    from pipeline.models.construction.meta import build_meta  # noqa: PLC0415
+    from pipeline.models.hf_config import resolve_hf_config  # noqa: PLC0415
+
+    run = resolve(parse(Config, config), world_size=ranks)
+    section, length = run.config.model, run.config.data.sequence_length
+    hf = resolve_hf_config(section, tokenizer={"vocab_size": section.config["vocab_size"]}, sequence_length=length)
+    model = build_meta(hf, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    return model, build_engine(run, model, InitByName(model, seed=0), CrossEntropy(), device=torch.device("cpu"))
+
+
 def llama(*, hidden: int, layers: int, heads: int = 4, mlp: int = 3, **fields: int) -> dict[str, Any]:
     """A llama as `model` of a config; `mlp` is the width of its MLP over that of the model."""
     sizes = {"hidden_size": hidden, "intermediate_size": mlp * hidden, "num_hidden_layers": layers}

@@ -4,8 +4,7 @@
 
 Writes random ids as documents of web-like lengths into a tokens directory, packs it, and reads random batches with
 every loader, for the same number of samples, in one process, with the data in memory. Figures are samples per second of
-CPU time, medians over alternating rounds. Before that, with the page cache dropped, the wall time of the first batches
-with and without readahead.
+CPU time, medians over alternating rounds.
 
 `--peers` is a Python with megatron-core and torch (`loader_peers.py`).
 """
@@ -13,8 +12,6 @@ with and without readahead.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,8 +42,6 @@ def main() -> None:
         entry = pack(tokens, length=arguments.length).details["splits"]["train"]
         share = 100 * entry["padding"] / (entry["bins"] * (arguments.length + 1))
         print(f"packed: {entry['pieces']:,} pieces into {entry['bins']:,} samples, {share:.3f} % padding\n", flush=True)
-        cold(tokens, arguments)  # first: pages that are mapped are not dropped from the cache
-        print()
         print_head("loader", "samples/s")
         ways = {name: partial(timed, gather, arguments) for name, gather in make_loaders(tokens, arguments).items()}
         for name, rates in alternate(ways, ROUNDS).items():
@@ -132,52 +127,6 @@ def timed(gather: Gather, arguments: argparse.Namespace) -> float:
             gather(number)
 
     return arguments.batches * arguments.batch / Seconds.of(batches).cpu
-
-
-def cold(tokens: Path, arguments: argparse.Namespace) -> None:
-    """The first batches from disk: with a plain memory map, and with readahead."""
-    samples = np.arange(arguments.batch * 8)
-
-    def plain() -> None:
-        mapped = [np.memmap(path, dtype=np.uint16, mode="r") for path in sorted((tokens / "train").glob("*.bin"))]
-        spans = open_tokens(tokens, arguments.length)
-        dataset = spans.sources[0]
-        shards, numbers = dataset.locate(spans.order.locate(samples).window)
-        for shard, start in zip(shards.tolist(), (numbers * arguments.length).tolist(), strict=True):
-            mapped[shard][start : start + arguments.length + 1].astype(np.int64)
-
-    def ours(*, read_ahead: bool) -> None:
-        mixture = open_tokens(tokens, arguments.length)
-        location = mixture.order.locate(samples)
-        if read_ahead:
-            mixture.read_ahead(location)
-        mixture.rows(location)
-
-    ways: dict[str, Callable[[], None]] = {
-        "a plain memory map": plain,
-        "random access, no readahead": partial(ours, read_ahead=False),
-        "random access, readahead (as the loader)": partial(ours, read_ahead=True),
-    }
-    print_head("cold", f"{len(samples):,} samples, ms", "MiB read")
-    for name, way in ways.items():
-        drop_cache(tokens)
-        before, seconds = resident_kib(tokens), Seconds.of(way).wall
-        print_row(name, f"{1e3 * seconds:,.1f}", f"{(resident_kib(tokens) - before) / 1024:,.0f}")
-
-
-def drop_cache(tokens: Path) -> None:
-    """Gives up the pages of the shards."""
-    for path in (tokens / "train").iterdir():
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)
-
-
-def resident_kib(tokens: Path) -> int:
-    """What of the shards is in the page cache."""
-    command = ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, (tokens / "train").iterdir())]
-    return sum(int(line) for line in subprocess.run(command, check=True, capture_output=True).stdout.split()) // 1024
 
 
 def _arguments() -> argparse.Namespace:

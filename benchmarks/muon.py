@@ -21,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.harness import (
     Seconds,
     alternate,
+    cpu_engine,
     llama,
     make_parser,
     on_ranks,
@@ -29,17 +30,7 @@ from benchmarks.harness import (
     print_row,
     ratio,
 )
-from headrace.base.section import parse
-from pipeline.config.rules.resolve import ResolvedRun, resolve
-from pipeline.config.sections.run import Config
 from pipeline.data.micro_batch import MicroBatch, StepBatch
-from pipeline.engines.build import build_engine
-from pipeline.engines.common import model_dtype
-from pipeline.engines.objective import CrossEntropy
-from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.construction.initial_values import InitByName
-from pipeline.models.construction.meta import build_meta
-from pipeline.models.hf_config import resolve_hf_config
 
 VOCABULARY, LENGTH, WARM_UP = 1024, 256, 2
 KINDS = ("adamw", "muon")
@@ -97,15 +88,11 @@ class _Timed:
     """
 
     def __init__(self, kind: str, arguments: argparse.Namespace) -> None:
-        self._run, self._tokens, self._number = _resolved(kind, arguments), arguments.tokens, 0
-        hf = resolve_hf_config(self._run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
-        model = build_meta(hf, dtype=model_dtype(self._run.config), attn_implementation=ATTENTION_NAME)
+        self._arguments, self._number = arguments, 0
+        model, self._engine = cpu_engine(_config(kind, arguments), arguments.ranks)
         self.parameters = sum(p.numel() for p in model.parameters())
-        values = InitByName(model, seed=3)
-        engine: Any = build_engine(self._run, model, values, CrossEntropy(), device=torch.device("cpu"))
-        self._engine = engine
-        self.matrices = sum(model.get_parameter(name).numel() for name in engine._matrices) / self.parameters
-        optimizer = engine._optimizer
+        self.matrices = sum(model.get_parameter(name).numel() for name in self._engine._matrices) / self.parameters
+        optimizer = self._engine._optimizer
         self.shares: list[float] = []
         if kind == "muon":
             self.shares = optimizer._exchange.shares(range(len(optimizer._index)))
@@ -119,12 +106,12 @@ class _Timed:
     def step(self) -> tuple[Seconds, Seconds]:
         """Trains a step of random tokens; returns its time and its update's."""
         self._number += 1
-        batch = _batch(self._run, self._number, tokens=self._tokens)
+        batch = _batch(self._arguments, self._number)
         return _collective(lambda: self._engine.train_step(batch, lr=1e-3)), self._update
 
 
-def _resolved(kind: str, arguments: argparse.Namespace) -> ResolvedRun:
-    config = {
+def _config(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
         "engine": "torch",
         "model": llama(hidden=arguments.hidden, layers=4, vocab_size=VOCABULARY),
         "data": {"sources": [{"path": "none"}], "sequence_length": LENGTH},
@@ -135,13 +122,13 @@ def _resolved(kind: str, arguments: argparse.Namespace) -> ResolvedRun:
         "gradient_clipping": 1.0,
         "run": {"dir": "none", "steps": 100},
     }
-    return resolve(parse(Config, config), world_size=arguments.ranks)
 
 
-def _batch(run: ResolvedRun, step: int, *, tokens: int) -> StepBatch:
+def _batch(arguments: argparse.Namespace, step: int) -> StepBatch:
     generator = torch.Generator().manual_seed(step * 1000 + dist.get_rank())
-    rows = torch.randint(0, VOCABULARY, (run.batch.micro, LENGTH + 1), generator=generator)
-    return StepBatch(step, [MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())], tokens)
+    samples = arguments.tokens // LENGTH // arguments.ranks
+    rows = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=generator)
+    return StepBatch(step, [MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())], arguments.tokens)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,18 @@ def main() -> None:
     print(json.dumps(result, indent=2))
 
 
-def _plan(name: str, machine: str, processes: int) -> dict[str, Any]:
+def _open(name: str, machine: str, processes: int) -> Any:
     from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415
-    from pipeline.plan.show import report_of  # noqa: PLC0415
     from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
+    return open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+
+
+def _plan(name: str, machine: str, processes: int) -> dict[str, Any]:
+    from pipeline.plan.show import report_of  # noqa: PLC0415
+
     began = Seconds.now()
-    planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+    planned = _open(name, machine, processes)
     plan = report_of(planned).plan
     return {
         "machine": machine,
@@ -75,12 +80,10 @@ def _took(began: Seconds) -> dict[str, float]:
 
 def _search(name: str, machine: str, processes: int, *, count: int) -> dict[str, Any]:
     """The first layouts that the rules allow, as the search computes them; a whole search has more."""
-    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415
     from pipeline.plan.search.layouts import layouts  # noqa: PLC0415
     from pipeline.plan.search.search import evaluate  # noqa: PLC0415
-    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
-    planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+    planned = _open(name, machine, processes)
     run, costs = planned.run, planned.costs
     began = Seconds.now()
     allowed = (

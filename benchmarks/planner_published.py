@@ -38,20 +38,13 @@ LONG = 16_384
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published speed with its layout.
+    """A published speed in tokens/s per GPU, with its layout.
 
     Attributes:
-        source: the publication.
-        name: model and layout.
-        machine: shipped machine.
-        ranks: GPUs.
-        speed: published tokens/s per GPU.
-        best: of an engine that is planned at the efficiency of the best published runs.
-        fitted: ranges of the machine came from it.
-        overrides: of `config`, as of `--set`.
-        config: a shipped one.
-        peak: published peak memory in GiB.
-        note: what was assumed.
+        best: Whether the engine is planned at the efficiency of the best published runs.
+        fitted: Whether ranges of the machine came from it.
+        peak: Published peak memory in GiB.
+        note: What was assumed.
     """
 
     source: str
@@ -99,13 +92,7 @@ def published() -> tuple[dict[str, str], tuple[PublishedRun, ...]]:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan of a published run.
-
-    Attributes:
-        speed: tokens/s per GPU.
-        peak: bytes.
-        fits: whether the typical peak fits the machine.
-    """
+    """A plan of a published run: tokens/s per GPU, peak bytes, and whether the typical peak fits the machine."""
 
     speed: Interval
     peak: float
