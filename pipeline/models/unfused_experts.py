@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import DataError
-from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.construction.stored_names import groups_of_model
 
 FUSED = ("gate_up_proj", "down_proj")
 """The two stacked tensors of a module of experts in transformers."""

@@ -25,8 +25,8 @@ from pipeline.data.skips import NO_SKIPS, Skips, skips_of
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.parallel.mesh import Mesh
-from pipeline.models.build.initial_values import ReportsProgress, Zeros
-from pipeline.models.build.meta import parameter_shapes
+from pipeline.models.construction.initial_values import ReportsProgress, Zeros
+from pipeline.models.construction.meta import parameter_shapes
 from pipeline.models.sdpa_order import ordered_sdpa
 from pipeline.run.anomalies.guarded_step import GuardedStepper, Rollback
 from pipeline.run.attempts import Attempt, locked_attempt

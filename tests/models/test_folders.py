@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from headrace.base.errors import ConfigError, DataError
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors, left_out_line
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors, left_out_line
 from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.folder.weight_files import INDEX, SINGLE

@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.resize.scale import scale, section_of
 
 LARGE: dict[str, dict[str, Any]] = {

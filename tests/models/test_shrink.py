@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.engines.parallel.architecture_trial import RandomValues
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.resize.shrink import not_reached, shrink
 
 REAL: dict[str, dict[str, Any]] = {

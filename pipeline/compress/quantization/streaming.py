@@ -36,8 +36,8 @@ from pipeline.compress.quantization.weights import (
     weight_args,
 )
 from pipeline.compress.quantization.work import CalibrationWork
-from pipeline.models.build.buffers import fill_buffers
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.construction.buffers import fill_buffers
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.folder.loading import empty_model, pick_device
 from pipeline.models.folder.weight_files import INDEX, read_header
 

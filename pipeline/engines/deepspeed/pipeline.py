@@ -41,7 +41,7 @@ from pipeline.engines.parallel.assemble import LocalModel
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.partition import pipeline_stages
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.initial_values import ParameterValues
 
 _EVALUATION_MICRO_BATCHES = 32
 """Micro-batches per pipeline schedule in an evaluation, with a bubble of pp - 1."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.checkpoint.format.shards import split_flat_range
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.hidden_matrices import MatrixForm
 
 _ELEMENTS_AT_ONCE = 1 << 27

@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import MoeSection
 from pipeline.engines.parallel.expert_balance import make_balancer
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import one_line
 from pipeline.models.resize.shrink import shrink
 from pipeline.models.routers import find_routers, has_experts

@@ -15,10 +15,10 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues, random_model
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.decoder_layers import decoder_layers
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import keep_layers, original_name

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.parametrization import BaseModelSection
 from pipeline.config.sections.run import ModelSection
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 
 
 def build_base(section: ModelSection, config: PretrainedConfig) -> nn.Module:

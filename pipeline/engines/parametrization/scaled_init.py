@@ -8,8 +8,8 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parametrization.scales import Parametrization, base_name
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.recorded_init import Fill
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.recorded_init import Fill
 
 
 class ScaledInit(InitByName):

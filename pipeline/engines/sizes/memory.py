@@ -36,7 +36,7 @@ MATRIX_ELEMENTS, MATRIX_COPIES = 1 << 27, 6
 the iteration."""
 
 TABLES = 2 * 4 * 8192
-"""Bytes of the tables by which weights are drawn (`models.build.counter`), which stay in the host's memory."""
+"""Bytes of the tables by which weights are drawn (`models.construction.counter`), which stay in the host's memory."""
 
 
 @dataclass(frozen=True)

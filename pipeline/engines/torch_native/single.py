@@ -31,10 +31,10 @@ from pipeline.engines.optim.state import ensure_all_states, set_step_counter, st
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
 from pipeline.engines.torch_native.exchange import ExchangedGradients
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.runtime.launch.host_copy import to_device
 
 UPDATE_ELEMENTS = 1 << 27

@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from headrace.base.errors import DataError
 from headrace.base.foreign_json import read_json
-from pipeline.models.build.buffers import keep_in_fp32
+from pipeline.models.construction.buffers import keep_in_fp32
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
 

@@ -12,7 +12,7 @@ from headrace.base.foreign_folders import is_trainer_checkpoint
 from headrace.base.remote_folder import local_folder
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.data.dataset import TokenDataset, tokenizer_details
-from pipeline.models.build.buffers import parameters_declared_fp32
+from pipeline.models.construction.buffers import parameters_declared_fp32
 from pipeline.models.folder.text_part import text_is_nested
 from pipeline.models.hf_config import VOCAB_MULTIPLE
 from pipeline.run.prepare import PreparedRun

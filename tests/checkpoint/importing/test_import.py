@@ -23,9 +23,9 @@ from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.skips import Skips
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.build.initial_values import Zeros
-from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.card.lineage import training_lineage
+from pipeline.models.construction.initial_values import Zeros
+from pipeline.models.construction.meta import parameter_shapes
 from pipeline.plan.proof.tokens import write_tokens
 from pipeline.plan.proof.tolerance import LOSS_FP32, UNIT_ROUNDOFF
 from pipeline.run.batches import RankBatches

@@ -26,8 +26,8 @@ from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, 
 from pipeline.checkpoint.importing.trainer_folder import read_trainer
 from pipeline.checkpoint.importing.zero import newest_tag, with_adam_mode
 from pipeline.config.sections.optimizers import ADAMW, OptimizerParams
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.folder.weight_files import stored_tensors
 from pipeline.run.import_checkpoint import _with_step
 from tests.checkpoint.importing.megatron_cases import MIXTRAL

@@ -21,7 +21,7 @@ from pipeline.engines.parallel.quantization_aware import (
     check_quantization_aware,
     rounding_of,
 )
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.folder.loading import load_model
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.rounding import e4m3, integers

@@ -15,7 +15,7 @@ from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.engines.optim import matrix_exchange
 from pipeline.engines.optim.matrix_exchange import HeldShard, MatrixExchange
 from pipeline.engines.optim.newton_schulz import flops
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.hidden_matrices import MatrixForm
 from tests.engines.optim.test_muon import FORMS, values
 from tests.engines.parallel.ranks import WORLD, Ranks

@@ -18,11 +18,11 @@ from pipeline.engines.parallel.rank_model import Footprint
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import Bytes, peak_memory
 from pipeline.engines.sizes.traffic import PURPOSES, TrafficLayout
-from pipeline.models.build.meta import build_meta
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.routers import find_routers
 from pipeline.plan.fake_gpu.case import StepCase
-from pipeline.run.prepare import attention_of
 from tests.conftest import ROOT
 from tests.plan.fake_gpu.cells import gating_cases, keep, measured, run_cases, shipped_cases
 

@@ -23,7 +23,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.features import WantedFeatures, recording
-from pipeline.models.build.materialize import materialize
+from pipeline.models.construction.materialize import materialize
 from pipeline.run.distillation.feature_checks import check_feature_models
 from pipeline.run.distillation.on_rank import make_distillation
 from pipeline.run.prepare import PreparedRun, prepare

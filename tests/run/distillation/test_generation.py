@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.decoder import Decoder
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.run.distillation.generation import Generator, Prompts
 from pipeline.run.distillation.kv_cache import cache_bytes_per_token, check_kv_cache
 from pipeline.run.distillation.sampling import Sampler, noise_key

@@ -16,7 +16,7 @@ from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.compression import DistillSection, OnPolicySection
 from pipeline.config.sections.run import Config
 from pipeline.data.micro_batch import IGNORE, MicroBatch
-from pipeline.models.build.initial_values import InitByName
+from pipeline.models.construction.initial_values import InitByName
 from pipeline.run.distillation.divergence import Divergence, Kind
 from pipeline.run.distillation.on_policy import chosen_samples, passes_per_step
 from pipeline.run.distillation.on_policy_loss import OnPolicyDistillation, own_means

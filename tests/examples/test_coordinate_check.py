@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.coordinate_check.__main__ import main
+from examples.coordinate_check.check import Line, coordinate_check, slope
+from examples.coordinate_check.picture import save_coordinates, save_rates
+from examples.coordinate_check.rates import sweep
+from examples.coordinate_check.sizes import Grid, Size, resized
+from examples.coordinate_check.text import text_lines
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.sections.run import Config
-from pipeline.plan.ladder.coordinate_check.check import Line, coordinate_check, slope
-from pipeline.plan.ladder.coordinate_check.picture import save_coordinates, save_rates
-from pipeline.plan.ladder.coordinate_check.rates import sweep
-from pipeline.plan.ladder.coordinate_check.sizes import Grid, Size, resized
-from pipeline.plan.ladder.coordinate_check.text import text_lines
 from pipeline.plan.proof.tokens import write_tokens
+from tests.conftest import write_config
 
 ADAMW = {"type": "AdamW", "params": {"lr": 4e-3, "betas": [0.9, 0.95]}}
 MUON = {"type": "Muon", "params": {"lr": 4e-3}}
@@ -105,11 +108,6 @@ def test_steps_have_as_many_of_the_config_s_batches_as_their_tokens_need(step_to
     assert (run.batch.micro, run.batch.accumulation) == (8, accumulated)
 
 
-def test_rates_that_are_not_above_zero_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--rates"):
-        sweep(config(), grid=Grid((32,), ()), rates=(1e-3, 0.0), steps=1, seeds=1)
-
-
 def test_the_proportions_of_the_base_model_are_kept() -> None:
     run = resized(config(), Size(96, 3), parametrization="completep", lr=1e-2, seed=5, steps=7)
     model = run.config.model.config
@@ -135,3 +133,52 @@ def test_a_width_of_another_head_size_is_refused(width: int) -> None:
 def test_a_config_without_completep_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.parametrization"):
         coordinate_check(config(parametrization="standard", base=None), Grid((32,), (2,)), steps=1, seeds=1)
+
+
+@pytest.fixture
+def config_words(tokens: str, tmp_path: Path) -> list[str]:
+    raw = config(tokens).model_dump(mode="json", exclude_unset=True, by_alias=True)
+    return ["--config", str(write_config(tmp_path / "c.json", raw)), "--output", str(tmp_path / "check")]
+
+
+def test_the_script_writes_slopes_and_a_picture(config_words: list[str], tmp_path: Path) -> None:
+    sizes = ("--widths", "32,64", "--depths", "2", "--steps", "5", "--step-tokens", "256")
+    # logits of so narrow models on so few tokens are not flat: -0.46 was seen, and 0.15 is allowed
+    assert main(["coordinates", *config_words, *sizes]) == 1
+    found = json.loads((tmp_path / "check/coordinates.json").read_text())
+    slopes = {(each["parametrization"], each["place"], each["dimension"]): each["slope"] for each in found["lines"]}
+    assert slopes["standard", "residual stream", "width"] > 0.6
+    assert slopes["completep", "residual stream", "depth"] is None  # one depth has no slope
+    assert "residual stream" in (tmp_path / "check/coordinates.svg").read_text()
+
+
+def test_the_script_writes_the_best_rates_and_a_picture(config_words: list[str], tmp_path: Path) -> None:
+    assert main(["rates", *config_words, "--widths", "32,64", "--steps", "5", "--rates", "4e-3,1e-4"]) == 0
+    found = json.loads((tmp_path / "check/rates.json").read_text())
+    sizes = [(each["parametrization"], each["width"], each["best"]) for each in found["sweeps"]]
+    assert sizes == [(name, width, 4e-3) for width in (32, 64) for name in ("standard", "completep")]
+    assert "peak learning rate" in (tmp_path / "check/rates.svg").read_text()
+
+
+def test_one_size_has_no_slope_and_passes(config_words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--widths", "32", "--depths", "2", "--steps", "1", "--step-tokens", "1")
+    assert main(["coordinates", *config_words, *words]) == 0
+    assert capsys.readouterr().out.endswith("CompleteP is flat\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("rates",), "--rates"),
+        (("rates", "--rates", "1e-3,-1"), "--rates"),
+        (("coordinates", "--widths", "32;64"), "--widths"),
+        (("coordinates", "--depths", "0,2"), "--depths"),
+        (("coordinates", "--steps", "0"), "--steps"),
+    ],
+)
+def test_options_that_are_no_numbers_above_zero_are_refused_before_the_config(
+    words: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--config", "nowhere.json"])
+    assert option in capsys.readouterr().err.splitlines()[-1]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from pipeline.models.build.buffers import fill_buffers
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.buffers import fill_buffers
+from pipeline.models.construction.initial_values import ParameterValues
 
 MakeParameter = Callable[[str, nn.Parameter], nn.Parameter]
 

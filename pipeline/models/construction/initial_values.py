@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
 from pipeline.data.permutation import derive_key
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.own_init import Constructors, init_weights, seeded
-from pipeline.models.build.recorded_init import Fill, filled, recorded_fills
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.own_init import Constructors, init_weights, seeded
+from pipeline.models.construction.recorded_init import Fill, filled, recorded_fills
+from pipeline.models.construction.rectangle import Rectangle, part
 
 
 class ParameterValues(Protocol):

@@ -1,8 +1,8 @@
 """Records the operations of an architecture's `_init_weights` on a parameter, without memory for the parameter.
 
 `_init_weights` is run on a parameter on the meta device, and the operations that write into it are recorded. If they
-fill it with a constant, or with normal or uniform numbers, `models.build.counter` computes the values of any part of
-it. All other operations (a formula, a decomposition, a copy) are left to the code itself, with real memory.
+fill it with a constant, or with normal or uniform numbers, `models.construction.counter` computes the values of any
+part of it. All other operations (a formula, a decomposition, a copy) are left to the code itself, with real memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
 
-from pipeline.models.build import counter
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction import counter
+from pipeline.models.construction.rectangle import Rectangle
 
 aten = torch.ops.aten
 _DRAWS: dict[Any, Literal["normal", "uniform"]] = {aten.normal_.default: "normal", aten.uniform_.default: "uniform"}

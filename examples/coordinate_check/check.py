@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from examples.coordinate_check.coordinates import PLACES, measure
+from examples.coordinate_check.sizes import Grid, Name, Size, check_config, resized
 from pipeline.config.sections.run import Config
-from pipeline.plan.ladder.coordinate_check.coordinates import PLACES, measure
-from pipeline.plan.ladder.coordinate_check.sizes import Grid, Name, Size, check_config, resized
 
 FLAT = 0.15
 """The largest slope of a flat line: a factor of 1.37 over eight times the size. The standard parametrization has 0.3 to

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.own_init import Constructors, init_weights, seeded
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.own_init import Constructors, init_weights, seeded
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from headrace.base.errors import ConfigError, TrainingError
+from examples.coordinate_check.coordinates import begin, losses
+from examples.coordinate_check.sizes import Grid, Name, Size, check_config, resized
+from headrace.base.errors import TrainingError
 from pipeline.config.sections.run import Config
-from pipeline.plan.ladder.coordinate_check.coordinates import begin, losses
-from pipeline.plan.ladder.coordinate_check.sizes import Grid, Name, Size, check_config, resized
 
 LAST = 0.1
 """Share of the steps, at the end, whose mean training loss is compared: every step has samples not seen before."""
@@ -52,11 +52,9 @@ def sweep(
     At the base model's size both parametrizations are the same run, and it is trained once.
 
     Raises:
-        ConfigError: a rate is not above 0, the config has no CompleteP rules, or one of the sizes is refused.
+        ConfigError: the config has no CompleteP rules, or one of the sizes is refused.
     """
     base = check_config(config.model)
-    if not rates or not all(0 < rate < math.inf for rate in rates):
-        raise ConfigError("--rates", list(rates), why="a rate is not above 0", remedy="use e.g. 1e-3, 2e-3 and 4e-3")
     rates = tuple(sorted(rates))
     for size in grid.sizes(base):
         resized(config, size, parametrization="completep", lr=None, seed=0, steps=steps)

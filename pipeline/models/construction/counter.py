@@ -24,7 +24,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 _MULTIPLIERS, _WEYL, _LOW = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
 """Constants of Philox 4x32 (Salmon et al., section 3.3), and the lower 32 bits of an int64."""

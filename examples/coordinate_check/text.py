@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.plan.ladder.coordinate_check.check import FLAT, Line
-from pipeline.plan.ladder.coordinate_check.rates import Sweep
+from examples.coordinate_check.check import FLAT, Line
+from examples.coordinate_check.rates import Sweep
 
 
 def uneven(lines: Sequence[Line]) -> list[Line]:

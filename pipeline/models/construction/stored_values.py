@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from headrace.base.errors import DataError
 from headrace.base.foreign_json import read_json
 from headrace.base.remote_folder import local_folder
-from pipeline.models.build.buffers import buffer_shapes
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.meta import parameter_shapes
-from pipeline.models.build.rectangle import Rectangle, part
-from pipeline.models.build.stored_names import TensorGroup, groups_of_files
+from pipeline.models.construction.buffers import buffer_shapes
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.meta import parameter_shapes
+from pipeline.models.construction.rectangle import Rectangle, part
+from pipeline.models.construction.stored_names import TensorGroup, groups_of_files
 from pipeline.models.folder.text_part import text_is_nested, text_tensors
 from pipeline.models.folder.weight_files import INDEX, TensorInfo, stored_tensors
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.buffers import frozen_to_buffers, keep_in_fp32
+from pipeline.models.construction.buffers import frozen_to_buffers, keep_in_fp32
 from pipeline.models.flash_attention import install_remedy
 from pipeline.models.hf_config import one_line
 
