@@ -25,7 +25,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 from headrace.base.cli import leave
-from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset
@@ -45,21 +45,13 @@ from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import NO_SKIPS
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.compilation import compilation_clock
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.run.agreed_peak import AgreedPeak
-from pipeline.run.anomalies.guarded_step import GuardedStepper
+from pipeline.run.assembly import make_stepper, make_trainer
+from pipeline.run.attempts import Attempt
 from pipeline.run.batches import RankBatches
-from pipeline.run.checkpoint_saves import CheckpointSaves
-from pipeline.run.checkpoint_timer import CheckpointTimer
-from pipeline.run.garbage import GarbageCollector
-from pipeline.run.heldout_evaluation import HeldOutEvaluation
-from pipeline.run.instruments import Instruments
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
-from pipeline.run.progress import Progress
-from pipeline.run.step_times import StepTimes
-from pipeline.run.trainer import Trainer
+from pipeline.run.rank_of_run import RankOfRun
 from pipeline.run.uploads.uploads import Uploads
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import StopSignals
@@ -67,11 +59,7 @@ from pipeline.runtime.faults.watchdog import Watchdog
 from pipeline.runtime.launch import detect, process_group
 from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.journal import Journal
-from pipeline.runtime.metrics.memory import PeakMemory
-from pipeline.runtime.metrics.profiling import StepProfiler
 from pipeline.runtime.metrics.sinks import Sinks
-from pipeline.runtime.metrics.step_clock import StepClock
-from pipeline.runtime.metrics.stragglers import Stragglers
 
 RUN = {
     "model": {
@@ -293,74 +281,31 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
     run, device = prepared.run, pick_device(detect())
     engine = build_engine(run, prepared.model, prepared.values, CrossEntropy(), device=device)
     prepared.run_dir.mkdir(parents=True)
-    sinks = Sinks([Journal(prepared.run_dir, from_step=0)])
-    given: dict[str, Any] = {"samples": run.batch.samples, "skips": NO_SKIPS}
-    stepper = GuardedStepper(
-        engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
-    )
-    display = TrainingDisplay(first=0, total=run.steps, shown=False)
-    watchdog, signals, agreement, progress = Watchdog(), StopSignals(announce=False), Agreement(device), Progress(0)
-    saves = CheckpointSaves(
-        every=run.config.run.checkpoint_every,
-        last=run.steps,
-        engine=engine,
-        stepper=stepper,
-        writer=CheckpointWriter(prepared.store),
-        manifest=RunManifest(prepared, 0),
-        uploads=Uploads(run.config, first=False, signals=signals),
-        timer=CheckpointTimer(run.config.run, decides=True),
-        progress=progress,
-        watchdog=watchdog,
-        sinks=sinks,
-        display=display,
-    )
-    evaluation = HeldOutEvaluation(
-        every=run.config.evaluation.every,
-        last=run.steps,
-        engine=engine,
-        batches=RankBatches(prepared, 0),
-        saves=saves,
-        signals=signals,
-        agreement=agreement,
-        watchdog=watchdog,
-        sinks=sinks,
-        display=display,
-    )
-    Trainer(
-        run=run,
-        stepper=stepper,
-        steps=rounds.steps(iter(loader(prepared))),
-        saves=saves,
-        evaluation=evaluation,
-        instruments=instruments(prepared, device),
-        progress=progress,
-        signals=signals,
-        agreement=agreement,
-        watchdog=watchdog,
-        sinks=sinks,
-        display=display,
-    ).train()
-
-
-def instruments(prepared: PreparedRun, device: torch.device) -> Instruments:
-    """As in a run on a device whose peak is not known."""
-    gpu = device.type == "cuda"
-    return Instruments(
-        clock=StepClock(),
-        times=StepTimes(),
-        memory=AgreedPeak(PeakMemory(device)),
-        stragglers=Stragglers(threshold=0.1, every=None, peers=[0], rank=0, gpu=gpu),
-        profiler=StepProfiler(None, run_dir=prepared.run_dir, rank=0, gpu=gpu, say=print),
-        garbage=GarbageCollector(0),
-        compilations=compilation_clock(prepared.run.config.compile),
-        flops_per_token=prepared.size.flops_per_token,
-        peak_flops=None,
-    )
-
-
-def no_checkpoint() -> bool:
-    """The run's last step is never reached, and no checkpoint is due."""
-    return False
+    signals = StopSignals(announce=False)
+    with ExitStack() as stack:
+        here = RankOfRun(
+            prepared=prepared,
+            rank=0,
+            engine=engine,
+            agreement=Agreement(device),
+            signals=signals,
+            watchdog=Watchdog(),
+            attempt=Attempt(None),
+            sinks=Sinks([Journal(prepared.run_dir, from_step=0)]),
+            display=TrainingDisplay(first=0, total=run.steps, shown=False),
+            checkpoint=None,
+            stack=stack,
+        )
+        trainer = make_trainer(
+            here,
+            stepper=make_stepper(here, skips=NO_SKIPS, after=None),
+            batches=RankBatches(prepared, 0),
+            group=None,
+            copies=None,
+            manifest=RunManifest(prepared, 0),
+            uploads=Uploads(run.config, first=False, signals=signals),
+        )
+        replace(trainer, steps=rounds.steps(iter(loader(prepared)))).train()
 
 
 def loader(prepared: PreparedRun) -> StepLoader:
