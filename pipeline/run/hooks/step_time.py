@@ -57,8 +57,8 @@ class StepTime(Hook):
         seconds, waited = self._clock.lap()
         rate = self._run.batch.tokens / seconds
         own = rate if self._group is None else rate * self._group.own_share
-        known = self._flops and self._peak
-        used = mfu(own, self._flops, self._peak, self._run.topology.world_size) if known else None
+        flops, peak = self._flops, self._peak
+        used = mfu(own, flops, peak, self._run.topology.world_size) if flops and peak else None
         numbers.cost = StepCost(seconds, waited, rate, used, numbers.memory)
 
     def outside_step(self) -> AbstractContextManager[None]:
