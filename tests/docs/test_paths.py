@@ -33,7 +33,8 @@ KEYS = ("pipeline.stages", "pipeline.activation_checkpoint_interval")
 
 def texts() -> list[tuple[str, str]]:
     found = [(str(path.relative_to(ROOT)), path) for path in NAMED if path.is_file()]
-    return [(name, path.read_text(errors="ignore")) for name, path in found if name not in PAST and path.suffix != ".pyc"]
+    named = [(name, path) for name, path in found if name not in PAST and path.suffix != ".pyc"]
+    return [(name, path.read_text(errors="ignore")) for name, path in named]
 
 
 def is_path(name: str) -> bool:

@@ -63,19 +63,17 @@ class ShareChange:
 
 
 def make_balancer(
-    run: ResolvedRun, engine: Engine, current: CurrentBatch | None, *, gpu: bool, stack: ExitStack
-) -> ShareBalancer | None:
-    """Makes the balancer of this rank; None where shares are not measured.
+    run: ResolvedRun, engine: Engine, current: CurrentBatch, *, gpu: bool, stack: ExitStack
+) -> ShareBalancer:
+    """Makes the balancer of this rank.
 
     Args:
         run: the resolved config.
         engine: the engine whose forward passes are timed.
-        current: batch sizes of the next step; None in fixed shares.
+        current: batch sizes of the next step.
         gpu: whether the engine computes on a GPU.
         stack: closes the balancer.
     """
-    if current is None:
-        return None
     apart = run.config.engine == "deepspeed" and run.config.zero_optimization.stage == 3
     modules = [each for decoder in engine.decoders for each in timed_modules(decoder.causal, gathered_apart=apart)]
     rule = share_rule(run.config, run.topology, run.batch)

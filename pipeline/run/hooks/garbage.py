@@ -10,9 +10,17 @@ import gc
 from types import TracebackType
 from typing import Self
 
+from pipeline.run.hooks.hook import Hook, HookContext
 
-class GarbageCollector:
-    """A context manager in which cycles are collected by `collect` alone.
+
+def make(context: HookContext) -> Hook:
+    """Makes the hook, which leaves the collector as it was when the attempt ends."""
+    here = context.here
+    return here.stack.enter_context(GarbageCollector(here.run.config.run.gc_every))
+
+
+class GarbageCollector(Hook):
+    """A context manager in which cycles are collected by `after_step` alone.
 
     Args:
         every: steps between collections; 0 leaves them to Python.
@@ -37,7 +45,7 @@ class GarbageCollector:
         if self._was_enabled:
             gc.enable()
 
-    def collect(self, step: int) -> None:
-        """Collects cycles after a step at which it is time."""
+    def after_step(self, step: int) -> None:
+        """Collects cycles after every `every`-th step."""
         if self._every and step % self._every == 0:
             gc.collect()

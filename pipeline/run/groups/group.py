@@ -1,39 +1,13 @@
-"""Protocols of the training loop's surroundings: held-out data, a student's samples, an island or a replica."""
+"""Protocol of a group of processes that trains one model with others: an island or a replica."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from pipeline.checkpoint.format.shard_table import State
-from pipeline.data.dataset import TokenDataset
-from pipeline.data.micro_batch import MicroBatch, StepBatch
+from pipeline.data.micro_batch import StepBatch
 from pipeline.runtime.faults.stop_signals import Stop
-
-
-class HeldOutBatches(Protocol):
-    """The held-out splits of a run, as one rank reads them."""
-
-    @property
-    def heldout(self) -> Sequence[TokenDataset]:
-        """The split of every source."""
-        ...
-
-    def evaluation(self, dataset: TokenDataset) -> Iterator[MicroBatch]:
-        """This rank's batches of a split."""
-        ...
-
-
-class StudentSamples(Protocol):
-    """The samples that a student writes before a step is begun (on-policy distillation)."""
-
-    def complete(self, step: StepBatch) -> StepBatch:
-        """Returns the step's batch with the student's samples. Collective."""
-        ...
-
-    def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
-        """Values for a step's row of metrics, about the samples and the parts of the loss."""
-        ...
 
 
 class Group(Protocol):
