@@ -1,6 +1,6 @@
 """Simulated seconds of a pipeline's step against those of real runs on the CPU, for every schedule.
 
-    python -m benchmarks.pipeline_simulation [--work FOLDER] [--ranks 2] [--steps 12] [--html FILE]
+    python -m benchmarks.pipeline_simulation [--work FOLDER] [--ranks 2] [--steps 12]
 
 A llama in fp32 is trained over gloo with each schedule, every pass recorded (`recorded_passes.py`). The measured step
 is from the first pass to the last over all ranks. It is simulated twice: with the median times of a stage's passes, and
@@ -22,9 +22,8 @@ from typing import Any
 
 from benchmarks.harness import llama, make_parser, print_head, print_row, ratio, spread, work_folder
 from benchmarks.loop import make_tokens
-from pipeline.plan.drawing.timeline import html_page
 from pipeline.plan.predict.passes import Instruction, Program
-from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
+from pipeline.plan.predict.pipeline_simulation import StageTimes, simulate_pipeline
 from pipeline.plan.predict.schedule_programs import make_program
 
 HERE = Path(__file__).parent
@@ -44,9 +43,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--html", type=Path, help="write the simulated timelines there")
     asked = parser.parse_args()
-    timelines: dict[str, Timeline] = {}
     head = ("schedule", "measured step, ms (quartiles)", "by medians, ms", "by medians / measured")
     print_head(*head, "each pass's own time / measured (quartiles)", "bubble, simulated")
     with work_folder() as temporary:
@@ -64,14 +61,11 @@ def main() -> None:
             replayed = [
                 simulate_pipeline(program, [Recorded(step)] * program.stages, transfers=links).seconds for step in steps
             ]
-            timelines[f"{schedule}, engine {engine}"] = timeline
             measured = [span(step) for step in steps]
             by_medians = (f"{timeline.seconds * 1e3:.1f}", f"{timeline.seconds / median(measured):.3f}")
             own = ratio(replayed, measured)
             in_ms = spread([each * 1e3 for each in measured], 1)
             print_row(f"{engine} {schedule}", in_ms, *by_medians, own, f"{timeline.bubble:.1%}")
-    if asked.html:
-        asked.html.write_text(html_page(timelines))
 
 
 class Recorded:
