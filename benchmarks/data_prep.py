@@ -51,9 +51,7 @@ def main() -> None:
     with work_folder() as work:
         args.halves = work / "halves"
         _cut_in_two(args.corpus, args.halves)
-        tools = {
-            name: partial(_run, name, command, count, work / "run") for name, command, count in _tools(args)
-        }
+        tools = {name: partial(_run, name, command, count, work / "run") for name, command, count in _tools(args)}
         chosen = {name: tool for name, tool in tools.items() if not args.only or name in args.only}
         found = alternate(chosen, args.repeats, warmup=0)
     print_head("tool", "wall s", "CPU s", "MB/s", "MB/CPU s", "memory MB", "tokens")
