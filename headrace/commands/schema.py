@@ -108,7 +108,8 @@ class _Group:
         if section is None:
             return ""
         variant = self.prefix.rstrip(".").removeprefix(section.path).strip("[]")
-        texts = [] if variant else list(dict.fromkeys([section.section_text, section.description]))
+        both = self.prefix.endswith("[].") or not section.section_text
+        texts = [] if variant else list(dict.fromkeys([section.section_text, section.description if both else ""]))
         told = re.search("absent|null", " ".join(texts))
         mark = "Required." if section.required else "Absent by default." if section.default is None and not told else ""
         return " ".join([*(_sentence(text) for text in texts if text), mark]).strip()
