@@ -166,7 +166,7 @@ def _check_ranks(tag: Path, ranks: Mapping[int, str], world: int) -> None:
         )
     if more := sorted(there - set(wanted)):
         raise CheckpointError(
-            f"{tag} was saved by {world} ranks, and has files of others: {', '.join(more[:4])}\n"
+            f"{tag} was saved by {world} ranks, and has files of more ranks: {', '.join(more[:4])}\n"
             f"  try: remove what an older checkpoint of more ranks has left there, or another step"
         )
 

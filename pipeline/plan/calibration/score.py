@@ -54,7 +54,7 @@ class MeasuredRun:
     Attributes:
         path: directory of the run.
         config: config in the run's manifest.
-        record: the newest event `measured` of its attempts; see `pipeline.run.measured`.
+        record: the newest event `measured` of its attempts; see `pipeline.run.hooks.measured`.
         hosts: number of hosts of its ranks, by the event `nodes` of that attempt; 1 without the event.
     """
 

@@ -103,7 +103,7 @@ def test_a_quantized_layer_keeps_its_name_and_routers_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ({"parallel": {"tp": 2}}, "which tp 2 shards"),
+        ({"parallel": {"tp": 2}}, "tp 2 shards these"),
         ({FIELD: {"scheme": "W8A8", "group_size": 16}}, "one scale for each row"),
         ({"bf16": {"enabled": True}, "fp8": {"enabled": True}}, "set fp8.enabled to false"),
     ],
