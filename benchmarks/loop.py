@@ -56,7 +56,7 @@ RUN: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "gradient_clipping": 1.0,
     "evaluation": {"samples": 0},
-    "watchdog": {"enabled": False},  # it would report the end of the last round as a crash
+    "watchdog": {"enabled": False},  # it would report the end as a crash
 }
 MANY = 1_000_000
 """Steps of a run: more than are executed."""

@@ -78,6 +78,7 @@ def base(tokens: Path, steps: int) -> dict[str, Any]:
         "model": {"config": model},
         "data": {"sources": [{"path": str(tokens)}], "sequence_length": 64},
         "gradient_accumulation_steps": 2,
+        "parallel": {"elastic": False},
         "run": {"dir": "replaced", "steps": steps, "seed": 1},
     }
 

@@ -98,7 +98,7 @@ def counted() -> Iterator[None]:
 
 def layouts(tokens: Path, precision: str, only: str, *, bucket: int | None) -> dict[str, tuple[str, Case]]:
     """Name -> (engine, case), one process of either engine first."""
-    shared = merge(base(tokens, STEPS), {"parallel": {"elastic": False}})
+    shared = base(tokens, STEPS)
     alone = [("one process", 1, "torch", {}), ("one process", 1, "deepspeed", {"zero_optimization": {"stage": 1}})]
     found = {}
     for name, ranks, engine, fields in [*alone, *LAYOUTS]:
