@@ -87,6 +87,7 @@ def one_step(tokens: Path, tmp_path: Path, **fields: Any) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.integration
 def test_an_optimizer_is_one_file_and_one_entry(tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "signum.py").write_text(SIGNUM)
     config = one_step(tokens, tmp_path, optimizer={"type": "signum", "params": {"lr": 1e-3, "betas": [0.9, 0.99]}})
@@ -100,6 +101,7 @@ def test_an_optimizer_is_one_file_and_one_entry(tokens: Path, tmp_path: Path) ->
     assert {each.key.partition("/")[0] for each in tensors} == {"weight", "exp_avg"}
 
 
+@pytest.mark.integration
 def test_a_schedule_of_torch_is_one_entry(tokens: Path, tmp_path: Path) -> None:
     config = one_step(tokens, tmp_path, parallel={"pp": 2, "schedule": "bfs"})
     config["model"]["config"]["num_hidden_layers"] = 4

@@ -224,6 +224,7 @@ def test_a_job_stopped_three_times_early_is_held(cluster: VirtualCluster, tokens
     assert not (tmp_path / "long/metrics.jsonl").exists()
 
 
+@pytest.mark.sweep
 def test_a_run_that_loses_a_rank_and_then_its_first_node_goes_on_and_ends_as_completed(
     tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -55,6 +55,7 @@ print(json.dumps({"loss": loss, "text": tokenizer.decode(ids[0]), "new": made.sh
 """
 
 
+@pytest.mark.integration
 def test_transformers_loads_the_exported_model_and_its_tokenizer(run_dir: Path, tmp_path: Path) -> None:
     assert "largest logit difference to the trained model 0" in output_of(export(run_dir, tmp_path / "model"))
     user = subprocess.run(

@@ -49,6 +49,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run(cells, tmp_path_factory.mktemp("reshard"), length=SHORT)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", layout_params({ALWAYS}, CHAIN, integration=CHAIN))
 def test_a_layout_resumes_from_a_checkpoint_of_the_one_before(results: dict[str, ProofResult], layout: str) -> None:
     result = results[name_of(CHAIN[layout])]

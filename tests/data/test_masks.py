@@ -85,6 +85,7 @@ def test_all_ranks_together_have_the_targets_of_the_loss_mask_and_their_count(
     assert found < 3 * 6 * T
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("packing", "mask_documents"), [("contiguous", True), ("best_fit", False), ("best_fit", True)])
 @pytest.mark.parametrize("samples", [6, 7], ids=["", "with padding rows"])
 def test_ranks_that_count_their_own_targets_and_add_them_up_have_those_of_the_whole_step(

@@ -117,6 +117,7 @@ def test_samples_and_documents_are_those_of_local_files_and_each_span_is_read_on
     assert slow.most > 8, "the spans of a group of steps are asked for together"
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 def test_heldout_text_is_read_from_the_store(tokens: Path) -> None:
     sections = [parse(DataSection, {"sources": [{"path": path}], "sequence_length": T}) for path in (str(tokens), URL)]
@@ -201,6 +202,7 @@ def spans_of(slow: Slow) -> list[tuple[str, str, str]]:
     return [each for each in slow.asked if each[0].endswith((".bin", ".idx"))]
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 @pytest.mark.parametrize("masked", [False, True])
 def test_samples_through_the_cache_are_those_of_local_files_and_it_stays_within_its_limit(
@@ -224,6 +226,7 @@ def test_samples_through_the_cache_are_those_of_local_files_and_it_stays_within_
     assert 2_000 < most <= limit
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 def test_ranks_of_a_host_and_the_next_start_read_what_one_has_read(
     slow: Slow, tmp_path: Path, caches: list[DataMixture]
@@ -240,6 +243,7 @@ def test_ranks_of_a_host_and_the_next_start_read_what_one_has_read(
     assert len(spans_of(slow)) == count
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 def test_a_store_that_fails_for_a_while_stops_no_step_whose_data_is_on_this_host(
     tokens: Path, slow: Slow, tmp_path: Path, caches: list[DataMixture]
@@ -258,6 +262,7 @@ def test_a_store_that_fails_for_a_while_stops_no_step_whose_data_is_on_this_host
     slow.down = False
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 def test_without_its_process_or_room_spans_are_read_directly(
     tokens: Path, tmp_path: Path, caches: list[DataMixture], capfd: pytest.CaptureFixture[str]

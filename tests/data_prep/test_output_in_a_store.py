@@ -181,6 +181,7 @@ def test_a_job_that_was_killed_after_its_manifest_is_finished_by_the_next_start(
     assert left(work) == []
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 def test_shares_of_several_hosts_need_a_directory_that_all_share(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text_folder(work)

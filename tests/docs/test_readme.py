@@ -28,9 +28,9 @@ def test_the_commands_after_the_demo_run_as_printed(tmp_path: Path) -> None:
     for name in ("ds_configs", "pipeline"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     config = tmp_path / "ds_configs" / "zero3.json"
-    shorter = config.read_text().replace('"steps": 100', '"steps": 24')
-    shorter = shorter.replace('"checkpoint_every": 25', '"checkpoint_every": 6')
-    config.write_text(shorter.replace('"every": 50', '"every": 12'))
+    shorter = config.read_text().replace('"steps": 100', '"steps": 12')
+    shorter = shorter.replace('"checkpoint_every": 25', '"checkpoint_every": 3')
+    config.write_text(shorter.replace('"every": 50', '"every": 6'))
     work = tmp_path / "out" / "demo"
     work.mkdir(parents=True)
     make_tokens(work, text_folders())
@@ -38,7 +38,7 @@ def test_the_commands_after_the_demo_run_as_printed(tmp_path: Path) -> None:
     assert "headrace train" in commands
     assert "deepspeed pipeline/train.py" in commands
     said = run_printed(commands.replace("source .venv/bin/activate\n", ""), tmp_path)
-    assert "finished: 24 steps" in said
+    assert "finished: 12 steps" in said
 
 
 @pytest.mark.integration

@@ -46,6 +46,8 @@ DEEPSPEED = {
 }
 
 SWEPT = {
+    "ZeRO-3, full",
+    "balanced experts, full",
     "QK-Clip, selective",
     "pp 2, full, zero bubble",
     "tp 2, chunked loss",
@@ -62,6 +64,7 @@ found = differences_fixture(
 )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
     layout_params({"dp 2, selective"}, NATIVE, DEEPSPEED, integration={*NATIVE, *DEEPSPEED} - SWEPT),

@@ -13,7 +13,14 @@ from headrace.base.errors import ConfigError
 from pipeline.config.sections.deepspeed import Fp16Section, ZeroSection
 from pipeline.engines.deepspeed import machine
 from pipeline.engines.deepspeed.machine import check_machine
-from tests.engines.comparison import EXPERTS, assert_within_tolerance, compare_layouts, differences_fixture, layout
+from tests.engines.comparison import (
+    EXPERTS,
+    assert_within_tolerance,
+    compare_layouts,
+    differences_fixture,
+    layout,
+    layout_params,
+)
 
 BF16 = {"bf16": {"enabled": True}}
 ON_THE_CPU = {"device": "cpu"}
@@ -34,10 +41,20 @@ ON_TWO = {
 
 ON_FOUR = {"stage 3, hpZ, 2 of 4": layout(3, zero={**SMALL, "zero_hpz_partition_size": 2})}
 LARGE_EXPERTS = {**EXPERTS, "moe_intermediate_size": 128}
+ALWAYS = {
+    "stage 0, fp16",
+    "stage 3, optimizer and weights on the cpu",
+    "stage 3, bf16, reduced in bf16",
+    "pp 2, stage 1, 3 times as fast on the first rank",
+    "stage 3, hpZ, 2 of 4",
+}
+"""The others run with `make sweep-tests`."""
+
 found = differences_fixture("test_a_layout_follows_one_process", {"deepspeed": {2: ON_TWO, 4: ON_FOUR}})
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+@pytest.mark.integration
+@pytest.mark.parametrize("name", layout_params(ALWAYS, ON_TWO, ON_FOUR))
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
     assert_within_tolerance(found[name], name)
     if "fp16" in name:  # the steps that overflow are skipped, and no others of the 4

@@ -28,6 +28,7 @@ def take(lock: Path) -> subprocess.Popen[str]:
     return holder
 
 
+@pytest.mark.integration
 def test_only_the_lock_of_a_killed_process_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stale, held = tmp_path / "py311_cpu/stale/lock", tmp_path / "held/lock"
     killed, live = take(stale), take(held)

@@ -75,6 +75,8 @@ DEEPSPEED = {
 }
 ALWAYS = {"dp 2, Mixtral, accumulation 4", "pp 2, recomputed", "ZeRO-1"}
 SWEPT = {
+    "tp 2",
+    "bias, dp 2",
     "dp 2, stage 3",
     "pp 2, Mixtral, interleaved",
     "bias and auxiliary loss, dp 2",
@@ -97,6 +99,7 @@ found = differences_fixture(
 )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", layout_params(ALWAYS, NATIVE, DEEPSPEED, integration={*NATIVE, *DEEPSPEED} - SWEPT))
 def test_a_layout_balances_experts_as_one_process(found: dict[str, dict[str, float]], name: str) -> None:
     assert_within_tolerance(found[name], name)

@@ -135,6 +135,7 @@ LAYOUTS = {"torch": {2: TORCH_TWO, 4: TORCH_FOUR}, "deepspeed": {2: ZERO_TWO, 4:
 found = differences_fixture("test_a_layout_follows_one_process", LAYOUTS, ALWAYS)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name", layout_params(ALWAYS, *(cases for each in LAYOUTS.values() for cases in each.values()))
 )

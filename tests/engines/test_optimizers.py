@@ -86,9 +86,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 INTEGRATION = {
-    "sgd, stage 2, optimizer on the cpu",
     "sgd, tp 2",
-    "lion, pp 2",
+    "lion, stage 3, clipped",
     "muon, fsdp2, experts",
     "qk_clip, stage 3",
     "qk_clip, ep 2, latent",

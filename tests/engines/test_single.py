@@ -39,6 +39,7 @@ def of(case: dict[str, Any]) -> Any:
     return resolved({"engine": "torch", **case}, processes=1)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", CASES)
 def test_it_follows_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single, "UPDATE_ELEMENTS", 4000)  # several updates
@@ -54,6 +55,7 @@ def test_it_follows_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert found.nats == pytest.approx(expected.nats, rel=tolerance)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
     ["fp32", "bf16, accumulation", "bf16, QK-Clip", "bf16, small moments", "bf16, 8-bit moments", "fp16, overflows"],

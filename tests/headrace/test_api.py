@@ -33,6 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunStatus:
     return headrace.train(config, nproc=2, run={"steps": 4}, scheduler=brief, evaluation={"samples": 4})
 
 
+@pytest.mark.integration
 def test_a_corpus_is_prepared_trained_on_and_the_run_described(trained: RunStatus) -> None:
     assert (trained.step, trained.steps, trained.finished) == (4, 4, True)
     assert trained.loss < 7
@@ -54,6 +55,7 @@ def test_a_run_and_a_model_folder_are_loaded_and_write(trained: RunStatus, tmp_p
     assert again.generate(**inputs, max_new_tokens=3, do_sample=False).tolist() == ids.tolist()
 
 
+@pytest.mark.integration
 def test_a_finished_run_is_not_trained_again(trained: RunStatus) -> None:
     config = json.loads((trained.dir.parent / "run.json").read_text())
     brief = {"params": {"warmup_num_steps": 1, "decay_num_steps": 2}}

@@ -30,6 +30,7 @@ def test_a_folder_builds_and_its_manifests_are_valid(folder: str) -> None:
         check(manifest)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_misspelt_key_of_a_manifest_is_refused(folder: str) -> None:
     accepted = []

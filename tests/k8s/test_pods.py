@@ -77,6 +77,7 @@ def test_a_refused_config_fails_the_job_once(tokens: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sweep
 def test_torchrun_in_pods_reads_the_same_variables(tokens: Path, tmp_path: Path, expected: dict[int, float]) -> None:
     torchrun = [warm_python.python(), "-m", "torch.distributed.run", "-m", "pipeline.train"]
     command = [*torchrun, "--config", str(make_config(tokens, tmp_path))]

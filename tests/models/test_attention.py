@@ -20,6 +20,7 @@ by 1.0e-5 with Hugging Face's eager attention and by 2.0e-5 with ours and its sd
 than 2e-6."""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ALL)
 def test_our_attention_equals_hugging_faces(name: str, theirs: str) -> None:

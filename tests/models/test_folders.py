@@ -245,6 +245,7 @@ def test_a_folder_with_code_of_its_own_is_refused_without_a_question(
         read_hf_config(folder)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "base_model.model."])
 @pytest.mark.parametrize("saved", ["folder", "sharded"])
 def test_a_prefix_of_a_wrapper_is_named_and_the_printed_command_takes_it_away(

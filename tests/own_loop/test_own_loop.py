@@ -113,6 +113,7 @@ def plain_of(kind: str, optimizer: str, schedule: str) -> Any:
     return plain(schedule, made, model)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_accumulation_clipping_optimizer_and_scheduler_of_the_config(seen: dict[str, Any], layout: str) -> None:
     model = network("plain")

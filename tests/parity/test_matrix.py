@@ -2,8 +2,8 @@
 
 The steps of every cell are compared with one plain process: every loss, every gradient norm, every tensor of the first
 gradient, the held-out loss, and the last steps repeated from the state that another layout saved. `make test` runs a
-few cells for 6 steps, which have every value of every option, and one cell per engine for 20; `make sweep-tests` runs
-those that cover all pairs for 6, and `make sweep-parity` every legal layout for 20.
+few cells for 6 steps, which have every value of every option; `make sweep-tests` runs those that cover all pairs for 6
+and one cell per engine for 20, and `make sweep-parity` every legal layout for 20.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def test_a_cell_follows_the_reference(results: dict[str, ProofResult], name: str
     assert results[name].passed, failure_text(name, results[name])
 
 
+@pytest.mark.integration
 def test_every_value_of_every_option_follows_the_reference_for_a_few_steps(tmp_path: Path) -> None:
     found = run(gating(), tmp_path, length=SHORT)
     assert [failure_text(name, result) for name, result in found.items() if not result.passed] == []
 
 
+@pytest.mark.sweep
 def test_a_layout_of_each_engine_follows_the_reference_for_20_steps(tmp_path: Path) -> None:
     found = run(gating_curves(), tmp_path, length=LONG)
     assert len(found) == 2

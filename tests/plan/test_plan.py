@@ -38,6 +38,7 @@ def report(name: str, *overrides: str, machine: str = "h200", processes: int | N
     return report_of(planned(name, *overrides, machine=machine, processes=processes), price=2.0, margin=0.05)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_config_is_planned_without_its_data(name: str) -> None:
     found = report(name, processes=shipped()[name])
@@ -149,6 +150,7 @@ def test_a_run_that_does_not_fit_is_bound_by_memory_and_told_a_change_that_fits(
     assert found.change.peak <= 0.95 * found.planned.machine.memory.bytes
 
 
+@pytest.mark.integration
 def test_a_model_that_fits_nowhere_is_told_the_fewest_nodes_that_hold_it() -> None:
     found = report("llama_70b_zero3.json", machine="rtx4090", processes=4)
     assert found.change is None

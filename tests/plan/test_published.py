@@ -14,6 +14,7 @@ IN_CI = 8
 """Every so many runs; all of them: `make sweep-tests`."""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("every", [IN_CI, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("fitted", [True, False])
 def test_most_published_speeds_are_within_the_intervals(every: int, fitted: bool) -> None:

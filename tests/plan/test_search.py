@@ -162,6 +162,7 @@ def test_the_best_layouts_are_simulated_and_laws_warn_once(tmp_path: Path, capsy
     assert found["winner"]["step_s"] == pytest.approx(shown)
 
 
+@pytest.mark.sweep
 def test_a_budget_ends_the_execution_after_the_layout_that_would_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_read_only_directory_is_refused_before_the_search(tmp_path: Path, monk
             search_command(planned, options(out=str(tmp_path / out)), ())
 
 
+@pytest.mark.integration
 def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() -> None:
     planned = open_run(
         str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=4

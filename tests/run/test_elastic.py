@@ -73,6 +73,7 @@ def test_three_data_ranks_follow_one_process_on_batches_they_do_not_divide(engin
 
 @pytest.mark.integration
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.sweep
 def test_pipelines_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
     for name, differences in compare_layouts(tmp_path, engine, ON_SIX[engine], processes=6).items():
         assert_within_tolerance(differences, name)
@@ -174,6 +175,7 @@ def test_a_leaving_node_saves_and_others_go_on(work: Path, expected: dict[int, f
     assert "stopped by SIGTERM after step" in (work / "said-1").read_text()
 
 
+@pytest.mark.sweep
 def test_a_worker_that_is_killed_is_started_again_by_the_same_torchrun(work: Path, expected: dict[int, float]) -> None:
     run_dir, said = work / "again", work / "said-again"
     command = warm_command("train.py", work / "c.json", f"run.dir={run_dir}", "engine=torch", processes=2)

@@ -29,7 +29,11 @@ SMALL = (
     ("name", "on_three"),
     [
         ("zero3.json", "dp 3 less 2 of 18 rows, which are padding"),
-        ("fsdp_3d.json", "dp 3; fallback layout 1 of 1, since 3 processes are there and the configured layout takes 4"),
+        pytest.param(
+            "fsdp_3d.json",
+            "dp 3; fallback layout 1 of 1, since 3 processes are there and the configured layout takes 4",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_a_lost_rank_is_done_without_and_comes_back(tokens: Path, tmp_path: Path, name: str, on_three: str) -> None:

@@ -69,6 +69,7 @@ def starts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
+@pytest.mark.sweep
 def test_ranks_that_all_answer_are_told_in_one_line(starts: dict[str, Start]) -> None:
     start = starts[AT_REST]
     assert list(start.codes.values()) == [0] * RANKS, start

@@ -85,6 +85,7 @@ def test_a_throttled_rank_loses_its_share_and_the_curve_stays(tokens: Path, tmp_
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-5
 
 
+@pytest.mark.sweep
 def test_a_run_goes_on_from_even_to_uneven_shares_and_back(tokens: Path, tmp_path: Path) -> None:
     common = {"engine": "torch", "train_micro_batch_size_per_gpu": 4, "scheduler": {"type": "WarmupLR", "params": {}}}
     even = write_config(tmp_path / "even.json", tiny_config(tokens, tmp_path / "even", **common))

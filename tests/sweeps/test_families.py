@@ -20,6 +20,8 @@ KINDS = {
     "zamba": "sdpa",  # parameters that layers share
     "dbrx": "sdpa",  # modules that run depending on the data, which ZeRO-3 must gather at once
 }
+IN_CI = {"gpt_oss", "deepseek_v3", "mamba2"}
+"""The others run with `make sweep-tests`, and all families with `make sweep-families`."""
 
 
 def test_the_number_of_families_that_train_never_falls() -> None:
@@ -43,7 +45,9 @@ def test_a_refusal_is_told_by_its_reason_and_a_fault_by_its_exception() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.sweep) for each in KINDS]
+)
 def test_a_family_of_every_kind_trains_is_exported_and_loaded_with_its_loss(
     kind: str, tokens: Path, tmp_path: Path
 ) -> None:
@@ -54,7 +58,9 @@ def test_a_family_of_every_kind_trains_is_exported_and_loaded_with_its_loss(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["phi3", "smollm3"])  # longrope that crosses its threshold; layers without RoPE
+@pytest.mark.parametrize(
+    "kind", ["phi3", pytest.param("smollm3", marks=pytest.mark.sweep)]
+)  # longrope that crosses its threshold; layers without RoPE
 def test_a_family_trains_with_its_sequence_divided_and_from_some_of_its_layers(
     kind: str, tokens: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ ROW = re.compile(r"^\| (?P<group>.+?) \| (?P<cells>\d+) \| \d+ \| \d+ \| \d+ \| 
 
 
 # mutants are drawn from the code, and change with it
+@pytest.mark.integration
 @pytest.mark.parametrize("name", sorted(SWEEPS.keys() - {"mutations"}))
 def test_the_committed_table_has_the_cells_that_the_code_enumerates(name: str) -> None:
     sweep = SWEEPS[name]()

@@ -174,6 +174,7 @@ def is_bf16(case: dict[str, Any]) -> bool:
     return bool(case.get("bf16") or case.get("config", {}).get("bf16", {}).get("enabled"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NAMES)
 def test_the_next_losses_are_those_of_the_other_trainer(
     trained: dict[str, list[float]], work: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -118,6 +118,7 @@ def test_a_host_that_comes_late_is_checked_with_the_others_and_blamed_for_nothin
     hosts.wait_for_step(1)
 
 
+@pytest.mark.sweep
 def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(hosts: Hosts) -> None:
     config = json.loads(hosts.config.read_text())
     config["run"]["steps"] = 100_000
@@ -140,6 +141,7 @@ def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(ho
     assert "stopped by SIGUSR1" in hosts.text()
 
 
+@pytest.mark.sweep
 def test_a_full_disk_makes_no_agent_take_another_for_dead(hosts: Hosts) -> None:
     folder = hosts.work / "agents"
     folder.mkdir()

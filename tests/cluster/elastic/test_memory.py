@@ -78,6 +78,7 @@ def test_a_lost_rank_costs_no_file_and_a_lost_host_only_its_own(hosts: Hosts, sh
     assert third["read"]["other_nodes"] > 0
 
 
+@pytest.mark.sweep
 def test_an_agent_that_leaves_removes_the_copies_and_a_killed_one_does_not(hosts: Hosts, shm: Path) -> None:
     hosts.start("a")
     hosts.start("b")

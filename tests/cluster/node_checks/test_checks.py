@@ -83,6 +83,7 @@ def test_available_memory_is_that_of_meminfo() -> None:
     assert available_memory(text) == 23068672 * 1024
 
 
+@pytest.mark.integration
 def test_a_node_that_hangs_is_the_bad_one_within_the_time(tmp_path: Path) -> None:
     nodes, limit = "a=127.0.0.1,b=127.0.0.1,c=127.0.0.1", ["--config", str(tmp_path / "c.json")]
     config = {"extends": str(ROOT / "ds_configs/zero3.json"), "launch": {"node_checks": {"timeout": 45.0}}}

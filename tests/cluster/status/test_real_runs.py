@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.cluster.status.run import read_status
 from pipeline.runtime.launch.run_lock import exclusive_run
@@ -19,6 +21,7 @@ from tests.headrace.commands.test_app import run
 from tests.support import last_step, wait_until
 
 
+@pytest.mark.integration
 def test_a_run_is_seen_while_it_trains_when_a_rank_dies_and_when_it_has_resumed(tokens: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fields = {"run": {"dir": str(run_dir), "steps": 300, "seed": 7, "checkpoint_every": 5}}

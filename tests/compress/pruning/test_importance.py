@@ -131,6 +131,7 @@ def cells() -> list[Any]:
     ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("name", "layout"), cells())
 def test_every_layout_chooses_equal_channels(alone: Any, tokens: Path, tmp_path: Path, name: str, layout: str) -> None:
     source, plan, one = alone(name)

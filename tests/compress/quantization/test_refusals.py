@@ -124,6 +124,7 @@ def test_layers_that_are_not_linear_modules_are_refused_with_nothing_left(tokens
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpt2", "quantize.json"]
 
 
+@pytest.mark.integration
 def test_a_result_without_a_finite_perplexity_is_not_accepted(model: Path, tokens: Path, tmp_path: Path) -> None:
     broken = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():

@@ -73,6 +73,7 @@ def decisions(step: str, documents: list[str], **keys: Any) -> list[str]:
 
 
 @needs_datatrove
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("step", "name"),
     [

@@ -30,6 +30,7 @@ def test_window_hashes_follow_the_formula_of_their_docstring() -> None:
         np.testing.assert_array_equal(minhash.window_hashes(ids, ngram=ngram)[:20], mix(literal))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("share", [0.01, 0.03, 0.08])
 def test_equal_minima_estimate_the_jaccard_similarity(texts: list[str], tokenize: Tokenize, share: float) -> None:
     rng = random.Random(0)

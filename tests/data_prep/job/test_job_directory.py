@@ -123,6 +123,7 @@ def test_the_scratch_files_of_killed_tasks_are_removed(work: Path) -> None:
     assert not any(path.exists() for path in leftover)
 
 
+@pytest.mark.integration
 def test_shares_of_a_reduce_phase_with_deduplication_can_start_at_the_same_time(work: Path) -> None:
     rows(work / "a.jsonl", [f"{i % 40} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}], dedup={"exact": True}, heldout_fraction=0.3, shard_tokens=50)

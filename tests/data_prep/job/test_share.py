@@ -60,6 +60,7 @@ def test_shares_write_what_one_machine_writes_and_share_0_commits_it(config: Pat
     assert "finished" in finish(start(config, 1))  # a pod that comes back after the end
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("killed", [(0,), (1,), (0, 1, 2)])
 def test_killed_shares_are_started_again_with_their_numbers(
     config: Path, expected: dict[str, bytes], killed: tuple[int, ...]

@@ -67,6 +67,7 @@ def test_strings_are_those_of_orjson(value: dict[str, Any], ascii_only: bool, se
     ),
 )
 @example({"text": "a"}, True, [(12, 0, b"\x00")])
+@pytest.mark.integration
 def test_a_damaged_line_that_is_accepted_is_accepted_by_orjson(
     value: dict[str, Any], ascii_only: bool, edits: list[tuple[int, int, bytes]]
 ) -> None:

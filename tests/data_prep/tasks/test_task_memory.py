@@ -23,6 +23,7 @@ BANDS, BATCH, BATCHES = 14, 100, 30
 LINES = 200_000
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("block_lines", [1, 64, 300, 1 << 20])
 def test_the_table_of_lines_does_not_depend_on_the_block_size(
     block_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -48,6 +49,7 @@ def test_a_task_without_lines_writes_an_empty_table(tmp_path: Path) -> None:
     assert np.load(tmp_path / "lines.items.npy").shape == (1, 0)
 
 
+@pytest.mark.integration
 def test_memory_for_hashing_lines_does_not_grow_with_documents(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_tasks, "_BLOCK_LINES", 4096)
     (work / "a.jsonl").write_text("".join(f'{{"text": "{i:<200}"}}\n' for i in range(LINES)))

@@ -38,6 +38,7 @@ def passes(name: str, memory: MemorySection) -> tuple[int, dict[str, torch.Tenso
     return kept, gradients(decoder), recorder.calls(*SAVED_OPERATORS) - before
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text"])
 def test_gradients_do_not_change(name: str) -> None:
     _, expected, _ = passes(name, MODES["none"])

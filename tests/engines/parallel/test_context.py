@@ -47,6 +47,7 @@ def test_ulysses_with_tensor_parallelism_equals_the_full_model(ranks: Ranks, nam
     compare(ranks, name, {"parallel": {"cp": 2, "tp": 2}, "loss": {"chunk": 5}}, BORDERS)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("borders", [None, BORDERS], ids=["one-document", "documents"])
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma3_text", "deepseek_v3"])

@@ -21,6 +21,7 @@ def run(decoder: Decoder, batch: MicroBatch, z_loss: float = 0.01) -> tuple[torc
     return tuple(each.detach() for each in sums)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("chunk", [1, 5, 12, 24, 1000])
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma3_text", "gpt2"])
 def test_the_chunked_loss_equals_the_unchunked_loss(name: str, chunk: int) -> None:

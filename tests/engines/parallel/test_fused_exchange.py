@@ -351,6 +351,7 @@ def test_layers_share_the_kernels_of_a_package_for_the_tokens_of_a_micro_batch(m
     assert exchange_of(run_with(None)) is AllToAll
 
 
+@pytest.mark.integration
 def test_nothing_imports_the_package_before_a_layer_runs() -> None:
     code = (
         "import sys, pipeline.engines.parallel.assemble;"

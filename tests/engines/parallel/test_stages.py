@@ -180,6 +180,7 @@ def in_stages(name: str, pp: int, borders: Any, **fields: Any) -> tuple[float, d
     return float(passed[0].detach()), found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "mistral", "gemma", "gemma3_text", "mixtral"])
 def test_stages_in_sequence_equal_the_full_model(name: str, pp: int) -> None:

@@ -62,6 +62,7 @@ def test_muons_updates_have_the_spectral_norm_that_a_layer_needs(adjust_lr: str,
     assert of["self_attn.q_proj.weight"].init == pytest.approx(1 / 2)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("family", "tied"),
     [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False), ("mistral", False), ("gpt2", True)],

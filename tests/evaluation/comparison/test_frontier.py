@@ -38,6 +38,7 @@ def rows(model: Path, gguf: Path, tokens: Path) -> list[Row]:
     return frontier({"own": model, "q8": gguf}, data=data, wanted=wanted)
 
 
+@pytest.mark.integration
 def test_the_first_model_is_the_reference(rows: list[Row]) -> None:
     own, q8 = rows
     assert (own.mean_kl, own.max_kl, own.top1_agreement) == (0.0, 0.0, 1.0)
@@ -141,6 +142,7 @@ def test_prompts_need_a_tokenizer(model: Path, tokens: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.integration  # a second measurement
+@pytest.mark.sweep
 def test_a_loss_mask_holds_for_every_program(model: Path, gguf: Path, tokens: Path, tmp_path: Path) -> None:
     masked = make_masked(tmp_path / "masked", tokens, every_third)
     data = HeldOutData(path=str(masked), sequence_length=SEQUENCE)

@@ -151,6 +151,7 @@ def test_a_bound_of_any_size_can_be_given() -> None:
     assert bound_within("W8A8", 1e6) == Bound(1e6, np.inf)
 
 
+@pytest.mark.integration
 def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: GateSample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
     file = copied / "model.gguf"
@@ -174,7 +175,7 @@ def test_a_tokenizer_with_other_ids_is_refused(int8: Made, model: Path, sample: 
         run_gate(model, copied, bound=bound_of("W8A8"), sample=sample, vocabulary=VOCAB, consumers=plan)
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_the_layer_with_wrong_weights_is_named(int8: Made, model: Path, sample: GateSample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
     file = copied / "model.safetensors"
@@ -296,6 +297,7 @@ def test_a_file_that_rounds_nothing_is_not_told_to_skip_layers_or_to_widen_the_b
     assert 'skip"' not in text
 
 
+@pytest.mark.integration
 def test_every_remedy_of_a_refused_quantization_is_taken(model: Path, tokens: Path, tmp_path: Path) -> None:
     """The bound that is named for the loss of all layers is enough for more bits, and for fewer layers, too."""
     fields: dict[str, Any] = {"scheme": "W4A16", "consumers": ["transformers"], "max_mean_kl": 1e-9}

@@ -64,6 +64,7 @@ def test_sources_with_a_loss_mask_have_no_bits_per_byte_in_the_journal(masked: P
     assert "null" not in json.dumps(found)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mask_documents", [True, False])
 def test_the_command_finds_the_loss_of_the_last_evaluation_without_being_told_how(
     tokens: Path, masked: Path, tmp_path: Path, mask_documents: bool

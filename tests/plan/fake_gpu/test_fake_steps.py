@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.plan.fake_gpu import guard
 from pipeline.plan.fake_gpu.case import StepCase
-from tests.conftest import ROOT
+from tests.conftest import ROOT, selected
 from tests.plan.fake_gpu.cells import differences, gating_cases, measured, run_cases
 from tests.support import output_of
 
@@ -27,13 +27,21 @@ EXCHANGES = {
 }
 
 
+SWEPT = {"gate: small moments", "gate: ring attention", "gate: mixture of experts", "gate: expert parallelism"}
+"""Cells for `make sweep-tests`: what they have beside another cell is another dtype, method, or number of ranks."""
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict[str, Any]]:
-    cases = gating_cases()
+def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    wanted = selected(request.session, test_a_step_at_real_width_and_world_does_what_the_table_says, "name")
+    cases = {name: case for name, case in gating_cases().items() if name in wanted}
     return dict(zip(cases, run_cases(list(cases.values()), timeout_s=300), strict=True))
 
 
-@pytest.mark.parametrize("name", gating_cases())
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in gating_cases()]
+)
 def test_a_step_at_real_width_and_world_does_what_the_table_says(results: dict[str, dict[str, Any]], name: str) -> None:
     result = results[name]
     assert "report" in result, result["traceback"]
@@ -46,6 +54,7 @@ def test_a_step_at_real_width_and_world_does_what_the_table_says(results: dict[s
     assert sum(measured()[name]["deferred_reads"].values()) == 1
 
 
+@pytest.mark.integration
 def test_a_device_mix_up_a_host_read_and_an_unpinned_copy_are_seen() -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.mistakes"]
     report = json.loads(output_of(subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)))
@@ -78,6 +87,7 @@ def test_layouts_of_deepspeed_are_executed_one_after_another_with_process_groups
     assert len(set(peaks)) == 3  # each its own step
 
 
+@pytest.mark.integration
 def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.killed_step", "1", "2"]
     said = output_of(subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT))
@@ -86,6 +96,7 @@ def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
     assert after["report"] == {"peak": 1}
 
 
+@pytest.mark.integration
 def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.killed_step", "3"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting:

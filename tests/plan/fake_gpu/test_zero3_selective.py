@@ -8,6 +8,7 @@ from pipeline.plan.fake_gpu.case import StepCase, case_process
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_a_selective_recomputation_gathers_weights() -> None:
     layers = ("model.config.num_hidden_layers=4", "train_batch_size=16", "memory.activation_checkpointing=selective")
     zero3 = ("engine=deepspeed", "zero_optimization.stage=3")

@@ -112,6 +112,7 @@ def test_the_spread_is_the_noise_at_hand_and_grows_in_proportion_to_the_distance
     assert tests.spread(4.0) == pytest.approx(4 * tests.growth, rel=0.01)
 
 
+@pytest.mark.sweep
 def test_the_interval_holds_the_loss_of_most_large_runs() -> None:
     """Ladders of known laws, four times the largest rung's parameters; 200 of them: docs/how-to/scaling-ladder.md."""
     held = []

@@ -42,6 +42,7 @@ def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
     return warm.run("-m", "pipeline", "prove", *arguments)
 
 
+@pytest.mark.integration
 def test_a_layout_is_proven_without_its_data_in_fp32_and_its_own_precision(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", bf16={"enabled": True}, engine="torch")
     path = write_config(tmp_path / "c.json", config)
@@ -78,6 +79,7 @@ def test_what_check_refuses_of_an_architecture_is_refused_and_not_refuted(
     assert refusal_of(prove("--config", path, "--processes", "4")) == checked
 
 
+@pytest.mark.sweep
 def test_a_refusal_of_the_ranks_is_refused_and_not_refuted(runs: Runs) -> None:
     case, result = runs["failing"]
     with pytest.raises(
@@ -284,7 +286,14 @@ def test_a_wrong_gradient_is_refuted_however_chaotic_the_curve_is(runs: Runs) ->
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("kind", "attention"), [("olmo3", "sdpa"), ("exaone4", "sdpa"), ("inkling_text", "eager")])
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        pytest.param("olmo3", "sdpa", marks=pytest.mark.sweep),
+        pytest.param("exaone4", "sdpa", marks=pytest.mark.sweep),
+        ("inkling_text", "eager"),
+    ],
+)
 def test_families_with_norms_after_their_layers_or_their_embedding_are_proven(
     tmp_path: Path, kind: str, attention: str
 ) -> None:

@@ -61,8 +61,16 @@ CASES: dict[str, tuple[Factor, dict[str, Any]]] = {
 }
 
 
+SWEPT = {"a spike, ignored, not rechecked", "a spike, skipped, not rechecked", "a flaky device"}
+
+
 @pytest.mark.parametrize(
-    ("name", "drained"), [*((name, 0) for name in CASES), ("a spike, skipped", BAD - 1), ("a spike, skipped", BAD)]
+    ("name", "drained"),
+    [
+        *(pytest.param(name, 0, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CASES),
+        pytest.param("a spike, skipped", BAD - 1, marks=pytest.mark.sweep),
+        ("a spike, skipped", BAD),
+    ],
 )
 def test_results_events_and_weights_are_those_of_steps_that_are_waited_for(name: str, drained: int) -> None:
     factor, section = CASES[name]

@@ -61,6 +61,7 @@ def results(
     return results
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_a_step_not_applied_changes_no_state(results: dict[str, list[dict[str, Any]]], name: str, fault: str) -> None:

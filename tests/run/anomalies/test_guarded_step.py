@@ -196,6 +196,7 @@ def test_without_a_checkpoint_for_a_rollback_the_step_is_skipped() -> None:
     assert run.events[0]["action"] == "skip"
 
 
+@pytest.mark.integration
 def test_a_recheck_does_not_change_the_loss_scale_of_fp16() -> None:
     keys = {"fp16": {"enabled": True, "initial_scale_power": 10}}
     run, other = Run(flaky, keys=keys), Run(healthy, keys=keys)

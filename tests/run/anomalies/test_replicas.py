@@ -39,6 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return results
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_a_flipped_bit_is_found_by_all_ranks_and_named(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     ranks, flipped = results[name], {**ON_TWO, **ON_FOUR}[name]

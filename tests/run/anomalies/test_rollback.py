@@ -69,6 +69,7 @@ def expected(work: Path) -> dict[int, float]:
     return {batch.step: engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss for batch in loader}
 
 
+@pytest.mark.integration
 def test_after_a_rollback_training_continues_with_the_data_after_the_bad_step(rolled_back: Path) -> None:
     found, after = losses(rolled_back / "run"), expected(rolled_back)
     rows = [row["step"] for row in read_rows(rolled_back / "run", kind="step")]
@@ -118,6 +119,7 @@ def test_a_run_killed_after_a_rollback_resumes_to_the_same_losses(
     assert losses(work / "run") == losses(rolled_back / "run")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.sweep)])
 def test_a_rollback_of_a_sharded_run_on_two_processes_gives_the_same_curve(
     rolled_back: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int

@@ -62,9 +62,9 @@ def test_with_all_ids_a_student_learns_what_it_learns_from_the_teacher(work: Pat
     "sets",
     [
         ("parallel.tp=2",),
-        ("parallel.cp=2", "zero_optimization.stage=2"),
+        pytest.param(("parallel.cp=2", "zero_optimization.stage=2"), marks=pytest.mark.sweep),
         ("engine=deepspeed",),
-        ("engine=deepspeed", "parallel.pp=2", "zero_optimization.stage=1"),
+        pytest.param(("engine=deepspeed", "parallel.pp=2", "zero_optimization.stage=1"), marks=pytest.mark.sweep),
     ],
     ids=["tensor parallelism", "context parallelism", "DeepSpeed, data parallelism", "DeepSpeed, pipeline"],
 )
@@ -185,6 +185,7 @@ def test_a_run_on_cached_logits_needs_no_teacher(work: Path, tmp_path: Path) -> 
     assert read_manifest(tmp_path / "run", kind="run").parents.keys() >= {"distill.logits"}
 
 
+@pytest.mark.integration
 def test_a_cache_of_all_windows_allows_rollbacks(work: Path, tmp_path: Path) -> None:
     """The remedy of the refusal: with so many steps, the cache has all windows."""
     steps = re.search(r"run\.steps=(\d+)", refusal(work, "anomalies.spikes=rollback"))

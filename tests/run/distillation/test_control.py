@@ -19,6 +19,7 @@ def control(config: Path, *words: str) -> str:
     return output_of(run("-m", "pipeline", "distill", "--control", "--config", config, *words, merged=True))
 
 
+@pytest.mark.integration
 def test_the_control_is_the_run_of_headrace_train_without_a_teacher_and_both_losses_are_printed(
     teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:

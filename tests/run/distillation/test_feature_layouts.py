@@ -30,10 +30,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
 }
 IN_CI = {
-    "full activation checkpointing",
     "FSDP2, teacher sharded",
     "tensor and context parallelism, ring",
-    "ZeRO-2, tensor parallelism, selective checkpointing",
 }
 """The others run with `make sweep-tests`."""
 

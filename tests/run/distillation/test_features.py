@@ -115,6 +115,7 @@ def by_formula(own: Any, theirs: Any, batch: MicroBatch, *, kind: str, hidden_ma
     return [torch.stack(hidden).mean(), torch.stack(relations).mean()]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("sets", [(), ("memory.activation_checkpointing=full",), ("loss.chunk=8",)], ids=str)
 @pytest.mark.parametrize("masks", [True, False], ids=["documents apart", "documents together"])
 def test_losses_and_gradients_are_those_of_the_formula_on_transformers_own_model(
@@ -157,6 +158,7 @@ def test_models_of_one_width_are_matched_state_by_state(kind: str, tokens: Path,
     assert hidden.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.sweep
 def test_states_of_compiled_layers_are_matched_as_those_of_others(tokens: Path, teacher: Path, tmp_path: Path) -> None:
     sums = []
     for sets in ((), ("compile.enabled=true", "compile.backend=aot_eager", "memory.activation_checkpointing=full")):
@@ -269,6 +271,7 @@ def test_layers_before_the_last_pipeline_stage_are_refused(tokens: Path, teacher
     assert "the last of 2 pipeline stages, which has the student's layers 1 to 1, and layer 0 is" in done.stdout
 
 
+@pytest.mark.integration
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened_and_other_matching_is_another_run(
     tokens: Path, teacher: Path, tmp_path: Path
 ) -> None:

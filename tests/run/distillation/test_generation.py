@@ -53,6 +53,7 @@ def prompts_of(batch: MicroBatch) -> Prompts:
     return Prompts(ids, positions, documents, torch.arange(len(ids)))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "architecture",
     ["llama", "llama_tied", "qwen3", "mistral", "gemma3_text", "phi", "mixtral", "deepseek_v3"],

@@ -37,7 +37,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 IN_CI = {
     "pipeline",
-    "DeepSpeed, pipeline",
     "DeepSpeed, tensor parallelism",
     "DeepSpeed, teacher sharded",
     "tp, cp and a sharded teacher",

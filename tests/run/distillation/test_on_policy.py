@@ -141,6 +141,7 @@ def test_parts_are_means_over_their_own_targets() -> None:
     assert everything["on_policy_jsd"] == pytest.approx(0.1)
 
 
+@pytest.mark.integration
 def test_a_run_reports_what_it_generated_and_check_what_that_costs(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", on_policy(tokens, tmp_path / "run", teacher, batch=2))
     cost = json.loads(output_of(warm.run("-m", "pipeline", "check", "--config", config, "--json")))["on_policy"]

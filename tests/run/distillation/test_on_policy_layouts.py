@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "the reference": (1, ("engine=reference", "zero_optimization.stage=0")),
 }
-IN_CI = {"tensor parallelism", "DeepSpeed, ZeRO-3"}
+IN_CI = {"tensor parallelism"}
 """The others run with `make sweep-tests`."""
 
 

@@ -41,6 +41,7 @@ def files_of(run_dir: Path) -> dict[str, bytes]:
     return {str(name): found[name].read_bytes() for name in found.keys() - hidden}
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 def test_a_run_is_copied_with_its_checkpoints_there_and_back_and_goes_on_in_both_places(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -60,6 +61,7 @@ def test_a_run_is_copied_with_its_checkpoints_there_and_back_and_goes_on_in_both
         assert losses(working_directory(place)) == losses(whole / "run")
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("store")
 def test_a_checkpoint_that_is_imported_to_a_url_is_there_and_goes_on_there(
     whole: Path, tmp_path: Path, faults: Faulty, capsys: pytest.CaptureFixture[str]

@@ -47,6 +47,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> s
     return out.out + out.err
 
 
+@pytest.mark.integration
 def test_a_run_that_is_killed_has_the_checkpoints_of_a_local_one_and_is_read_and_goes_on_from_its_url(
     local: Path, tokens: Path, tmp_path: Path, store: Any, faults: Faulty, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_second_run_of_the_same_url_is_refused_and_a_stop_by_signal_uploads_fi
 
 
 @pytest.mark.usefixtures("store")
+@pytest.mark.sweep
 def test_nodes_whose_caches_are_not_shared_are_refused_and_leave_no_run(tokens: Path, tmp_path: Path) -> None:
     config = config_of(tokens, tmp_path, URL, steps=STEPS)
     caches = [tmp_path / "node-0", tmp_path / "node-1"]

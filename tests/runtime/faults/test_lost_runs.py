@@ -105,7 +105,7 @@ def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> 
     ("launcher", "victim", "how"),
     [
         pytest.param("nproc", 0, signal.SIGKILL, marks=pytest.mark.sweep),
-        ("nproc", 1, signal.SIGSTOP),
+        pytest.param("nproc", 1, signal.SIGSTOP, marks=pytest.mark.sweep),
         pytest.param("torchrun", 1, signal.SIGKILL, marks=pytest.mark.sweep),
         ("deepspeed", 0, signal.SIGKILL),
     ],

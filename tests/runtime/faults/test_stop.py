@@ -16,7 +16,7 @@ from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import entry_point, launch, losses, tiny_config, write_config
 from tests.support import last_step, wait_until
 
-STEPS = 40
+STEPS = 24
 SLOW = {"evaluation": {"every": 10, "samples": 4000}}
 """An evaluation that takes seconds."""
 
@@ -45,6 +45,7 @@ def stopped_at_step(
     return process.returncode, output
 
 
+@pytest.mark.integration
 def test_a_stopped_run_saves_a_checkpoint_and_resumes_to_the_same_loss_curve(
     uninterrupted: Path, tokens: Path, tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_stopped_run_saves_a_checkpoint_and_resumes_to_the_same_loss_curve(
     assert losses(run_dir) == losses(uninterrupted)  # to the last bit
 
 
+@pytest.mark.integration
 def test_a_run_stopped_in_an_evaluation_aborts_it_and_repeats_it_on_resume(tokens: Path, tmp_path: Path) -> None:
     config, run_dir = configured(tokens, tmp_path, **SLOW), tmp_path / "run"
     exit_code, output = stopped_at_step(config, run_dir, 10, signal.SIGTERM, processes=1)
@@ -69,6 +71,7 @@ def test_a_run_stopped_in_an_evaluation_aborts_it_and_repeats_it_on_resume(token
     assert [row["step"] for row in read_rows(run_dir, kind="eval")] == [10, 12]
 
 
+@pytest.mark.integration
 def test_a_run_stopped_while_it_starts_does_no_step_and_builds_no_engine(tokens: Path, tmp_path: Path) -> None:
     config, run_dir = configured(tokens, tmp_path), tmp_path / "run"
     words = [*entry_point("train.py", config), "--nproc", "2"]

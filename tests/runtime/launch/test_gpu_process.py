@@ -200,7 +200,8 @@ def test_launch_device_cpu_hides_gpus_from_libraries_or_says_that_it_is_too_late
         has_gpu(LaunchSection(device="cpu"))
 
 
-@pytest.mark.parametrize("gpus", ["", "2"])
+@pytest.mark.integration
+@pytest.mark.parametrize("gpus", ["", pytest.param("2", marks=pytest.mark.sweep)])
 def test_deepspeeds_launcher_starts_a_cuda_build_on_a_machine_without_gpus_unless_slurm_gave_some(
     tmp_path: Path, gpus: str
 ) -> None:
@@ -245,6 +246,7 @@ def test_torchs_own_settings_are_set_unless_the_user_has() -> None:
     assert host_group_defaults({"TORCH_GLOO_LAZY_INIT": "0"}) == {}
 
 
+@pytest.mark.sweep
 def test_gloo_beside_nccl_opens_no_connection_between_ranks_that_never_send(tmp_path: Path) -> None:
     code = """
 import os, sys, torch.distributed as dist

@@ -54,6 +54,7 @@ def expected(work: Path) -> dict[int, float]:
 
 
 @WITHOUT_MPI
+@pytest.mark.sweep
 def test_mpirun_gives_the_same_losses_as_torchrun(work: Path, expected: dict[int, float]) -> None:
     output = train(work, "mpirun", "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
     assert "mpirun (Open MPI): 2 processes" in output

@@ -120,6 +120,7 @@ def test_peak_flops_are_reported_for_known_devices_only(name: str, bf16: bool, t
     assert peak_flops(name, bf16=bf16) == (None if tflops is None else tflops * 1e12)
 
 
+@pytest.mark.integration
 def test_wandb_without_a_login_records_offline_under_the_run(tokens: Path, tmp_path: Path) -> None:
     config = tiny_config(tokens, tmp_path / "run", engine="torch", wandb={"enabled": True, "project": "mill"})
     path = write_config(tmp_path / "c.json", config)

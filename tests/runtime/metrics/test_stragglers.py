@@ -174,7 +174,9 @@ def trained(tokens: Path, work: Path, layout: str, *, slow: int, threshold: floa
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=[pytest.mark.sweep] * (each == "deepspeed-3")) for each in LAYOUTS]
+)
 def test_a_rank_that_is_suspended_most_of_the_time_is_named(tokens: Path, tmp_path: Path, layout: str) -> None:
     reports, output = trained(tokens, tmp_path, layout, slow=1, threshold=0.3)
     host = socket.gethostname()
@@ -214,6 +216,7 @@ def test_a_rank_with_more_work_is_named_and_reports_become_rarer_when_profiling_
     assert [line[1] for line in lines[3:]] == ["[]", "[]", "[1]", "[]"]
 
 
+@pytest.mark.integration
 def test_no_rank_is_named_where_none_is_slow(tokens: Path, tmp_path: Path) -> None:
     # other tests on the machine slow a rank down, up to 3.7 times in two reports in a row: but not in each run
     for attempt in ("first", "second", "third"):
@@ -227,6 +230,7 @@ def test_no_rank_is_named_where_none_is_slow(tokens: Path, tmp_path: Path) -> No
     assert slowest["host"] > 0
 
 
+@pytest.mark.integration
 def test_reports_change_no_result_and_can_be_switched_off(tokens: Path, tmp_path: Path) -> None:
     found = {}
     for every in (3, None):

@@ -81,6 +81,7 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_an_island_that_comes_late_takes_the_state_of_the_others_and_trains_with_them() -> None:
     with two_islands(seed=7) as islands:
         islands.wait_for_rounds("island-0", 2)
@@ -131,9 +132,9 @@ def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path
 
 @pytest.mark.integration
 def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens: Path, tmp_path: Path) -> None:
-    config = make_config(tokens, tmp_path, steps=400, start_s=100)
+    config = make_config(tokens, tmp_path, steps=200, start_s=100)
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
-    sets = ("islands.steps=50", "run.checkpoint_every=400", "evaluation.samples=4")
+    sets = ("islands.steps=25", "run.checkpoint_every=200", "evaluation.samples=4")
     with subprocess.Popen(command(config, *sets), stdout=subprocess.DEVNULL) as process:
         wait_until(lambda: len(events(second, "exchange")) >= 2, process=process)
         process.terminate()
@@ -145,7 +146,14 @@ def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens:
     groups.assert_equal_weights(first, second)
 
 
-@pytest.mark.parametrize(("engine", "stage", "shares"), [("deepspeed", 3, "null"), ("torch", 2, '"auto"')])
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("engine", "stage", "shares"),
+    [
+        ("deepspeed", 3, "null"),
+        pytest.param("torch", 2, '"auto"', marks=pytest.mark.sweep),
+    ],
+)
 def test_islands_of_two_processes_exchange_between_equal_ranks(
     engine: str, stage: int, shares: str, tokens: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +182,7 @@ def test_islands_with_expert_parallelism_exchange_between_ranks_of_equal_experts
     groups.assert_equal_weights(first, second)
 
 
+@pytest.mark.integration
 def test_islands_of_two_processes_exchange_beside_their_steps_and_end_alike(tokens: Path, tmp_path: Path) -> None:
     """A checkpoint after step 8 is beside the second exchange, which begins after step 7."""
     config = make_config(tokens, tmp_path, steps=15, overlap=3, start_s=100)

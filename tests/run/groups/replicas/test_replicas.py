@@ -39,6 +39,7 @@ def make_config(tokens: Path, work: Path, *, steps: int, **replicas: Any) -> Pat
     return groups.make_config("replicas", tokens, work, run_steps=steps, **replicas)
 
 
+@pytest.mark.integration
 def test_two_replicas_and_then_one_follow_the_loss_of_one_plain_process(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=10, start_s=100)
     run_replicas(config, "run.steps=5", "scheduler=null")
