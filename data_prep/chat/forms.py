@@ -2,7 +2,8 @@
 
 A message may have no content (null) or a list of parts, and the arguments of a tool call may be a string of JSON or an
 object. Templates take some of these forms and print others as Python's own text (`None`, `[{'type': ...}]`) or as JSON
-escaped twice. So a conversation is rendered as written; only a form that is printed so, or fails, is changed.
+escaped twice. So a conversation is rendered as written, and only forms that the template misprints or rejects
+are changed.
 """
 
 from __future__ import annotations

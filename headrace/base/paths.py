@@ -35,7 +35,7 @@ _COPIED_BY = {
 
 
 def is_url(text: str | Path) -> bool:
-    """Whether a text is a URL, also one that was a `Path` for a while; `zip://inner::s3://bucket/x` is one, too."""
+    """Whether a text is a URL, such as `zip://inner::s3://bucket/x`, even after `Path` has merged its slashes."""
     return "://" in str(text) or _SCHEME.match(str(text)) is not None
 
 

@@ -45,7 +45,7 @@ def check_output(output: str, *, field: str = "output", needed: int = 0) -> None
 
     Raises:
         ConfigError: the output is a path that exists.
-        DataError: the URL has a finished directory, the store overwrites what a conditional write must not, or the disk
+        DataError: the URL has a finished directory, the store ignores the condition of a conditional write, or the disk
             has no room.
         StorageError: the store cannot be written to.
     """

@@ -54,7 +54,7 @@ def check_can_publish(url: str) -> None:
     Writes a small object and deletes it.
 
     Raises:
-        DataError: there is a finished directory, or the store overwrites what a conditional write must not.
+        DataError: there is a finished directory, or the store ignores the condition of a conditional write.
         StorageError: the store cannot be written to.
     """
     if find_manifest(url) is not None:
@@ -73,7 +73,7 @@ def check_can_write(url: str) -> None:
     Writes a small object and deletes it; nothing is left where the one or the other is not allowed.
 
     Raises:
-        DataError: the store overwrites what a conditional write must not.
+        DataError: the store ignores the condition of a conditional write.
         StorageError: one of these is not allowed, or the store cannot be reached.
     """
     probe = f"{url.rstrip('/')}/{_PROBE}{uuid.uuid4().hex[:12]}"

@@ -1,6 +1,6 @@
 """Files that headrace ships: configs, job scripts and the demo, by the name that they have in the repository.
 
-They are in `headrace/share/`, which in a checkout holds links to the folders at the top, in a wheel the files.
+They are in `headrace/share/`: a checkout has links to the top-level folders there, and a wheel has the files.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _MISSING, _TIMED_OUT = 127, 124
 def run_slurm(
     *command: str, environ: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command; one that is missing, or takes too long, has failed, and `stderr` says so.
+    """Runs a command; a missing program or a time-out counts as a failure, with the reason in `stderr`.
 
     Args:
         environ: environment of the command; None for that of this process.

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def data_prep_lines(path: Path, overrides: Sequence[str] = ()) -> list[str] | None:
-    """The phases of a data-prep job, given by its config, its directory or its output; None of anything else.
+    """The phases of a data-prep job, given by its config, its directory or its output; None for anything else.
 
     Raises:
         DataError: the job has not begun, or its files are damaged.

@@ -2,9 +2,9 @@
 
 Keys are `weight/NAME`, one per state tensor of the optimizer (AdamW `exp_avg/NAME` and `exp_avg_sq/NAME`, Lion
 `exp_avg/NAME`, SGD with momentum and hidden matrices of Muon `momentum_buffer/NAME`), `buffer/NAME` of a persistent
-buffer, in its own dtype, the
-scalar `optimizer_step` of an optimizer that counts its steps, of an fp16 run `loss_scale`, and of a run with an
-auxiliary loss of its experts `expert_load`.
+buffer in its own dtype, and up to three more: the scalar `optimizer_step` of an optimizer that counts its
+steps, `loss_scale` of an fp16 run, and `expert_load` of a run with an
+auxiliary loss of its experts.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _NEVER = 1 << 62
 
 
 class DeepSpeedLoop(LoopEngine):
-    """See `LoopEngine`. The process group is open.
+    """A `LoopEngine` on engine deepspeed. The process group has to be initialized already.
 
     Args:
         parts: model, optimizer, config and batch sizes.

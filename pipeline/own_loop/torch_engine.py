@@ -27,7 +27,7 @@ from pipeline.own_loop.state import StateEntry
 
 
 class TorchLoop(LoopEngine):
-    """See `LoopEngine`.
+    """A `LoopEngine` on engine torch.
 
     Args:
         parts: model, optimizer, config and batch sizes.

@@ -133,10 +133,10 @@ def _begin_sum(own: Tensor, *, copies: int) -> Callable[[], Tensor]:
 
 
 def recorded_skips(checkpoint: Checkpoint | None, run_dir: Path) -> Skips:
-    """Returns the data that the run leaves out from the checkpoint on, by its manifest and the journal. Collective."""
+    """Returns the data that the run skips after the checkpoint, by its manifest and the journal. Collective."""
     return NO_SKIPS if checkpoint is None else on_rank_zero(partial(skips_after, checkpoint, run_dir))
 
 
 def skips_after(checkpoint: Checkpoint, run_dir: Path) -> Skips:
-    """Reads the data that the run leaves out from the checkpoint on."""
+    """Reads which data the run skips after the checkpoint."""
     return skips_of(checkpoint.manifest.details, read_rows(run_dir, kind="event"), step=checkpoint.step)

@@ -28,7 +28,7 @@ class RankOfRun:
         engine: executes the steps.
         agreement: all-reduces small numbers over the ranks of the run.
         signals: stop signals of this process.
-        watchdog: is told the phase and step this rank is in.
+        watchdog: watchdog that gets this rank's phase and step.
         attempt: journal of the attempts of the run.
         sinks: journal and tracking services, for metrics and events; empty on all ranks but rank 0.
         display: progress bar and messages; silent on all ranks but rank 0.

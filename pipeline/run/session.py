@@ -149,7 +149,7 @@ class Session:
         launch: launcher and rank of this process.
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
-        watchdog: is told the phase and step this rank is in.
+        watchdog: watchdog that gets this rank's phase and step.
         attempt: is told when training begins.
         copies: checkpoint copies in this node's memory.
         uploads: copies checkpoints and journals to an object store.

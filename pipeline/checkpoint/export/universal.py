@@ -21,7 +21,7 @@ _GROUPS = 64
 
 
 def write_universal(state: TrainedState, directory: Path, progress: Progress) -> None:
-    """Writes the folder: `latest_universal`, and the folder of the step.
+    """Writes a universal checkpoint of DeepSpeed: `latest_universal`, and the folder of the step.
 
     Args:
         state: the state to write.

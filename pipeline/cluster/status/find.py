@@ -25,7 +25,7 @@ def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
     """The directory of a run that is given by itself or by its config file; it need not exist while its job waits.
 
     Raises:
-        DataError: it is something of data prep, or a directory of another kind.
+        DataError: the directory belongs to data prep, or is of another kind than a run.
         ConfigError: it is a config file without run.dir, or none at all.
     """
     if path.is_dir():

@@ -241,7 +241,7 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is anything of a run in a directory."""
+    """Whether a directory has any of the files that a run writes."""
     return any((run_dir / name).exists() for name in (JOURNAL, MANIFEST, ATTEMPTS, SLURM_STARTS, AGENTS))
 
 

@@ -62,8 +62,8 @@ def layer_map(field: str, given: LayerMap, *, student: int, teacher: int) -> dic
 
     Args:
         field: name of the section, for the message.
-        given: the config's layer map. uniform: layer i of n with layer ceil((i + 1) N / n) - 1 of N, so that both have
-            passed the same share of their depth, and the last are mapped to each other.
+        given: the config's layer map. "uniform" maps layer i of n to layer ceil((i + 1) N / n) - 1 of N: both are
+            at the same share of their depth, and the last layers are mapped to each other.
         student, teacher: number of decoder layers, n and N.
 
     Raises:

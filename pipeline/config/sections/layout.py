@@ -79,7 +79,7 @@ SCHEDULES = {
 
 
 class LayoutSection(Section):
-    """Sizes of the mesh axes, and how a pipeline and context-parallel ranks work. The data-parallel size follows."""
+    """Sizes of the mesh axes and settings of parallelism. The data-parallel size follows from the number of ranks."""
 
     pp: Count | None = Field(
         None,

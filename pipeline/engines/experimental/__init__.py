@@ -1,1 +1,1 @@
-"""Code that has never run on what it is for; found by name, imported by none but a run that names it. See README.md."""
+"""Code that was never run on its target hardware; it is imported only by a run whose config names it. See README.md."""

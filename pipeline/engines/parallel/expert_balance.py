@@ -97,14 +97,14 @@ class ExpertBalancer:
 
     @torch.no_grad()
     def end_step(self, *, targets: int, vetoed: Tensor | bool) -> Tensor:
-        """Sums over all ranks; updates the state unless the step was vetoed. Collective; the host waits for nothing.
+        """Sums router statistics over all ranks; updates the state unless the step is vetoed. Collective, no host sync.
 
         Args:
             targets: number of target tokens in the whole step.
-            vetoed: whether the weights were left unchanged, bool scalar. The state stays as it was then, too.
+            vetoed: whether the weights were left unchanged, bool scalar. The state is then unchanged too.
 
         Returns:
-            fp64 [6] on the device, [7] with expert parallelism, which `parts` names.
+            fp64 [6] on the device, [7] with expert parallelism: the values that `parts` names.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._sums)

@@ -289,7 +289,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool
     Args:
         rows: [M, I], sorted by expert.
         weight: [L, O, I], or [L, I, O] where `transposed`.
-        ends: int32 [L], the first row behind each expert's.
+        ends: int32 [L], for each expert the index of the first row after its rows.
         transposed: whether the inputs are the weight's second dim.
 
     Returns:

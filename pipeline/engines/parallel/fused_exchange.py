@@ -3,7 +3,7 @@
 `RowKernels` is what such a package has to do; `fused_kernels` has those there are. A kernel's handle is its record of a
 routing: each backward pass is the other kernel, with the handle of the forward pass. Rows of one expert may be in
 another order in each dispatch, and activation checkpointing computes the rows again: so the tensors of a handle are
-kept as activations are, and the backward pass has those of the dispatch that its rows are of.
+kept as activations are, and the backward pass uses those of the dispatch that sent its rows.
 
 What differs from `AllToAll`: weights travel with the rows and multiply them there, and a token's rows are added up on
 each rank before they are over the ranks, rounded to the kernels' dtype between.

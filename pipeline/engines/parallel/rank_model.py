@@ -71,7 +71,7 @@ class RankModel:
         head: elements of the head; 0 on ranks without it. A tied one is the embedding.
         largest: elements of the largest parameter.
         small: elements that tensor parallelism does not shard (norms).
-        tied: elements of an embedding and head that are one parameter on two stages; 0 without.
+        tied: elements of a tied embedding and head that are on two stages; 0 if there are none.
         first: whether the rank has the embedding.
         last: whether the rank has the head.
         stage_layers: number of decoder layers of each (virtual) stage that the rank holds.
@@ -108,7 +108,7 @@ class RankModel:
         return sum(self.layers) + self.rest
 
     def apart(self) -> tuple[RankModel, RankModel]:
-        """Separates what is sharded over all data ranks from experts, sharded over the ranks that hold the same."""
+        """Separates parameters sharded over all data ranks from experts, sharded over the ranks that hold them."""
         return self._apart
 
     @cached_property

@@ -54,7 +54,7 @@ class StepSizes:
 
     @cached_property
     def held(self) -> float:
-        """Elements whose optimizer states this rank keeps; experts are sharded over the ranks that hold the same."""
+        """Elements whose optimizer states this rank keeps; an expert is sharded over the ranks that hold it."""
         whole, experts = (part.parameters for part in self.rank.apart())
         return whole / self.shards + experts / self.run.expert_shards
 

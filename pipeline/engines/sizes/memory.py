@@ -97,7 +97,7 @@ def phases(
 
 
 def host_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0) -> float:
-    """Bytes of host memory of a rank under DeepSpeed's offload to the CPU; 0 without."""
+    """Bytes of host memory of a rank under DeepSpeed's offload to the CPU; 0 without offload."""
     step = StepSizes(run, footprint.ranks[pp_rank], footprint.widths, run.batch.micro, pp_rank)
     return _zero(step).host if run.config.engine == "deepspeed" else 0.0
 

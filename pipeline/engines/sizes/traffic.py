@@ -59,7 +59,7 @@ class TrafficLayout:
         return self.run.config.zero_optimization.stage
 
     def apart(self) -> tuple[TrafficLayout, TrafficLayout]:
-        """Separates what is sharded over all data ranks from experts, sharded over the ranks that hold the same."""
+        """Separates parameters sharded over all data ranks from experts, sharded over the ranks that hold them."""
         rest, experts = self.rank.apart()
         return replace(self, rank=rest), replace(self, rank=experts)
 
@@ -75,7 +75,7 @@ def gradients(layout: TrafficLayout) -> int:
 
 
 def expert_weights(layout: TrafficLayout) -> int:
-    """All-gathers of the experts of expert parallelism, as in `weights`, over the ranks that hold the same."""
+    """All-gathers of the experts of expert parallelism, as in `weights`, over the ranks that hold the same experts."""
     return gathered(layout.apart()[1]) if layout.run.expert_shards > 1 else 0
 
 

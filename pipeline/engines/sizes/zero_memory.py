@@ -1,6 +1,6 @@
 """Sizes of the buffers of DeepSpeed's ZeRO on a rank, as its source (0.19.8, `deepspeed/runtime`) allocates it.
 
-`memory` makes moments of a step of them. s is the width of forward and backward passes in bytes, P the rank's elements.
+`memory` sums them at moments of a step. s is the width of forward and backward passes in bytes, P the rank's elements.
 
 - Stage 1 in bf16 with fp32 accumulation is `bf16_optimizer.BF16_Optimizer`, which has no bucket: an fp32 gradient of
   all elements for as long as it lives, and from the first backward pass of a step to its end all gradients in bf16 too.

@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Look:
-    """Colors of the points, the frontier, the labels, and what is behind them."""
+    """Colors of the points, the frontier, the labels and the background."""
 
     point: str
     line: str

@@ -101,7 +101,7 @@ class Scores:
 
 
 def windows_that_fit(*, length: int, vocabulary: int, limit_bytes: int, limit_positions: int) -> int:
-    """Number of windows that can be scored with log-probabilities below a number of bytes; at least one.
+    """Number of windows whose log-probabilities are within both limits; at least one.
 
     Args:
         length: T, tokens per window.

@@ -24,8 +24,8 @@ ROUNDING = {
     Q.F32: 0.0, Q.F16: 1e-3, Q.BF16: 4e-3, Q.Q8_0: 0.02, Q.Q6_K: 0.05, Q.Q5_K: 0.1, Q.Q5_0: 0.1, Q.Q5_1: 0.1,
     Q.Q4_K: 0.2, Q.Q4_0: 0.25, Q.Q3_K: 0.4, Q.Q2_K: 0.7,
 }  # fmt: skip
-"""Root mean square of the error allowed, in that of the tensor: some three times what normally distributed weights
-have (measured: 0.005 Q8_0, 0.018 Q6_K, 0.036 Q5_K, 0.071 Q4_K, 0.086 Q4_0, 0.15 Q3_K, 0.30 Q2_K), so that it finds a
+"""Largest RMS error allowed, as a fraction of the RMS of the tensor: some three times that of normal random weights
+(measured: 0.005 Q8_0, 0.018 Q6_K, 0.036 Q5_K, 0.071 Q4_K, 0.086 Q4_0, 0.15 Q3_K, 0.30 Q2_K), so that it finds a
 tensor that is broken, not one that is hard to quantize."""
 
 BY_GGUF = {Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q8_0}

@@ -29,7 +29,7 @@ class MemoryPlan:
         phase: name of the phase that needs most.
         device: bytes of a device's memory.
         node: memory and disk that the ranks of a node take of its host.
-        host: bytes of host memory of that rank under offload; 0 without. On a CPU they are in the phases too.
+        host: bytes of host memory that the rank needs for offload, else 0. On a CPU they are counted in the phases too.
     """
 
     pp_rank: int

@@ -115,7 +115,7 @@ def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model
 
 
 def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -> Rates:
-    """A machine's rates for the dtype of a run and, of a calibrated machine, for its largest product, the MLP's."""
+    """A machine's rates for a run's dtype and, on a calibrated machine, for the run's largest product, the MLP's."""
     config, widths = run.config, costs.shares(run).footprint.widths
     rows = run.batch.micro * run.batch.sequence_length // run.topology.cp
     inner = widths.intermediate if widths.experts else max(1, widths.intermediate // run.topology.tp)

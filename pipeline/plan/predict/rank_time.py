@@ -75,7 +75,7 @@ class RankTime:
             of rows, with the host's reads of their number, but for what runs beside another micro-batch.
         matrices: exchange and orthogonalization of whole matrices by the optimizer (Muon), in a step.
         message: one message of hidden states to the next stage, by the same model of collectives.
-        work: work and communication that the seconds are of.
+        work: the work and communication that take these seconds.
     """
 
     products: float

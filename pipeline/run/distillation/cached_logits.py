@@ -1,7 +1,7 @@
 """Cached logits: the teacher's likeliest ids per position, by window of a dataset, in memory-mapped files.
 
 A record belongs to a window of a tokens directory, not to a step or a place in a batch: a run finds it from the sample
-order alone. So one cache serves any layout, batch size, seed, number of epochs and mixture of the datasets it is of.
+order alone. So one cache serves any layout, batch size, seed, number of epochs and mixture of its datasets.
 
     logits/
       manifest.json          kind `logits`; details as `LogitsFormat`, and of every source its identity and windows
@@ -44,7 +44,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogitsFormat:
-    """Format of the records, and the teacher and the samples that they are of.
+    """Format of the records, and the teacher and samples that they were computed from.
 
     Attributes:
         top_k: number of ids per position, k.
@@ -109,7 +109,7 @@ class CachedLogits:
 
     @property
     def parents(self) -> dict[str, Any]:
-        """Path and fingerprint, for manifests and for the check on resume."""
+        """Path and fingerprint of the cached logits, for manifests and for the check on resume."""
         return {"distill.logits": {"path": str(self._path), "fingerprint": self._manifest.fingerprint}}
 
     def check_has(self, order: SampleOrder, samples: int) -> None:

@@ -1,8 +1,8 @@
 """Measurements of an attempt of a run, beside the memory that formulas predict: for `headrace plan --score`.
 
 They are an event `measured` of the journal of attempts, and not in the run's manifest: nothing there depends on the
-time or the host, and a run that was resumed has the manifest of one that was not. To predict the time of a step takes
-a machine: it is predicted when the run is scored, by the formulas of that day.
+time or the host, and a resumed run has the manifest of an uninterrupted one. The time of a step is not predicted here,
+since that needs the description of a machine: `headrace plan --score` predicts it, with the formulas of its version.
 """
 
 from __future__ import annotations

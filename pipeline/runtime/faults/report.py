@@ -122,7 +122,7 @@ def print_report(text: str) -> None:
 def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, master: str = "") -> bool:
     """Appends the row, unless another process of the same start has done so; returns whether this one did.
 
-    True as well where the file system does not respond or has no locks: two reports are better than none.
+    Returns True also if the file system does not respond or has no locks: two reports are better than none.
 
     Args:
         run_dir: the run's directory.

@@ -33,7 +33,7 @@ class LostSteps:
     exchange_s: float = 0.0
 
     def of(self, group: Sequence[Mapping[str, Any]], until: float | None) -> bool:
-        """Whether the steps are of the attempt with these events; the next attempt began at `until`."""
+        """Whether the attempt with these events trained the steps; the next attempt, if any, began at `until`."""
         begun = seconds_of(group[0]["time"]) or 0.0
         return begun <= self.since and (until is None or self.since < until)
 

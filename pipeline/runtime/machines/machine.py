@@ -167,7 +167,7 @@ class MeasuredProduct(Section):
 
 
 class MeasuredCollective(Section):
-    """A collective, measured; of a whole tensor of so many bytes."""
+    """Measured seconds of a collective; `bytes` is the size of the whole tensor."""
 
     kind: Operation = "all_reduce"
     axis: Literal["within", "between"]

@@ -2,8 +2,9 @@
 
 Sharding engines gather a layer's weights before its forward pass and communicate gradients in and after its backward
 pass. What lies between is computation, at the speed of the device or the core, whatever the other ranks do; backward
-passes take a multiple of it. DeepSpeed's ZeRO-3 gathers the weights of each linear layer or norm by itself, so there
-these are timed. Tensor- and context-parallel ranks wait for each other within a layer: they share a speed, the slowest.
+passes take a multiple of it. DeepSpeed's ZeRO-3 gathers the weights of each linear layer or norm by itself: with it
+these modules are timed instead. Tensor- and context-parallel ranks wait for each other within a layer, so they have the
+speed of the slowest.
 """
 
 from __future__ import annotations

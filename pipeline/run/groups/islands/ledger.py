@@ -102,12 +102,12 @@ class Ledger:
         return self.deal.end if self.deal else self.start
 
     def in_tail(self, name: str, step: int) -> bool:
-        """Whether an island that has done so many inner steps still has steps of the round before to do."""
+        """Whether an island after `step` inner steps still has steps of the previous round to do."""
         before, deal = self.before, self.deal
         return before is not None and deal is not None and name in before.names and step < deal.step
 
     def deal_of(self, name: str, step: int) -> Deal | None:
-        """The round whose slots an island trains that has done so many inner steps."""
+        """The round whose slots an island trains after `step` inner steps."""
         return self.before if self.in_tail(name, step) else self.deal
 
     def renamed(self, old: str, new: str) -> Ledger:

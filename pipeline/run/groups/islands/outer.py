@@ -54,10 +54,10 @@ def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int, overlap:
 
     Args:
         schedule: schedule of the inner learning rate.
-        ended: the round that the pseudo-gradient is of; the last one of a run may be shorter.
-        steps: number of inner steps of every other round.
-        overlap: steps at the end of the round before that are in this pseudo-gradient, as are those of every round in
-            the next one; none of the last round, after which there is none.
+        ended: the round whose pseudo-gradient is meant; the last round of a run may be shorter.
+        steps: number of inner steps of every full round.
+        overlap: number of steps at the end of each round that count in the pseudo-gradient of the next round, not in
+            its own; the last round of a run counts all of its steps.
     """
     begin = max(0, ended.step - overlap)
     now = sum(schedule.lr(step) for step in range(begin + 1, ended.snapshot_step + 1))

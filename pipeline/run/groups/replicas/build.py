@@ -60,11 +60,11 @@ def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> R
 
 
 def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> ReplicaMember:
-    """Makes the report of a replica that resumes a checkpoint, or begins.
+    """Makes the report of a replica that resumes a checkpoint or starts at step 0.
 
     Args:
         checkpoint: the replica's checkpoint, or an ordinary run's; None at the start.
-        layout: digest of what decides the bits of an update (see `ReplicaMember`).
+        layout: digest of everything that determines an update bit for bit (see `ReplicaMember`).
     """
     manifest = checkpoint.manifest if checkpoint else None
     details = manifest.details.get("replicas", {}) if manifest else {}
@@ -87,7 +87,7 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
 def digest_of_run(
     engine: Engine, curve: dict[str, Any], *, anomalies: AnomaliesSection, engine_name: str, stage: int
 ) -> str:
-    """Digest of the keys that decide the bits of an update and the applied steps, and of the shards of all ranks."""
+    """Digest of the shards of all ranks, and of the keys that determine which updates are applied and their bits."""
     # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
     policies = anomalies.model_dump(mode="json")
     alike = (curve, policies, engine_name, stage)

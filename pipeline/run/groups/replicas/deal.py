@@ -38,8 +38,8 @@ class ReplicaMember:
         group: the process group that it has, see `ReplicaDecision.group`; empty after a failure.
         living: whether it has been part of a quorum since it was started.
         waited: whether it has waited for the other replicas long enough at the start.
-        layout: digest of what decides the bits of an update: its config's curve and policies, its devices, and names,
-            shapes and offsets of its shards on all ranks.
+        layout: digest of everything that determines an update bit for bit: its config's curve and policies,
+            its devices, and names, shapes and offsets of its shards on all ranks.
         state: digest of its last losses and gradient norms, and of the data that it skips.
     """
 
