@@ -91,11 +91,11 @@ class TokenizerTask(DirectoryTask):
             Lines for the user.
         """
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
-        from data_prep.tokenizer import spool, store, train  # noqa: PLC0415
+        from data_prep.tokenizer import store, train  # noqa: PLC0415
 
         digests: dict[Unit, str] = {}
         lines: list[str] = []
-        with spool.spool(tokenizer_sample.sample_texts(self.units, self.config, digests), scratch) as texts:
+        with store.spool(tokenizer_sample.sample_texts(self.units, self.config, digests), scratch) as texts:
             if self.store is None:
                 train.train(texts, folder, self.config.tokenizer)
             else:

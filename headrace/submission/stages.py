@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from typing import Any
 from headrace.base.directory import MANIFEST
 from headrace.submission.configs import VERBS, Element, Given, before
 from headrace.submission.environment import settings_of
-from headrace.submission.script import fill, option_of, quoted
 from headrace.submission.site import SiteConfig, StageSettings
 
 SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch"}
 """Kind -> script; all others have `pipeline.sbatch`."""
 ORIGINAL = "original"
 """Folder in the output of a compress config for the export of its run (see `pipeline.compress.recipe.steps`)."""
+_OPTION = re.compile(r"##?SBATCH\s+(--[\w-]+)")
+_HINT = re.compile(r"# (Edit the header|A line that starts with '##SBATCH')")
 
 
 @dataclass(frozen=True)
@@ -182,3 +184,42 @@ def _fill(
     shipped = plan.scripts / SCRIPTS.get(kind, "pipeline.sbatch")
     settings = [*settings_of(plan.site, root=plan.root, directory=plan.directory), *notes, *arguments]
     return fill(shipped, about="Written by headrace submit.", options=options, settings=settings)
+
+
+def fill(shipped: Path, *, about: str, options: Mapping[str, str | None], settings: Sequence[str]) -> str:
+    """The text of a script of `slurm/` with other options.
+
+    Args:
+        shipped: the script.
+        about: one line on the origin of the new script.
+        options: option of sbatch, with its dashes -> value, None for one without a value.
+        settings: lines of bash that run before the script's own.
+    """
+    lines = shipped.read_text(encoding="utf-8").splitlines()
+    body = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    left = dict(options)
+    header = [_replaced(line, left) for line in lines[1:body] if not _HINT.match(line)]
+    header += [_line(name, value) for name, value in left.items()]
+    kept = [line for line in header if line]
+    return "\n".join([lines[0], f"# {about}", "#", *kept, "", *settings, "", *lines[body:], ""])
+
+
+def option_of(text: str) -> tuple[str, str | None]:
+    """Name and value of an option such as `--constraint=h100` or `--exclusive`."""
+    name, equals, value = text.replace(" ", "=", 1).partition("=")
+    return name, value if equals else None
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Words as a command line, quoted for bash."""
+    return shlex.join(words)
+
+
+def _replaced(line: str, left: dict[str, str | None]) -> str:
+    """A line of the header with the new value of its option, which is taken out of `left`."""
+    found = _OPTION.match(line)
+    return _line(found[1], left.pop(found[1])) if found and found[1] in left else line
+
+
+def _line(name: str, value: str | None) -> str:
+    return f"#SBATCH {name}" if value is None else f"#SBATCH {name}={value}"

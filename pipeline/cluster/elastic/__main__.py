@@ -10,26 +10,28 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from zlib import crc32
 
-from headrace.base.cli import guarded
+from headrace.base.cli import add_config_arguments, guarded
 from headrace.base.command_line import Parser
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import DEAD_S, StateFiles
 from pipeline.cluster.elastic.leader import Terms
 from pipeline.cluster.elastic.local_ranks import Command
-from pipeline.cluster.elastic.memory import kept_while_here
 from pipeline.cluster.elastic.questions import Questions
-from pipeline.cluster.elastic.ranks_config import ranks_config
 from pipeline.cluster.elastic.slurm_requeue import SlurmJob
 from pipeline.cluster.elastic.warm_ranks import WarmRanks
 from pipeline.cluster.node_checks.before_start import addresses_of
+from pipeline.config.load import load_config
 from pipeline.config.sections.node_checks import NodeChecksSection
+from pipeline.config.sections.run import Config, RunSection
 
 _OWN = ("node", "guest", "stopped", "module", "arguments")
 """Arguments that are not handed to the agent of another job."""
@@ -163,3 +165,42 @@ def _write(output: Path | None, text: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(guarded(partial(main, None)))
+
+
+def ranks_config(arguments: Sequence[str]) -> Config | None:
+    """The config that the arguments of the ranks name; None where it is refused, which the ranks report.
+
+    Args:
+        arguments: --config and --set.
+    """
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_config_arguments(parser)
+    with suppress(HeadraceError, OSError, argparse.ArgumentError, SystemExit):
+        given, _ = parser.parse_known_args(list(arguments))
+        return load_config(given.config, given.overrides)
+    return None
+
+
+@contextmanager
+def kept_while_here(section: RunSection | None) -> Iterator[None]:
+    """Keeps the copies for the starts of this job; removes them when the agent leaves it. No torch.
+
+    An agent that is killed leaves them: the next one on this node, or the next start of the run, uses or removes them.
+
+    Args:
+        section: `run` of the ranks' config; None where that is refused.
+    """
+    memory = _folder(section)
+    with ExitStack() as stack:
+        if memory is not None:
+            stack.callback(remove, memory)
+            with suppress(OSError):  # the ranks report it
+                stack.enter_context(used(memory))
+        yield
+
+
+def _folder(section: RunSection | None) -> MemoryFolder | None:
+    """The run's folder; None where the config names none, or is refused."""
+    if section is None or section.in_memory_checkpoints is None:
+        return None
+    return MemoryFolder.of(section.in_memory_checkpoints, section.local_dir)

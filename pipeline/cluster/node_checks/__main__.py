@@ -21,11 +21,10 @@ from headrace.base.command_line import Parser
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 from pipeline.cluster.node_checks.before_start import addresses_of
-from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict, decide
+from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict, decide, partners_of
 from pipeline.cluster.node_checks.host import check_host
 from pipeline.cluster.node_checks.links import LinkServer, measure_link, measure_links
 from pipeline.cluster.node_checks.records import NodeRecord, read_records, write_record
-from pipeline.cluster.node_checks.tournament import partners_of
 from pipeline.config.load import load_config
 from pipeline.config.sections.node_checks import NodeChecksSection
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cluster.node_checks.decide import NodesVerdict, decide
+from pipeline.cluster.node_checks.decide import NodesVerdict, decide, partners_of, rounds
 from pipeline.cluster.node_checks.records import NodeLink, NodeRecord
-from pipeline.cluster.node_checks.tournament import partners_of, rounds
 from pipeline.config.sections.node_checks import NodeChecksSection
 
 TERMS = NodeChecksSection()

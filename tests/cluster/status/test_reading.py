@@ -26,7 +26,7 @@ from pipeline.cluster.status.command import show_log
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of
 from pipeline.cluster.status.run import RunReader, RunStatus, read_status
-from pipeline.cluster.status.slurm_reasons import in_words
+from pipeline.cluster.status.slurm import in_words
 from pipeline.cluster.status.text import lines_of
 from pipeline.cluster.status.time_left import seconds_left
 from pipeline.config.sections.node_checks import NodeChecksSection
