@@ -189,6 +189,10 @@ def _fill(
 def fill(shipped: Path, *, about: str, options: Mapping[str, str | None], settings: Sequence[str]) -> str:
     """The text of a script of `slurm/` with other options.
 
+    The text stays the shipped one, with its comments. Options take the place of those in the header, and the settings
+    of the submission (environment, arguments) follow it, so that the file says everything and can be submitted again by
+    hand.
+
     Args:
         shipped: the script.
         about: one line on the origin of the new script.

@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner import NATURAL
-from pipeline.plan.predict.closed_form_step import CLOSED
+from pipeline.plan.predict.closed_form_times import CLOSED
 from pipeline.plan.predict.communication import Transfer
-from pipeline.plan.predict.gathered_units import units_of
 from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.plan.predict.plan import run_rates, typical_time
 from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.predict.rank_time import rank_time
 from pipeline.plan.predict.rates import HIGH, LOW, TYPICAL, Rates
-from pipeline.plan.predict.simulated_step import SIMULATED, layer_costs, pipeline_timeline
+from pipeline.plan.predict.simulated_step import SIMULATED, layer_costs, pipeline_timeline, units_of
 from pipeline.plan.predict.step_time import step_time, works_of
 from pipeline.runtime.machines.known import load_machine
 

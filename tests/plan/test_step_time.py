@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.predict.closed_form_step import CLOSED
-from pipeline.plan.predict.closed_form_times import collective_seconds, pipeline_step
+from pipeline.plan.predict.closed_form_times import CLOSED, collective_seconds, pipeline_step
 from pipeline.plan.predict.collectives import RankGroup, collective_s, group_of, send_s
 from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.plan.predict.plan import run_rates, typical_time

@@ -141,6 +141,11 @@ def _norms_after_layers(causal: nn.Module) -> list[nn.Module]:
 class UnitStates:
     """The states of the units of a root module, one set for each pass.
 
+    A unit of FSDP2 (torch 2.13) notes its state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD. The forward hooks of a
+    unit in a backward pass do nothing, since they are those of a recomputation, and the end of a backward pass makes
+    all units idle. So each pass has its own states, which are exchanged when the turn is. The units of the two passes
+    have to stay gathered (stages 0 to 2): the weights themselves are there once.
+
     Args:
         root: the FSDP2 root module.
     """

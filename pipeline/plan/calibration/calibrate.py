@@ -207,7 +207,11 @@ def _line(label: str, text: str) -> str:
 
 
 def host_seconds() -> tuple[float, float]:
-    """Seconds of a layer like Llama's on the CPU, eager, for one micro-batch: its forward and its backward pass."""
+    """Seconds of a layer like Llama's on the CPU, eager, for one micro-batch: its forward and its backward pass.
+
+    Measured is the CPU time of this thread, which includes autograd's backward pass on a CPU: the result is a
+    difference of two measurements, and other work on the core may take longer than either.
+    """
     few, many = _passes(_FEW), _passes(_MANY)
     forward, backward = (max(0.0, (b - a) / (_MANY - _FEW)) for a, b in zip(few, many, strict=True))
     return forward, backward

@@ -171,6 +171,9 @@ class _Layer(nn.Module):
 def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends]:
     """Least, median and most seconds of an all-gather of a unit's weights, and of a reduce-scatter of its gradients.
 
+    On a CPU new buffers and copies take as long as the collective, and torch builds gloo's reduce-scatter from an
+    all-reduce.
+
     Collective: all ranks call it.
 
     Args:

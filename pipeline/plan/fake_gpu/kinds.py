@@ -141,6 +141,9 @@ def attend(
 ) -> Tensor:
     """Replaces `F.scaled_dot_product_attention`: [B, H, T, d], [B, K, T', d] twice -> [B, H, T, d].
 
+    On fake devices torch decomposes attention to matrix products, because a CPU build finds no fused kernel. The choice
+    is made here as CUDA makes it, and the kernel's own operator is called: torch knows its shapes without having it.
+
     Values may have another head size than queries and keys (multi-head latent attention), which flash attention lacks.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)

@@ -22,11 +22,10 @@ from typing import Any
 
 from headrace.base.cli import ERROR_FILE
 from headrace.base.processes import STOPPED, TRACED, machine, raise_file_limit, state_of
-from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
+from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose, parse_faulthandler_dump
 from pipeline.runtime.faults.end_processes import Process, kill_ranks, ranks_to_kill
 from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
 from pipeline.runtime.faults.report import append_fault_once, describe_fault, fault_row, print_report, with_timeout
-from pipeline.runtime.faults.stack_dumps import parse_faulthandler_dump
 
 REGISTRATION_S = 120.0
 """Seconds until ranks without any heartbeat are reported, and until a server that no rank has reached exits."""

@@ -17,10 +17,9 @@ from typing import Any, Literal, Self
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from headrace.base.processes import machine, state_of
-from pipeline.runtime.faults.diagnosis import SETTLE_S
+from pipeline.runtime.faults.diagnosis import SETTLE_S, thread_stack
 from pipeline.runtime.faults.end_processes import exit_now, kill_ranks
 from pipeline.runtime.faults.heartbeat_messages import DIAGNOSIS, MessageDecoder, encode
-from pipeline.runtime.faults.stack_dumps import thread_stack
 from pipeline.runtime.launch.local import OWN_ERROR_S
 
 _FINISHED = encode({"finished": True})

@@ -18,8 +18,7 @@ from pipeline.runtime.goodput.failures.model import (
     expected_goodput,
     with_best_interval,
 )
-from pipeline.runtime.goodput.failures.sensitivity import GoodputGain, sensitivity
-from pipeline.runtime.goodput.failures.simulation import Simulated, simulate
+from pipeline.runtime.goodput.failures.simulation import GoodputGain, Simulated, sensitivity, simulate
 from pipeline.runtime.goodput.measured import MeasuredGoodput, inputs_of, kept_share, read_measured
 from pipeline.runtime.goodput.text import goodput_text
 from pipeline.runtime.metrics.times import clock
