@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
-    from pipeline.plan.calibration.present import present_machine  # noqa: PLC0415  imports torch
+    from pipeline.plan.predict.planned_run import open_run, present_machine  # noqa: PLC0415  imports torch
     from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
     if _several(arguments):  # what it has of nodes is each machine's own
@@ -130,7 +130,6 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
     else:
         machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
         nodes = arguments.nodes
-    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415  imports torch
 
     return open_run(
         arguments.config,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from headrace.base.errors import CheckpointError
-from headrace.base.meminfo import available_memory
+from headrace.base.memory_size import available_memory
 from pipeline.checkpoint.format.naming import step_of
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder
 from pipeline.checkpoint.write.plan import WritePlan

@@ -22,11 +22,10 @@ from pipeline.cluster.status.agents import FOLDER as AGENTS
 from pipeline.cluster.status.agents import Agents, read_agents
 from pipeline.cluster.status.find import not_begun
 from pipeline.cluster.status.slurm import QueuedJob, find_jobs
-from pipeline.cluster.status.time_left import seconds_left
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.goodput.account import Goodput, goodput_of, submission_time
 from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
-from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
+from pipeline.runtime.goodput.metrics import Metrics, MetricsReader, seconds_left
 from pipeline.runtime.launch.run_lock import is_training
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL

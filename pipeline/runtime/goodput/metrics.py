@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from headrace.base.foreign_json import json_row
-from pipeline.runtime.metrics.journal import NAME
+from pipeline.runtime.metrics.journal import NAME, newest_figures
 from pipeline.runtime.metrics.sinks import TASK
-from pipeline.runtime.metrics.task_figures import newest_figures
 from pipeline.runtime.metrics.time_sums import SumsByAttempt
 from pipeline.runtime.metrics.times import seconds_of
 
@@ -115,3 +115,17 @@ def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | N
         metrics.shares = row
     if event in _NOTABLE or row.get("lost"):
         metrics.events.append(row)
+
+
+def seconds_left(metrics: Metrics, *, steps: int | None) -> float | None:
+    """The estimated rest of a run, evaluations and checkpoints included; None where it is not known yet.
+
+    Measured in wall-clock time over the last steps, without breaks of more than ten times the median: restarts.
+    """
+    recent = list(metrics.recent)
+    laps = [later[1] - earlier[1] for earlier, later in pairwise(recent) if later[0] > earlier[0]]
+    if steps is None or not laps:
+        return None
+    median = sorted(laps)[len(laps) // 2]
+    kept = [lap for lap in laps if lap <= 10 * median + 1]
+    return max(0, steps - int(metrics.step["step"])) * sum(kept) / len(kept)

@@ -12,13 +12,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.base.errors import TrainingError
 from headrace.base.foreign_json import json_row
+from pipeline.runtime.metrics.sinks import TASK
 from pipeline.runtime.metrics.time_sums import SumsByAttempt, TimeSums
 from pipeline.runtime.metrics.times import iso_time
 
@@ -168,3 +169,13 @@ def _row(line: bytes) -> dict[str, Any] | None:
     """The row of a line; None if the line is damaged."""
     row = json_row(line)
     return row if row is not None and "kind" in row and isinstance(row.get("step"), int) else None
+
+
+def newest_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Task -> its figures, with their step, of the newest of its rows in a journal."""
+    left_out = ("kind", "time", "seconds")
+    return {
+        str(row["kind"]).removeprefix(TASK): {key: value for key, value in row.items() if key not in left_out}
+        for row in rows
+        if str(row["kind"]).startswith(TASK)
+    }

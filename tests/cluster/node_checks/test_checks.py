@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.base.meminfo import available_memory
+from headrace.base.memory_size import available_memory
 from pipeline.cluster.node_checks.__main__ import BAD_NODES
 from pipeline.cluster.node_checks.before_start import addresses_of, check_command, read_verdict
 from pipeline.cluster.node_checks.host import check_host
