@@ -11,7 +11,7 @@ from headrace.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for them
     from data_prep.importing.documents import TokenSource
-    from data_prep.importing.find import Found
+    from data_prep.importing.find import FoundTokens
     from data_prep.importing.task import Borders, ImportTask, Rules
     from headrace.base.directory import Manifest
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         Path(args.out),
         tokenizer=args.tokenizer,
         heldout=args.heldout,
-        choices=Choices(borders=args.borders, eos_id=args.eos_id, eos=args.eos, dtype=args.dtype),
+        choices=StatedFacts(borders=args.borders, eos_id=args.eos_id, eos=args.eos, dtype=args.dtype),
         workers=default_workers() if args.workers is None else args.workers,
     )
     made = manifest.details["imported"]
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Choices:
+class StatedFacts:
     """The command's options for facts that a format may not record; None: taken from format or tokenizer."""
 
     borders: Borders | None = None
@@ -89,7 +89,7 @@ def import_tokens(
     *,
     tokenizer: Path,
     heldout: Path | None = None,
-    choices: Choices = Choices(),
+    choices: StatedFacts = StatedFacts(),
     workers: int = 1,
 ) -> Manifest:
     """Writes the tokens of another tool as a tokens directory; see the options of the command.
@@ -149,11 +149,11 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _all(found: Found) -> list[TokenSource]:
+def _all(found: FoundTokens) -> list[TokenSource]:
     return [source for sources in found.sources.values() for source in sources]
 
 
-def _add_heldout(found: Found, heldout: Found, path: Path) -> None:
+def _add_heldout(found: FoundTokens, heldout: FoundTokens, path: Path) -> None:
     if heldout.kind != found.kind:
         why = f"it holds {heldout.kind}, and the tokens are {found.kind}"
         raise ConfigError("--heldout", str(path), why=why, remedy="tokens of one format, or two imports")
@@ -163,7 +163,7 @@ def _add_heldout(found: Found, heldout: Found, path: Path) -> None:
     found.sources["heldout"] = _all(heldout)
 
 
-def _check_tokenizer(found: Found, fingerprint: str, tokenizer: Path) -> None:
+def _check_tokenizer(found: FoundTokens, fingerprint: str, tokenizer: Path) -> None:
     from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, tokenizer_fingerprint  # noqa: PLC0415
 
     named = Path(found.made_with or "")
@@ -175,7 +175,7 @@ def _check_tokenizer(found: Found, fingerprint: str, tokenizer: Path) -> None:
         raise ConfigError("--tokenizer", str(tokenizer), why=why, remedy=str(folder))
 
 
-def _rules(found: Found, tokens: Path, choices: Choices, *, tokenizer: dict[str, Any]) -> Rules:
+def _rules(found: FoundTokens, tokens: Path, choices: StatedFacts, *, tokenizer: dict[str, Any]) -> Rules:
     from data_prep.importing.task import Rules  # noqa: PLC0415
 
     chosen: Borders = choices.borders or ("format" if found.borders else "eos")
@@ -191,7 +191,7 @@ def _rules(found: Found, tokens: Path, choices: Choices, *, tokenizer: dict[str,
     return Rules(tokenizer["vocab_size"], chosen, number if chosen == "eos" else None, first, masked)
 
 
-def _check_first(found: Found, rules: Rules, *, chosen: bool) -> None:
+def _check_first(found: FoundTokens, rules: Rules, *, chosen: bool) -> None:
     """Checks the first documents of every split: ids, end-of-text, and rows that are windows.
 
     Raises:
@@ -217,7 +217,7 @@ def _check_first(found: Found, rules: Rules, *, chosen: bool) -> None:
                 raise ConfigError("--borders", why=why, remedy=remedy)
 
 
-def _tasks(found: Found, staging: Path, rules: Rules) -> list[ImportTask]:
+def _tasks(found: FoundTokens, staging: Path, rules: Rules) -> list[ImportTask]:
     from data_prep.formats.tokenfile import shard_prefix  # noqa: PLC0415
     from data_prep.importing.task import ImportTask  # noqa: PLC0415
 
@@ -262,7 +262,7 @@ def _run(tasks: list[ImportTask], *, workers: int, size: int) -> dict[Any, dict[
         return dict(executor.run(tasks, report=lambda _counts: None))
 
 
-def _parent(found: Found, tokens: Path) -> dict[str, Any]:
+def _parent(found: FoundTokens, tokens: Path) -> dict[str, Any]:
     """The manifest's entry of the source: names and sizes; checksums of the output cover the contents."""
     from headrace.base.directory import fingerprint_of  # noqa: PLC0415
 

@@ -114,7 +114,7 @@ def _read_array(
     return in_batches(records, source=source, file=file, unit="line", wanted=wanted)
 
 
-def _array_record(element: json_array.Element, wanted: WantedFields) -> dict[str, Any] | Problem:
+def _array_record(element: json_array.ArrayElement, wanted: WantedFields) -> dict[str, Any] | Problem:
     if element.content is None:
         return TOO_LONG, _too_long(element.size, element.offset, wanted)
     return _parse(memoryview(element.content), wanted) or ("not JSON", "nothing between two commas")

@@ -34,7 +34,7 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Dig
     return in_batches(_records(path, wanted, digest), source=source, file=file, unit="record", wanted=wanted)
 
 
-class _Member(tarfile.TarInfo):
+class _TarMember(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
         """Overrides `TarInfo`: of header errors, only the zeros at the end of an archive are left to `TarFile`."""
@@ -46,7 +46,7 @@ class _Member(tarfile.TarInfo):
             raise DamagedFileError(f"byte {archive.offset:,}: {error}, where a member or the end should be") from None
 
 
-class _Sample:
+class _KeyMembers:
     """The members of one key so far; `problem` is why the first unusable one cannot be used, or None."""
 
     def __init__(self, key: str) -> None:
@@ -75,7 +75,9 @@ def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[
     try:
         with (
             open_bytes(path, digest) as stream,
-            tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member, bufsize=_PIECE_BYTES, errors=_ERRORS) as archive,
+            tarfile.open(
+                fileobj=stream, mode="r|", tarinfo=_TarMember, bufsize=_PIECE_BYTES, errors=_ERRORS
+            ) as archive,
         ):
             for number, sample in enumerate(_samples(archive, wanted)):
                 yield number, number, sample.record(wanted)
@@ -86,8 +88,8 @@ def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[
         raise DamagedFileError(str(error)) from None
 
 
-def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_Sample]:
-    sample: _Sample | None = None
+def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_KeyMembers]:
+    sample: _KeyMembers | None = None
     for member in archive:
         archive.members.clear()  # type: ignore[attr-defined]  # a list of all that were read, for an index
         folder, slash, base = member.name.rpartition("/")
@@ -97,7 +99,7 @@ def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_Sample
         if sample is None or sample.key != folder + slash + stem:
             if sample is not None:
                 yield sample
-            sample = _Sample(folder + slash + stem)
+            sample = _KeyMembers(folder + slash + stem)
         if extension not in ("json", "txt", *wanted.columns):
             continue
         if wanted.max_bytes is not None and member.size > wanted.max_bytes:

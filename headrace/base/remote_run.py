@@ -64,7 +64,7 @@ class RemoteCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _StoreRecord:
     """The record of the store in a run's directory on this host.
 
     Attributes:
@@ -164,7 +164,7 @@ def pull(url: str, *, locked: bool = False) -> Path:
 
 
 def _pull(url: str, run_dir: Path) -> None:
-    lease, record = newest_lease(url), _read(run_dir) or _Record(url)
+    lease, record = newest_lease(url), _read(run_dir) or _StoreRecord(url)
     if lease is None and (run_dir / UPLOADS).exists():
         why = f"nothing of this run is there any more, and its directory on this host is left: {run_dir}"
         raise DataError(f"{url}: {why}\n  try: remove that directory to start over, or choose another URL")
@@ -178,14 +178,14 @@ def _pull(url: str, run_dir: Path) -> None:
         with whole_file(run_dir / name) as path:
             download(f"{url}/{name}", path)
     write_json(run_dir / UPLOADS, asdict(lease))
-    _write(run_dir, _Record(url, (), versions))
+    _write(run_dir, _StoreRecord(url, (), versions))
 
 
 def claim(url: str, token: str) -> None:
     """Records that a lease is about to be taken from this host, which makes its directory newer than the store's."""
     run_dir = working_directory(url)
-    record = _read(run_dir) or _Record(url)
-    _write(run_dir, _Record(url, (*record.tokens[-1:], token)))
+    record = _read(run_dir) or _StoreRecord(url)
+    _write(run_dir, _StoreRecord(url, (*record.tokens[-1:], token)))
 
 
 def is_own(url: str, lease: Lease) -> bool:
@@ -264,15 +264,15 @@ def _below(objects: Mapping[str, Stat], folder: str) -> dict[str, Stat]:
     return {name.removeprefix(f"{folder}/"): stat for name, stat in objects.items() if name.startswith(f"{folder}/")}
 
 
-def _read(run_dir: Path) -> _Record | None:
+def _read(run_dir: Path) -> _StoreRecord | None:
     try:
         raw: dict[str, Any] = json.loads((run_dir / _RECORD).read_text())
         versions = {name: (int(size), str(version)) for name, (size, version) in raw["versions"].items()}
-        return _Record(raw["url"], tuple(raw["tokens"]), versions)
+        return _StoreRecord(raw["url"], tuple(raw["tokens"]), versions)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(run_dir: Path, record: _Record) -> None:
+def _write(run_dir: Path, record: _StoreRecord) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / _RECORD, asdict(record))

@@ -43,7 +43,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CommonSettings:
     """The settings that the stages of a submission have in common.
 
     Attributes:
@@ -62,7 +62,7 @@ class Plan:
     sweep: Sequence[Element] = ()
 
 
-def stages_of(configs: Sequence[Given], plan: Plan) -> list[Stage]:
+def stages_of(configs: Sequence[Given], plan: CommonSettings) -> list[Stage]:
     """The stages of a submission, each after those that it waits for."""
     found: list[Stage] = []
     for number, given in enumerate(configs):
@@ -91,12 +91,12 @@ def _is_model(given: Given, run: Given) -> bool:
     return Path(str(given.raw.get("model"))).absolute() == run.makes.absolute()
 
 
-def _data(given: Given, plan: Plan) -> Stage:
+def _data(given: Given, plan: CommonSettings) -> Stage:
     options = _options("corpus", given.name, given.makes, plan)
     return Stage(given.name, (), _fill(plan, "corpus", options), given.makes, {given.name: given.raw}, chain=True)
 
 
-def _training(given: Given, after: Sequence[Given], plan: Plan) -> Stage:
+def _training(given: Given, after: Sequence[Given], plan: CommonSettings) -> Stage:
     gpus = settings_for("run", plan.site).gpus
     options = _options("run", given.name, given.makes, plan)
     options |= {"--nodes": str(plan.nodes[given.number - 1]), "--ntasks-per-node": str(plan.tasks)}
@@ -121,20 +121,20 @@ def _with_values(given: Given, element: Element) -> dict[str, Any]:
     return configfile.overridden(given.raw, element.overrides)
 
 
-def _export(given: Given, run: Given, plan: Plan) -> Stage:
+def _export(given: Given, run: Given, plan: CommonSettings) -> Stage:
     name = given.name.replace("compress", "export")
     target = given.makes / ORIGINAL
     words = quoted(["export", str(run.makes), str(target)])
     return Stage(name, (run.name,), _fill(plan, "export", _options("export", name, target, plan), words), target)
 
 
-def _model(given: Given, after: tuple[str, ...], plan: Plan) -> Stage:
+def _model(given: Given, after: tuple[str, ...], plan: CommonSettings) -> Stage:
     options = _options(given.kind, given.name, given.makes, plan)
     words = quoted([*VERBS[given.kind], "--config", str(_config(plan, given.name))])
     return Stage(given.name, after, _fill(plan, given.kind, options, words), given.makes, _snapshot(given, plan))
 
 
-def _snapshot(given: Given, plan: Plan) -> dict[str, Mapping[str, Any]]:
+def _snapshot(given: Given, plan: CommonSettings) -> dict[str, Mapping[str, Any]]:
     """A compress config and the training config that it names, which is read when the job runs."""
     distill = given.raw.get("distill") if given.kind == "compress" else None
     if not distill:
@@ -146,11 +146,11 @@ def _snapshot(given: Given, plan: Plan) -> dict[str, Mapping[str, Any]]:
     return {given.name: named, student: configfile.load(distill["config"])}
 
 
-def _config(plan: Plan, name: str) -> Path:
+def _config(plan: CommonSettings, name: str) -> Path:
     return plan.directory / "configs" / f"{name}.json"
 
 
-def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | None]:
+def _options(kind: str, name: str, makes: Path, plan: CommonSettings) -> dict[str, str | None]:
     """Options of sbatch for a stage, from the site's settings."""
     site, settings = plan.site, settings_for(kind, plan.site)
     given: dict[str, str | None] = {
@@ -177,7 +177,11 @@ def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | N
 
 
 def _fill(
-    plan: Plan, kind: str, options: Mapping[str, str | None], words: str | None = None, notes: Sequence[str] = ()
+    plan: CommonSettings,
+    kind: str,
+    options: Mapping[str, str | None],
+    words: str | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """The text of a stage's script, with `words` as its arguments, quoted for bash."""
     arguments = [] if words is None else [f"set -- {words}"]

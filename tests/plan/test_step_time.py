@@ -11,7 +11,7 @@ from pipeline.plan.predict.collectives import RankGroup, collective_s, group_of,
 from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.plan.predict.plan import run_rates, typical_time
 from pipeline.plan.predict.planned_run import open_run
-from pipeline.plan.predict.rates import Product, rates_of
+from pipeline.plan.predict.rates import TypicalProduct, rates_of
 from pipeline.plan.predict.step_time import ADAM_HOST_BYTES, HOST_MEMORY_SHARE
 from pipeline.plan.predict.work import work_of
 from pipeline.runtime.machines.known import load_machine
@@ -65,11 +65,11 @@ def test_a_calibrated_machine_has_the_rate_of_the_measured_product_nearest_to_th
         host_bytes_per_s=(1.0, 2.0, 3.0),
     )
     machine: Machine = load_machine("h100").model_copy(update={"measured": measured})
-    assert rates_of(machine, "bf16", 1, product=Product(300, 300, 200)).products == 2e12
-    assert rates_of(machine, "bf16", 0, product=Product(8192, 8192, 8192)).products == 1e14
-    assert rates_of(machine, "bf16", 2, product=Product(8192, 8192, 8192)).attention == 3.0
+    assert rates_of(machine, "bf16", 1, product=TypicalProduct(300, 300, 200)).products == 2e12
+    assert rates_of(machine, "bf16", 0, product=TypicalProduct(8192, 8192, 8192)).products == 1e14
+    assert rates_of(machine, "bf16", 2, product=TypicalProduct(8192, 8192, 8192)).attention == 3.0
     # no product was measured in fp8: the share of the peak counts
-    assert rates_of(machine, "fp8", 1, product=Product(300, 300, 200)).products == machine.rate("fp8")[1]
+    assert rates_of(machine, "fp8", 1, product=TypicalProduct(300, 300, 200)).products == machine.rate("fp8")[1]
 
 
 def test_attention_and_the_head_of_an_fp8_run_have_the_rate_of_bf16() -> None:

@@ -32,7 +32,7 @@ Windows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _LossWindows:
     """Windows that the loss is measured on.
 
     Attributes:
@@ -108,15 +108,15 @@ def measure_all(comparison: ModelComparison, *, say: Say = lambda _line: None) -
     return rows
 
 
-def _sample(comparison: ModelComparison) -> _Sample:
+def _sample(comparison: ModelComparison) -> _LossWindows:
     dataset = comparison.dataset
     chosen = choose_windows(dataset.windows, comparison.data.max_windows)
     limit = {"limit_bytes": LIMIT_BYTES, "limit_positions": comparison.wanted.positions}
     count = windows_that_fit(length=dataset.sequence_length + 1, vocabulary=comparison.vocabulary, **limit)
-    return _Sample(chosen, dataset.read(chosen).astype(np.int64), choose_windows(chosen.size, count))
+    return _LossWindows(chosen, dataset.read(chosen).astype(np.int64), choose_windows(chosen.size, count))
 
 
-def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sample) -> Scores:
+def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _LossWindows) -> Scores:
     """Scores the windows with a consumer; with transformers, whose loss is measured otherwise, the kept ones alone."""
     windows, kept = sample.tokens, sample.kept
     if candidate.consumer == "transformers":
@@ -161,7 +161,9 @@ def _texts(samples: Sequence[Sequence[int]], comparison: ModelComparison) -> tup
     return tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in whole)
 
 
-def _loss(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
+def _loss(
+    candidate: ModelCandidate, comparison: ModelComparison, sample: _LossWindows, scores: Scores
+) -> dict[str, Any]:
     if candidate.consumer == "transformers":
         return _loss_of_folder(candidate.path, comparison.data)
     return _loss_of_targets(comparison, sample, scores)
@@ -174,7 +176,7 @@ def _loss_of_folder(path: Path, data: HeldOutData) -> dict[str, Any]:
     return {**{key: found[key] for key in keys}, "scoring_tokens_per_second": found["tokens_per_second"]}
 
 
-def _loss_of_targets(comparison: ModelComparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
+def _loss_of_targets(comparison: ModelComparison, sample: _LossWindows, scores: Scores) -> dict[str, Any]:
     """Loss by a consumer's log-probabilities; none with a document mask, as consumers attend to whole windows."""
     dataset, masked = comparison.dataset, comparison.data.mask_documents
     if masked:
@@ -196,7 +198,7 @@ def _loss_of_targets(comparison: ModelComparison, sample: _Sample, scores: Score
     }
 
 
-def _compared(reference: Scores, scores: Scores, sample: _Sample) -> dict[str, Any]:
+def _compared(reference: Scores, scores: Scores, sample: _LossWindows) -> dict[str, Any]:
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.tokens[sample.kept])
     keys = ("mean_kl", "max_kl", "top1_agreement", "positions")
     return {key: getattr(found, key) for key in keys}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 
 from pipeline.engines.optim.small_moments import AdamWSmallMoments
-from pipeline.engines.parallel.vocabulary import _CrossEntropy
+from pipeline.engines.parallel.vocabulary import _InPlaceCrossEntropy
 from pipeline.engines.torch_native import single
 from pipeline.engines.torch_native.single import TorchSingle
 from pipeline.models.build import buffers
@@ -116,8 +116,8 @@ def makers() -> dict[CodeType, str]:
         single._Update.run: "gradients",
         single._Master.add_gradient: "gradients",
         single._Master.values: "weights",
-        _CrossEntropy.forward: "logits",
-        _CrossEntropy.backward: "logits",
+        _InPlaceCrossEntropy.forward: "logits",
+        _InPlaceCrossEntropy.backward: "logits",
     }
     return {_code(function): kind for function, kind in functions.items() if function is not None}
 

@@ -36,7 +36,7 @@ from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.fake_gpu.kinds import makers, modules_of, name_weights, optimizer_of, state_of, watched
 from pipeline.plan.fake_gpu.memory import Memory
-from pipeline.plan.fake_gpu.recorder import Recorder, pin
+from pipeline.plan.fake_gpu.recorder import StepRecorder, pin
 from pipeline.run.prepare import attention_of
 
 
@@ -79,7 +79,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
         mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
         section = run.config.zero_optimization
         offloads = "cpu" in (section.offload_optimizer.device, section.offload_param.device)
-        recorder = Recorder(
+        recorder = StepRecorder(
             memory,
             axes_of=lambda ranks: axes_of(run.topology, ranks),
             gloo=case.cpu,
@@ -120,7 +120,7 @@ def run_compiled_step(case: StepCase) -> None:
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
     with world(run.topology, case.pp_rank):
         mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
-        recorder = Recorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
+        recorder = StepRecorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
             objective = CrossEntropy(z_loss=run.config.loss.z_loss)

@@ -33,7 +33,7 @@ _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
-class Counts:
+class ModelCounts:
     """Counts of a model.
 
     Attributes:
@@ -66,7 +66,7 @@ class LargeRun:
     flat: Mapping[str, Any]
     prepared: PreparedRun
     model: PretrainedConfig
-    counts: Counts
+    counts: ModelCounts
 
     @property
     def run(self) -> ResolvedRun:
@@ -91,7 +91,7 @@ class LargeRun:
             run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=body
         )
 
-    def count(self, config: PretrainedConfig) -> Counts:
+    def count(self, config: PretrainedConfig) -> ModelCounts:
         """Counts another model in the place of the run's."""
         given, dtype = self.run.config, model_dtype(self.run.config)
         model = build_meta(config, dtype=dtype, attn_implementation=given.model.attn_implementation)
@@ -132,13 +132,13 @@ def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key not in (*_LAYOUT, *_BATCH)}
 
 
-def _counts_of(prepared: PreparedRun) -> Counts:
+def _counts_of(prepared: PreparedRun) -> ModelCounts:
     return _counts(prepared.size, tied=bool(prepared.hf_config.get("tie_word_embeddings")))
 
 
-def _counts(size: ModelSize, *, tied: bool) -> Counts:
+def _counts(size: ModelSize, *, tied: bool) -> ModelCounts:
     body = size.non_embedding(tied=tied)
-    return Counts(body, body + size.embedding, size.flops_per_token or 0.0)
+    return ModelCounts(body, body + size.embedding, size.flops_per_token or 0.0)
 
 
 def _parsed(raw: Mapping[str, Any]) -> Config:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from headrace.base.configfile import merge
 from headrace.base.errors import ConfigError
 from pipeline.models.resize.scale import scale, section_of
-from pipeline.plan.ladder.large_run import Counts, LargeRun
+from pipeline.plan.ladder.large_run import LargeRun, ModelCounts
 from pipeline.plan.laws.laws import step_law_batch, step_law_learning_rate
 
 _FEWEST_RUNGS = 3
@@ -80,7 +80,7 @@ class Rung:
     """A model size of a ladder."""
 
     model: PretrainedConfig
-    counts: Counts
+    counts: ModelCounts
 
     @property
     def name(self) -> str:

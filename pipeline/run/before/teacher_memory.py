@@ -137,7 +137,7 @@ def _layouts(found: TeacherBytes, *, tp: int, room: float) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _MatchingSizes:
     """Inputs of the formulas: tokens of a micro-batch on a rank, bytes of an element, widths and depths."""
 
     run: ResolvedRun
@@ -172,13 +172,13 @@ def matching_bytes(prepared: PreparedRun) -> float:
     if section is None or prepared.teacher is None:
         return 0.0
     models = sizes_of(prepared.model), sizes_of(prepared.teacher.model)
-    sizes = _Sizes(prepared.run, *models, element=next(prepared.model.parameters()).element_size())
+    sizes = _MatchingSizes(prepared.run, *models, element=next(prepared.model.parameters()).element_size())
     hidden = (0.0, 0.0) if section.hidden_states is None else _hidden_states(section.hidden_states, sizes)
     attentions = (0.0, 0.0) if section.attentions is None else _attentions(section.attentions, sizes)
     return hidden[0] + attentions[0] + max(hidden[1], attentions[1])
 
 
-def _hidden_states(section: HiddenStatesSection, sizes: _Sizes) -> tuple[float, float]:
+def _hidden_states(section: HiddenStatesSection, sizes: _MatchingSizes) -> tuple[float, float]:
     """Bytes that are kept, and bytes that are needed for a moment."""
     own, theirs = sizes.student["hidden_size"], sizes.teacher["hidden_size"]
     tp, cp = sizes.run.topology.tp, sizes.run.topology.cp
@@ -195,7 +195,7 @@ def _hidden_states(section: HiddenStatesSection, sizes: _Sizes) -> tuple[float, 
     return total, sizes.scores("similarity", heads=1) + _FP32 * sizes.tokens * (own + theirs) * cp
 
 
-def _attentions(section: AttentionsSection, sizes: _Sizes) -> tuple[float, float]:
+def _attentions(section: AttentionsSection, sizes: _MatchingSizes) -> tuple[float, float]:
     tp, cp = sizes.run.topology.tp, sizes.run.topology.cp
     own, theirs = attention_features(sizes.student), attention_features(sizes.teacher)
     # without activation checkpointing the backward pass of attention keeps the student's anyway

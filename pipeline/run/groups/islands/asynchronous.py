@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
 from pipeline.run.groups.islands.context import IslandContext, Loader
-from pipeline.run.groups.islands.holder import Shard
+from pipeline.run.groups.islands.holder import OuterShard
 from pipeline.run.groups.islands.holder_server import pack_shard, unpack_shard
 from pipeline.run.groups.islands.ledger import Ledger, Tail
 from pipeline.run.groups.islands.local import LocalIsland
@@ -117,7 +117,7 @@ class AsynchronousIsland(LocalIsland):
         return answer
 
     def _upload(self) -> None:
-        shard = pack_shard(Shard(*self._outer.tensors()))
+        shard = pack_shard(OuterShard(*self._outer.tensors()))
         self._alike(lambda: self._call("upload", shard, rank=self._context.rank))
 
     def _commit(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class AsynchronousIsland(LocalIsland):
         costs |= committed if done else {}
         report_update(self._context, step, self.ledger, done=done, islands=answer["islands"], lost=lost, **costs)
 
-    def _pull(self) -> Shard:
+    def _pull(self) -> OuterShard:
         client_answer, payload = self._client.call(self._header("pull", rank=self._context.rank))
         if client_answer["state"] != "taken":
             raise ExchangeError("the holder does not know this island any more")

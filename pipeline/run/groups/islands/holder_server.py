@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import ConfigError
-from pipeline.run.groups.islands.holder import Holder, Shard
+from pipeline.run.groups.islands.holder import Holder, OuterShard
 from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize
 from pipeline.run.groups.islands.wire import Channel
@@ -119,14 +119,18 @@ class HolderServer:
         return {"state": "taken"}, None
 
 
-def pack_shard(shard: Shard) -> Tensor:
+def pack_shard(shard: OuterShard) -> Tensor:
     """Weights and momentum as bytes, uint8 [8 N]."""
     return torch.cat(list(shard)).view(torch.uint8)
 
 
-def unpack_shard(payload: Tensor) -> Shard:
+def unpack_shard(payload: Tensor) -> OuterShard:
     """The inverse of `pack_shard`; an empty shard for no bytes."""
-    return Shard(*payload.view(torch.float32).chunk(2)) if payload.numel() else Shard(torch.empty(0), torch.empty(0))
+    return (
+        OuterShard(*payload.view(torch.float32).chunk(2))
+        if payload.numel()
+        else OuterShard(torch.empty(0), torch.empty(0))
+    )
 
 
 def unpack_gradient(payload: Tensor, *, count: int, compressed: bool) -> Tensor:
