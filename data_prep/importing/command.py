@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import FOLDER, LOCAL, PLACE
 
 if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for them
     from data_prep.importing.documents import TokenSource
@@ -23,13 +24,21 @@ _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("tokens", metavar="PREFIX", type=Path, help="folder, file or PREFIX that another tool wrote")
-    parser.add_argument("out", metavar="OUT|RUN_DIR", help="directory to write")
     parser.add_argument(
-        "--tokenizer", metavar="FOLDER", type=Path, help="of tokens: Hugging Face folder of the tokenizer they are of"
+        "tokens", metavar="PREFIX", type=LOCAL.as_path(), help="folder, file or PREFIX that another tool wrote"
+    )
+    parser.add_argument("out", metavar="OUT|RUN_DIR", type=PLACE, help="directory to write")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        type=FOLDER.as_path(),
+        help="of tokens: Hugging Face folder of the tokenizer they are of",
     )
     parser.add_argument(
-        "--heldout", metavar="PREFIX", type=Path, help="tokens of the held-out split; default: files named val, ..."
+        "--heldout",
+        metavar="PREFIX",
+        type=LOCAL.as_path(),
+        help="tokens of the held-out split; default: files named val, ...",
     )
     parser.add_argument(
         "--borders",

@@ -36,6 +36,7 @@ from data_prep.task import Counts, Report
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
+from headrace.base.paths import LOCAL
 
 LOOK_AHEAD = 1 << 16
 """Documents per block. With web-like lengths, padding is 0.01 % at T = 2048 and 8192; a block takes a dozen MB."""
@@ -45,7 +46,7 @@ PACKED = "train"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `python -m data_prep pack`."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
+    parser.add_argument("directory", metavar="DIR", type=LOCAL.as_path(), help="a tokens directory")
     parser.add_argument("--length", type=int, required=True, metavar="T", help="tokens per sample, as in training")
     text = f"documents that are packed together (default: {LOOK_AHEAD:,})"
     parser.add_argument("--look-ahead", type=int, default=LOOK_AHEAD, metavar="N", help=text)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, DataError, HeadraceError
 from headrace.base.link_errors import is_link_error
+from headrace.base.paths import LOCAL
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
 """Environment variable with a file for a rank's error, by which a launcher of several ranks shows one error once."""
@@ -31,7 +32,7 @@ _WORLDS = {
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--config FILE` (required) and `--set KEY=VALUE` (repeatable)."""
-    parser.add_argument("--config", required=True, metavar="FILE", help="the config: JSON or YAML")
+    parser.add_argument("--config", required=True, metavar="FILE", type=LOCAL, help="the config: JSON or YAML")
     parser.add_argument(
         "--set",
         dest="overrides",

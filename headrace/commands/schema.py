@@ -7,12 +7,12 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 from headrace.base.command_line import complete_with
 from headrace.base.config_kinds import KINDS, keys
 from headrace.base.errors import ConfigError
 from headrace.base.json_schema import NO_DEFAULT, Key, as_json
+from headrace.base.paths import LOCAL
 
 _INTRODUCTION = """\
 Made by `headrace schema --markdown` from the classes that read the files; do not edit it. `headrace explain KEY`
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"one of {', '.join(KINDS)}; default: %(default)s"
     kind = parser.add_argument("kind", metavar="KIND", nargs="?", default="run", help=text)
     complete_with(kind, lambda incomplete: [kind for kind in KINDS if kind.startswith(incomplete)])
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write it there instead of printing it")
+    parser.add_argument("--output", metavar="FILE", type=LOCAL.as_path(), help="write it there instead of printing it")
     parser.add_argument("--markdown", action="store_true", help="print docs/config-reference.md instead")
 
 

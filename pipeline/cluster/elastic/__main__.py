@@ -19,6 +19,7 @@ from zlib import crc32
 from headrace.base.cli import add_config_arguments, guarded
 from headrace.base.command_line import Parser
 from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.paths import LOCAL
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.commands import Commands
@@ -102,6 +103,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--directory",
         required=True,
         metavar="DIR",
+        type=LOCAL,
         help="for the agents' files: shared by all hosts, new for every job",
     )
     add("--tasks", type=int, default=1, metavar="N", help="ranks of each host: its GPUs; default: %(default)s")
@@ -114,7 +116,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="check the hosts that have come before the first start, leave bad ones out",
     )
-    add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
+    add("--output", metavar="FILE", type=LOCAL, help="log of rank 0 and of the agents; default: this terminal")
     add("--no-warm-ranks", action="store_true", help="keep no processes for the next start with their imports done")
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
     add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
@@ -122,7 +124,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     slurm.add_argument("--slurm-job", metavar="ID", help="queue this job again when the run asks for it")
     slurm.add_argument("--batch-host", metavar="NAME", help="host of its batch script")
     slurm.add_argument("--stopped", action="store_true", help="the job was asked to stop before this began")
-    slurm.add_argument("--join-script", metavar="FILE", help="submit this to replace a host that is lost")
+    slurm.add_argument("--join-script", metavar="FILE", type=LOCAL, help="submit this to replace a host that is lost")
     add("module", choices=("pipeline.train", "pipeline.distill"), help="what the ranks run")
     add("arguments", nargs=argparse.REMAINDER, help="--config FILE [--set KEY=VALUE ...]")
     args = parser.parse_args(argv)

@@ -20,6 +20,7 @@ from headrace.base.cli import guarded, leave
 from headrace.base.command_line import Parser
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
+from headrace.base.paths import LOCAL
 from pipeline.cluster.node_checks.before_start import addresses_of
 from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict, decide, partners_of
 from pipeline.cluster.node_checks.host import check_host
@@ -142,16 +143,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", required=True, metavar="NAME=ADDRESS,...|@FILE", help="all nodes, in the same order on each")
     name = socket.gethostname().partition(".")[0]
     add("--node", default=name, metavar="NAME", help="this node; default: %(default)s")
-    add("--directory", required=True, type=Path, metavar="DIR", help="for the records, shared by all nodes")
+    add("--directory", required=True, type=LOCAL.as_path(), metavar="DIR", help="for the records, shared by all nodes")
     add("--attempt", default="1", metavar="TEXT", help="another one for every time that DIR is used; default: 1")
     add(
         "--run-dir",
-        type=Path,
+        type=LOCAL.as_path(),
         metavar="DIR",
         help="whose file system is checked; default: the config's, or --directory",
     )
     add("--devices", type=int, metavar="N", help="accelerators that each node has to have; default: any number")
-    add("--config", metavar="FILE", help="the run's config, for launch.node_checks; default: its defaults")
+    add("--config", metavar="FILE", type=LOCAL, help="the run's config, for launch.node_checks; default: its defaults")
     add("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one field of it")
     return parser.parse_args(argv)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import FOLDER, PLACE
 from headrace.base.section import parse
 from pipeline.evaluation.consumers.bounds import Bound, bound_within
 from pipeline.evaluation.consumers.consumer import CONSUMERS, plan_consumers
@@ -29,11 +30,18 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Adds `verify` and `consumers` to the verbs of `headrace compress`."""
     text = "score a compressed model with every program that serves it, against its original"
     verify = verbs.add_parser("verify", help=text, description=f"{text.capitalize()}; exit code 1 outside the bounds.")
-    verify.add_argument("model", metavar="FOLDER", help="a compressed model: a Hugging Face folder, or one of GGUF")
     verify.add_argument(
-        "--original", metavar="FOLDER", help="the model in floating point; default: the parent in the manifest"
+        "model", metavar="FOLDER", type=FOLDER, help="a compressed model: a Hugging Face folder, or one of GGUF"
     )
-    verify.add_argument("--data", metavar="TOKENS", help="a tokens directory; default: the parent in the manifest")
+    verify.add_argument(
+        "--original",
+        metavar="FOLDER",
+        type=FOLDER,
+        help="the model in floating point; default: the parent in the manifest",
+    )
+    verify.add_argument(
+        "--data", metavar="TOKENS", type=PLACE, help="a tokens directory; default: the parent in the manifest"
+    )
     verify.add_argument(
         "--consumers",
         metavar="NAME,NAME",

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from headrace.base.paths import FOLDER, PLACE
 from headrace.base.section import parse
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout.data import FieldNames, HeldOutData, as_trained, open_heldout
@@ -31,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) ->
     """
     defaults = HeldOutData(path="")
     count: dict[str, Any] = {"nargs": "?"} if optional else {}
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, quantized or not", **count)
-    parser.add_argument("--data", required=not optional, metavar="TOKENS", help="a tokens directory")
+    parser.add_argument(
+        "model", metavar="MODEL", type=FOLDER, help="a Hugging Face model folder, quantized or not", **count
+    )
+    parser.add_argument("--data", required=not optional, metavar="TOKENS", type=PLACE, help="a tokens directory")
     parser.add_argument("--split", default=defaults.split, help="default: %(default)s")
     add_window_arguments(parser)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="default: %(default)s")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import RUN
 from pipeline.runtime.goodput.failures.model import (
     DAY,
     HOUR,
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=kind, metavar="N", help=field.metadata["meaning"])
     text = "compare with what this run measured, and take from it what is not given (repeatable)"
-    parser.add_argument("--run", action="append", default=[], metavar="RUN", help=text)
+    parser.add_argument("--run", action="append", default=[], metavar="RUN", type=RUN, help=text)
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="simulated runs (default: 200)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
