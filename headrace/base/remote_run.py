@@ -34,11 +34,11 @@ from headrace.base.lock import is_locked, lock_file
 from headrace.base.paths import is_url
 from headrace.base.remote_directory import (
     cache_root,
-    check_room,
     fetch_files,
     give_name,
     is_hidden,
     read_remote_manifest,
+    require_room,
 )
 from headrace.base.storage import Stat, download, objects_below, patiently
 
@@ -209,9 +209,9 @@ def fetch_checkpoint(url: str, final: Path, *, progress: Callable[[int], None] =
     text, manifest = read_remote_manifest(url)
     with lock_file(final.parents[1] / f".{final.name}.lock", doing=f"copying {url}", timeout_s=math.inf):
         if _manifest_text(final) != text:
-            check_room(manifest, list(manifest.files), final)
+            require_room(sum(int(entry["bytes"]) for entry in manifest.files.values()), final)
             with staged(final) as staging:
-                fetch_files(url, manifest, list(manifest.files), staging, progress=progress)
+                fetch_files(url, manifest.files, staging, progress=progress)
                 set_aside(final)
                 give_name(staging, final, text)
 
