@@ -32,7 +32,7 @@ from data_prep.formats.packfile import (
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
 from data_prep.packing.long_documents import Long, count_targets, describe, shorten
-from data_prep.task import Counts, Report
+from data_prep.task import Counts, Marker, Report
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
@@ -143,7 +143,7 @@ class PackTask:
         """Implements `Task.finished`: a packing does not resume, it starts over."""
         return False
 
-    def run(self, report: Report) -> dict[str, Any]:
+    def run(self, report: Report) -> Marker:
         """Implements `Task.run`; returns counts and the SHA-256 of the file.
 
         The counts are of bins, pieces, training targets, padding positions, long documents and targets lost with them.
@@ -199,7 +199,7 @@ def _exclusive(final: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, dict[str, Any]]:
+def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, Marker]:
     if workers == 1:  # a small dataset is packed before a worker process would have started
         return {task: task.run(_ignore_progress) for task in tasks}
     with LocalExecutor(workers) as executor:

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import orjson
 
 from data_prep.sources.bytesource import DamagedFileError, Digest, open_bytes
 from data_prep.sources.jsonl import checked
-from data_prep.sources.records import TOO_LONG, BadRecord, Problem, TextBatch, WantedFields, in_batches, too_long
+from data_prep.sources.records import (
+    TOO_LONG,
+    BadRecord,
+    Problem,
+    Record,
+    TextBatch,
+    WantedFields,
+    in_batches,
+    too_long,
+)
 
 _PIECE_BYTES = 1 << 20
 _ERRORS = "backslashreplace"  # of names that are not UTF-8: two that differ stay so, and each is text
@@ -53,7 +62,7 @@ class _KeyMembers:
         self.key = key
         self.problem: Problem | None = None
         self._texts: dict[str, str] = {}
-        self._fields: dict[str, Any] = {}
+        self._fields: Record = {}
 
     def add(self, name: str, extension: str, content: bytes) -> None:
         """Adds the member `name`, which is UTF-8 or, with the extension `json`, JSON."""
@@ -66,12 +75,12 @@ class _KeyMembers:
         except ValueError as error:
             self.problem = self.problem or ("not JSON" if extension == "json" else "not UTF-8", f"{name}: {error}")
 
-    def record(self, wanted: WantedFields) -> dict[str, Any] | Problem:
+    def record(self, wanted: WantedFields) -> Record | Problem:
         record = {"text": self._texts["txt"]} if "txt" in self._texts else {}
         return self.problem or checked(record | self._fields | self._texts | {"__key__": self.key}, wanted)
 
 
-def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[int, int, dict[str, Any] | Problem]]:
+def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[int, int, Record | Problem]]:
     try:
         with (
             open_bytes(path, digest) as stream,

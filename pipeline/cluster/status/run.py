@@ -29,6 +29,7 @@ from pipeline.runtime.goodput.metrics import Metrics, MetricsReader, seconds_lef
 from pipeline.runtime.launch.run_lock import is_training
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import seconds_of
 
 SLURM_STARTS = ".agents/starts"
@@ -97,10 +98,10 @@ class RunStatus:
     attempts: tuple[RecordedAttempt, ...]
     agents: Agents | None
     jobs: tuple[QueuedJob, ...]
-    faults: tuple[dict[str, Any], ...]
+    faults: tuple[JournalRow, ...]
     damaged_lines: int
-    exchange: dict[str, Any] | None = None
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    exchange: JournalRow | None = None
+    tasks: dict[str, JournalRow] = field(default_factory=dict)
     uploads: Uploading | None = None
 
     @property

@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.directory import Manifest, parent_entry, staged
+from headrace.base.directory import Details, Manifest, Parents, parent_entry, staged
 from headrace.base.remote_output import published, upload_left
 from pipeline.compress.pruning.cutting import write_folder
 from pipeline.compress.pruning.gathering import Importance, find_importance
@@ -61,14 +60,14 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     return manifest
 
 
-def _parents(plan: PruningPlan) -> dict[str, Any]:
+def _parents(plan: PruningPlan) -> Parents:
     return {
         "model": parent_entry(plan.source.origin, plan.source.fingerprint()),
         "data": parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint),
     }
 
 
-def _cut(found: Importance, parents: dict[str, Any]) -> Manifest:
+def _cut(found: Importance, parents: Parents) -> Manifest:
     console = Console(stderr=True)
     plan, sums = found.plan, found.sums
     assert plan.shape is not None
@@ -108,9 +107,7 @@ def _cut(found: Importance, parents: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def details(
-    plan: PruningPlan, shape: Mapping[str, int], folder: Path, *, before: dict[str, Any], after: dict[str, Any]
-) -> dict[str, Any]:
+def details(plan: PruningPlan, shape: Mapping[str, int], folder: Path, *, before: Details, after: Details) -> Details:
     """Details for the manifest: sizes, parameters, and held-out metrics before and after.
 
     Args:
@@ -137,10 +134,10 @@ def details(
     }
 
 
-def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
+def step_numbers(recorded: Details) -> Details:
     """A pruning's numbers for the lineage: sizes before and after, importance, bytes and loss before and after."""
     pruning = recorded["pruning"]
-    found: dict[str, Any] = {
+    found: Details = {
         "parameters_before": pruning["parameters_before"],
         "parameters_after": recorded["parameters"],
     }

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
+from headrace.base.directory import Details
 from pipeline.compress.quantization.budget import UNCHANGED, Budget, scheme_of
 from pipeline.compress.quantization.calibration_rules import open_split
 from pipeline.compress.quantization.rules import QuantizationPlan, layer_scheme
@@ -23,7 +24,7 @@ Measured = Mapping[str, Mapping[str, float]]
 _BUCKETS = 8192
 
 
-def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, dict[str, Any]]:
+def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, Details]:
     """Measures the units and chooses their schemes.
 
     Args:
@@ -49,7 +50,7 @@ def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, dic
     return _applied(plan, chosen), known
 
 
-def sensitivity_rows(known: dict[str, Any]) -> list[dict[str, Any]]:
+def sensitivity_rows(known: Details) -> list[Details]:
     """KL divergence of each unit in its worst choice, for the report page; with bytes if that was chosen.
 
     Args:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from headrace.base.paths import FOLDER, PLACE
 from headrace.base.section import parse
+from headrace.base.task_figures import Figures
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.models.folder.model_folder import ModelFolder
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_bar(folder: ModelFolder, data: HeldOutData, dataset: TokenDataset) -> dict[str, Any]:
+def _with_bar(folder: ModelFolder, data: HeldOutData, dataset: TokenDataset) -> Figures:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(file=sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -102,7 +103,7 @@ def _with_bar(folder: ModelFolder, data: HeldOutData, dataset: TokenDataset) -> 
 
 def evaluate_folder(
     folder: ModelFolder, data: HeldOutData, dataset: TokenDataset, *, progress: Show = lambda _done, _all: None
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Any, Figures]:
     """Loads a model on the first GPU, or the CPU without one, and evaluates it.
 
     Args:
@@ -144,7 +145,7 @@ def evaluate_folder(
     return model, {**where, **how, **asdict(heldout)}
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: Figures) -> Table:
     table = Table(title=f"{result['model']} on {result['data']} ({result['split']})", show_header=False)
     rows = {
         "loss": f"{result['loss_nats']:.4f} nats/token",

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.deepspeed.file import translate
@@ -127,7 +128,7 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
     return LargeRun(dict(raw), flat, prepared, config, _counts_of(prepared))
 
 
-def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(raw: Mapping[str, Any]) -> ConfigTree:
     """A config without its layout over devices; each step has the same samples."""
     return {key: value for key, value in raw.items() if key not in (*_LAYOUT, *_BATCH)}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headrace.base.configfile import overridden, set_value
+from headrace.base.configfile import ConfigTree, overridden, set_value
 from headrace.base.shipped import find_shipped
 from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.memory import peak_memory
@@ -146,7 +146,7 @@ def write_config(candidate: Candidate, path: Path, *, config: str, overrides: Se
         overrides: overrides that the search was given, as texts of `--set`.
     """
     source = Path(config) if Path(config).exists() else find_shipped(Path(config)) or Path(config)
-    raw: dict[str, Any] = overridden({}, overrides)
+    raw: ConfigTree = overridden({}, overrides)
     for key, value in candidate.sets.items():
         set_value(raw, key, list(value) if isinstance(value, tuple) else value)
     raw = {"extends": os.path.relpath(source.resolve(), path.parent.resolve()), **raw}

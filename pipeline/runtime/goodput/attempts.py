@@ -10,6 +10,7 @@ from typing import Any
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.metrics.attempts_journal import read_events
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import seconds_of
 
 _VERBS = {
@@ -135,7 +136,7 @@ def read_attempts(
         last_time: time of the last row of metrics, in seconds since the epoch; None without rows.
     """
     events, damaged = read_events(run_dir)
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[JournalRow]] = {}
     for event in events:
         groups.setdefault(str(event.get("attempt")), []).append(event)
     begun = [group for group in groups.values() if group[0]["event"] == "start"]
@@ -164,14 +165,14 @@ def fault_line(row: Mapping[str, Any]) -> str:
 
 def _attempt(
     number: int,
-    group: list[dict[str, Any]],
+    group: list[JournalRow],
     last: Mapping[str, Any],
-    faults: list[dict[str, Any]],
+    faults: list[JournalRow],
     lost: list[LostSteps],
     *,
     runs: bool,
 ) -> RecordedAttempt:
-    of: dict[str, dict[str, Any]] = {}
+    of: dict[str, JournalRow] = {}
     for event in group:
         of.setdefault(event["event"], event)  # a rollback trains more than once
     start, training, end = of["start"], of.get("training", {}), of.get("end")
@@ -205,16 +206,14 @@ def _attempt(
     )
 
 
-def _reloading(group: Sequence[dict[str, Any]], lost: Sequence[LostSteps]) -> float:
+def _reloading(group: Sequence[JournalRow], lost: Sequence[LostSteps]) -> float:
     """Seconds between the last step that a rollback has removed and the next one, over all rollbacks of an attempt."""
     again = [seconds_of(row["time"]) or 0.0 for row in group if row["event"] == "training"][1:]
     before = ([each.until for each in lost if each.until <= time] for time in again)
     return sum(time - max(until) for time, until in zip(again, before, strict=True) if until)
 
 
-def _faults_between(
-    faults: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]], until: float | None
-) -> list[dict[str, Any]]:
+def _faults_between(faults: Sequence[JournalRow], group: Sequence[JournalRow], until: float | None) -> list[JournalRow]:
     since = seconds_of(group[0]["time"]) or 0.0
     times = ((row, seconds_of(row.get("time"))) for row in faults)
     return [row for row, time in times if time is not None and since <= time and (until is None or time < until)]

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from headrace.base.errors import ConfigError
 from pipeline.run.groups.islands.holder import Holder, OuterShard
 from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize
-from pipeline.run.groups.islands.wire import Channel
+from pipeline.run.groups.islands.wire import Channel, Header
 
 _HANDSHAKE_S, _AGAIN_S = 10.0, 0.2
 _MOST_STRANGERS = 256
@@ -96,7 +95,7 @@ class HolderServer:
         finally:
             self._strangers.release()
 
-    def _answer(self, header: dict[str, Any], payload: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+    def _answer(self, header: Header, payload: Tensor) -> tuple[Header, Tensor | None]:
         what, name, session = header["do"], str(header["name"]), str(header["session"])
         holder = self._holder
         if what == "join":

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from headrace.base.errors import ConfigError, LostError
 from pipeline.config.shares import largest_remainder
-from pipeline.run.groups.islands.ledger import process_group
+from pipeline.run.groups.islands.ledger import PlainReport, process_group
 
 Ranges = tuple[tuple[int, int], ...]
 """(first, end) indices of samples in a step, ascending and disjoint."""
@@ -62,12 +61,12 @@ class ReplicaMember:
         """Step, commit and state: equal for replicas with the same weights."""
         return self.step, self.commit, self.state
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> PlainReport:
         """The fields as JSON."""
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> ReplicaMember:
+    def from_plain(cls, plain: PlainReport) -> ReplicaMember:
         """The inverse of `plain`."""
         return cls(**{**plain, "held": tuple((first, end) for first, end in plain["held"])})
 

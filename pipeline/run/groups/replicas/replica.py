@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.base.directory import Details
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.config.sections.groups import ReplicasSection
 from pipeline.data.loader import StepLoader
@@ -110,7 +111,7 @@ class ReplicaOfRun:
         """The engine's state, for an ordinary checkpoint."""
         return self._around.engine.state()
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> Details:
         """The replica's entry in a checkpoint's manifest."""
         exchanges, commit = self._me.exchanges, self._me.commit
         if self._given:  # the result of the next step's exchange, which is not in the weights yet
