@@ -14,7 +14,7 @@ from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.layout import SCHEDULES
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.rank_model import Widths
-from pipeline.plan.predict.closed_form_times import CLOSED
+from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.memory_plan import host_fits, typical_peak
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.plan import Plan, typical_time
