@@ -36,6 +36,7 @@ test: check  ## style, types and the tests that need no heavy service; what this
 
 guard: $(READY)  ## four minutes: losses of a run that is killed and resumed, a run of an earlier commit, rows of the journal
 	python -m tests.guard
+	python -m tests.house
 
 test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, pairs of layout options, faults
 	$(PYTEST) -m 'integration and not sweep'
@@ -62,7 +63,7 @@ sweep-islands: $(READY)  ## islands are killed at random moments, and come late:
 sweep-buckets: $(READY)  ## runs in an object store are killed at random moments, and the store has faults: half an hour; resumable
 	python -m tests.sweeps buckets
 
-sweep-mutations: $(READY)  ## small faults in the code, each of which a test has to find: an hour; resumable
+sweep-mutations: $(READY)  ## 200 small faults in the code, drawn by a seed, each of which a test has to find: hours; resumable
 	python -m tests.sweeps mutations
 
 sweep-scale: $(READY)  ## what grows with the size of a run, at the size of a thousand nodes: half an hour; resumable

@@ -9,20 +9,19 @@ previous one. Printed are medians with quartiles, of seconds and of the ratio to
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from benchmarks.harness import Seconds, alternate, make_parser, print_head, print_row, ratio, spread, work_folder
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shards import NamedShard
@@ -32,34 +31,34 @@ from pipeline.config.sections.optimizers import ADAMW
 
 TENSOR = 4 << 20
 """Elements of a tensor: a matrix of 2048 x 2048."""
-Method = Callable[[int], tuple[float, float]]
+Method = Callable[[], tuple[float, float]]
 """Saves; returns the seconds for which training is blocked, and until everything is on disk."""
 
 
 def main() -> None:
     """Prints the table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--parameters", type=float, default=50e6)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--dir", help="a directory on the disk to measure; the temporary one when absent")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is")
     state = make_state(int(arguments.parameters))
-    with tempfile.TemporaryDirectory(dir=arguments.dir) as work:
+    with work_folder(arguments.dir) as work:
         methods = {
-            "torch.save": bare(state, Path(work, "bare")),
-            "dcp.save": plain_dcp(state, Path(work, "dcp")),
-            "ours, blocking": ours(state, Path(work, "blocking"), background=False),
-            "ours, in background": ours(state, Path(work, "background"), background=True),
+            "torch.save": bare(state, work / "bare"),
+            "dcp.save": plain_dcp(state, work / "dcp"),
+            "ours, blocking": ours(state, work / "blocking", background=False),
+            "ours, in background": ours(state, work / "background", background=True),
         }
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
-        for number in range(arguments.rounds + 1):
-            for name, method in methods.items():
-                os.sync()  # so that no method waits for the dirty pages of another
-                seconds = method(number)
-                if number > 0:  # the first one makes buffers and plans
-                    times[name].append(seconds)
-    table(times, megabytes=sum(t.numel() for t in state.values()) * 4 / 1e6)
+        # no method waits for the dirty pages of another
+        times = alternate(methods, arguments.rounds, before=os.sync)
+    print(f"{sum(t.numel() for t in state.values()) * 4 / 1e6:,.0f} MB\n")
+    print_head("", "blocked, s", "total, s", "blocked / torch.save", "total / torch.save")
+    base = [total for _, total in times["torch.save"]]
+    for name, rows in times.items():
+        both = [*zip(*rows, strict=True)]
+        print_row(name, *map(spread, both), *(ratio(each, base) for each in both))
 
 
 def make_state(parameters: int) -> dict[str, Tensor]:
@@ -72,29 +71,29 @@ def make_state(parameters: int) -> dict[str, Tensor]:
 def bare(state: dict[str, Tensor], folder: Path) -> Method:
     """`torch.save` to one file, flushed."""
     folder.mkdir()
+    path = folder / "state.pt"
 
-    def save(number: int) -> tuple[float, float]:
-        started = time.perf_counter()
-        with (folder / f"{number}.pt").open("wb") as file:
+    def write() -> None:
+        with path.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        total = time.perf_counter() - started
-        (folder / f"{number - 1}.pt").unlink(missing_ok=True)
-        return total, total
 
-    return save
+    return waiting(write, path.unlink)
 
 
 def plain_dcp(state: dict[str, Tensor], folder: Path) -> Method:
     """torch.distributed.checkpoint as in its documentation."""
+    return waiting(lambda: dcp.save(dict(state), checkpoint_id=folder, no_dist=True), lambda: shutil.rmtree(folder))
 
-    def save(number: int) -> tuple[float, float]:
-        started = time.perf_counter()
-        dcp.save(dict(state), checkpoint_id=folder / str(number), no_dist=True)
-        total = time.perf_counter() - started
-        shutil.rmtree(folder / str(number - 1), ignore_errors=True)
-        return total, total
+
+def waiting(write: Callable[[], object], delete: Callable[[], object]) -> Method:
+    """A method that blocks training until everything is on disk; deleting is not timed."""
+
+    def save() -> tuple[float, float]:
+        seconds = Seconds.of(write).wall
+        delete()
+        return seconds, seconds
 
     return save
 
@@ -103,10 +102,11 @@ def ours(state: dict[str, Tensor], folder: Path, *, background: bool) -> Method:
     """The checkpoint writer of the trainer."""
     writer = CheckpointWriter(CheckpointStore(folder, keep=1), background=background)
     shards = {key: NamedShard(tuple(t.shape), start=0, values=t.view(-1)) for key, t in state.items()}
+    numbers = count()
 
-    def save(number: int) -> tuple[float, float]:
+    def save() -> tuple[float, float]:
         started = time.perf_counter()
-        writer.begin(CheckpointInfo(number, {}, {}, {}), lambda: shards)
+        writer.begin(CheckpointInfo(next(numbers), {}, {}, {}), lambda: shards)
         blocked = time.perf_counter() - started
         result = writer.wait()
         assert result is not None
@@ -115,24 +115,6 @@ def ours(state: dict[str, Tensor], folder: Path, *, background: bool) -> Method:
         return (blocked if background else total), total
 
     return save
-
-
-def table(times: dict[str, list[tuple[float, float]]], *, megabytes: float) -> None:
-    """Prints the figures."""
-    base = times["torch.save"]
-    print(f"{megabytes:,.0f} MB\n")
-    print("| | blocked, s | total, s | blocked / torch.save | total / torch.save |")
-    print("|---|---|---|---|---|")
-    for name, rows in times.items():
-        cells = [spread([t[kind] for t in rows]) for kind in (0, 1)]
-        cells += [spread([t[kind] / b[1] for t, b in zip(rows, base, strict=True)]) for kind in (0, 1)]
-        print(f"| {name} | {' | '.join(cells)} |")
-
-
-def spread(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.3f} ({low:.3f} - {high:.3f})"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Cost of a checkpoint's plan and metadata at size: all ranks of a large run simulated in one process, without weights.
 
-    python -m benchmarks.checkpoint_plan [--before] [--only 70Bx512]
+    python -m benchmarks.checkpoint_plan [--only 70Bx512]
 
-ZeRO-3, fp32 weights and two moments of a llama. `--before` measures the planner and the metadata of
-torch.distributed.checkpoint, which was used up to version 0.4 (minutes, and 5 GB, for 70B on 512 ranks). CPU seconds of
-this process, since other work may share the machine; garbage collection is off while something is timed.
+ZeRO-3, fp32 weights and two moments of a llama. CPU seconds of this process, since other work may share the machine;
+garbage collection is off while something is timed. b1b88214 also measures torch.distributed.checkpoint's planner.
 
     all ranks     describing the shards of every rank, added up; a run does it on all ranks at the same time
     rank 0        reading what the ranks have sent, the division, and what is sent back
@@ -15,25 +14,21 @@ this process, since other work may share the machine; garbage collection is off 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import math
 import pickle
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.storage import WriteResult
 
+from benchmarks.harness import Seconds, make_parser, print_head, print_row, work_folder
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.metadata import METADATA, read_metadata
 from pipeline.checkpoint.format.shard_table import encode_table, table_of
@@ -43,7 +38,6 @@ from pipeline.checkpoint.write.plan import Coordinator
 from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata
 from pipeline.config.sections.optimizers import ADAMW
 
-T = TypeVar("T")
 State = dict[str, NamedShard | Tensor]
 Shapes = dict[str, tuple[int, ...]]
 _OVERHEAD = 1200
@@ -103,33 +97,35 @@ class Clock:
     """Adds up CPU seconds, in named sums."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
 
-    def time(self, name: str, action: Callable[[], T]) -> T:
-        """Runs `action`, and adds its time to a sum."""
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Adds the time of a block to a sum."""
         gc.disable()
-        start = time.process_time()
-        result = action()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+        began = Seconds.now()
+        yield
+        self.seconds[name] += Seconds.since(began).cpu
         gc.enable()
-        return result
 
 
-def now(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
+def measure(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
     """What a checkpoint costs."""
     clock = Clock()
     tables = []
     for state in zero3_states(llama, ranks):
-        table = clock.time("all ranks", lambda state=state: encode_table(table_of(state)))  # type: ignore[misc]
-        tables.append((table, clock.time("all ranks", lambda table=table: table.digests)))  # type: ignore[misc]
+        with clock.time("all ranks"):
+            tables.append((table := encode_table(table_of(state)), table.digests))
     digests = [each for _, each in tables]
     coordinator = Coordinator()
-    asked = clock.time("rank 0", lambda: coordinator.missing(digests))
+    with clock.time("rank 0"):
+        asked = coordinator.missing(digests)
     sent = [
         tuple(part if ask else None for part, ask in zip(table, asks or (), strict=True))
         for (table, _), asks in zip(tables, asked, strict=True)
     ]
-    clock.time("rank 0", lambda: coordinator.divide(sent))  # type: ignore[arg-type]
+    with clock.time("rank 0"):
+        coordinator.divide(sent)  # type: ignore[arg-type]
     division = coordinator.division
     assert division is not None
     writer = MetadataWriter(division)
@@ -146,10 +142,13 @@ def now(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
         name, places = f"__{rank}_0.distcp", np.stack([np.cumsum(length) - length, length], axis=1)
         return pickle.dumps(WrittenShards(Locations(name, places) if first else None, {name: "0" * 64}))
 
-    clock.time("first save", lambda: save([message(rank, first=True) for rank in range(ranks)]))
     later = [message(rank, first=False) for rank in range(ranks)]
-    clock.time("a save", lambda: save(later))
-    clock.time("read", lambda: read_metadata(work))
+    with clock.time("first save"):
+        save([message(rank, first=True) for rank in range(ranks)])
+    with clock.time("a save"):
+        save(later)
+    with clock.time("read"):
+        read_metadata(work)
     return {
         **clock.seconds,
         "shards": len(division.table),
@@ -159,70 +158,19 @@ def now(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
     }
 
 
-def before(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
-    """What it cost with the planner and the metadata of torch.distributed.checkpoint."""
-    clock = Clock()
-    planner = DefaultSavePlanner()
-
-    def describe(state: State) -> bytes:
-        planner.set_up_planner(dict(state), is_coordinator=True)
-        return pickle.dumps(planner.create_local_plan())
-
-    states = zero3_states(llama, ranks)
-    sent = [clock.time("all ranks", lambda state=state: describe(state)) for state in states]  # type: ignore[misc]
-    plans = clock.time("rank 0", lambda: [pickle.loads(each) for each in sent])
-    plans, metadata = clock.time("rank 0", lambda: planner.create_global_plan(plans))
-    shards = sum(len(plan.items) for plan in plans)
-    clock.time("rank 0", lambda: [len(pickle.dumps(dataclasses.replace(p, planner_data=None))) for p in plans])
-    messages = []
-    for rank, plan in enumerate(plans):
-        length = [math.prod(item.tensor_data.chunk.sizes) * 4 + _OVERHEAD for item in plan.items]
-        begin = np.cumsum([0, *length]).tolist()
-        places = [_StorageInfo(f"__{rank}_0.distcp", b, n) for b, n in zip(begin, length, strict=False)]
-        results = [WriteResult(i.index, p.length, p) for i, p in zip(plan.items, places, strict=True)]
-        messages.append(pickle.dumps(results))
-    megabytes = sum(map(len, messages)) / 1e6
-    plans.clear()
-    writer = FileSystemWriter(work, single_file_per_rank=True, sync_files=True)
-    clock.time("a save", lambda: writer.finish(metadata, [pickle.loads(each) for each in messages]))
-    clock.time("read", lambda: dcp.FileSystemReader(work).read_metadata())
-    return {
-        **clock.seconds,
-        "first save": clock.seconds["a save"],
-        "shards": shards,
-        "MB sent": sum(map(len, sent)) / 1e6,
-        "MB sent per save": megabytes,
-        "MB on disk": (work / ".metadata").stat().st_size / 1e6,
-    }
-
-
-COLUMNS = (
-    "shards",
-    "all ranks",
-    "rank 0",
-    "MB sent",
-    "first save",
-    "a save",
-    "MB sent per save",
-    "MB on disk",
-    "read",
-)
+COLUMNS = ("shards", "all ranks", "rank 0", "MB sent", "first save", "a save", "MB sent per save", "MB on disk", "read")
 
 
 def main() -> None:
     """Prints the table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", action="store_true", help="also torch.distributed.checkpoint's planner")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=CASES, help="one of the cases")
     arguments = parser.parse_args()
-    print("| | " + " | ".join(COLUMNS) + " |")
-    print("|---" * (len(COLUMNS) + 1) + "|")
+    print_head("", *COLUMNS)
     for case in [arguments.only] if arguments.only else CASES:
-        for method in (before, now) if arguments.before else (now,):
-            with tempfile.TemporaryDirectory() as work:
-                found = method(*CASES[case], Path(work))
-            cells = [f"{found[name]:,}" if name == "shards" else f"{found[name]:,.3f}" for name in COLUMNS]
-            print(f"| {case}, {method.__name__} | " + " | ".join(cells) + " |", flush=True)
+        with work_folder() as work:
+            found = measure(*CASES[case], work)
+        print_row(case, *(f"{found[name]:,}" if name == "shards" else f"{found[name]:,.3f}" for name in COLUMNS))
 
 
 if __name__ == "__main__":

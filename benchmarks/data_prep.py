@@ -4,8 +4,7 @@
 
 Every tool runs in a new process; its child processes are included. Measured are wall and CPU seconds, the peak of the
 sum of resident memory of its processes, and MB (10^6 bytes of text) per second and per CPU second. "engine" is
-fastokens alone, on texts in memory, in one thread; "limit" only parses, encodes and writes: an upper bound on the speed
-of a map task.
+fastokens alone, on texts in memory, in one thread.
 
 The other tools run with `--peers-python`, an interpreter with datatrove, datasets, gigatoken and Megatron-LM's imports.
 """
@@ -19,22 +18,23 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 import psutil
+
+from benchmarks.harness import alternate, make_parser, print_head, print_row, work_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The measurements of one tool. tokens: number that it wrote, or None if they are not counted."""
 
     wall_s: float
@@ -48,28 +48,27 @@ def main() -> None:
     args = _arguments()
     text_mb = sum(len(orjson.loads(line)["text"].encode()) for line in args.corpus.open("rb")) / 1e6
     print(f"{args.corpus}: {text_mb:,.1f} MB of text", flush=True)
-    print(f"{'tool':<26} {'wall s':>8} {'CPU s':>8} {'MB/s':>8} {'MB/CPU s':>9} {'memory MB':>10} {'tokens':>13}")
-    args.halves = Path(tempfile.mkdtemp(prefix="headrace-halves-"))
-    _cut_in_two(args.corpus, args.halves)
-    for name, command, count in _tools(args):
-        if args.only and name not in args.only:
-            continue
-        results = [_run(name, command, count) for _ in range(args.repeats)]
-        best = min((r for r in results if r is not None), key=lambda r: r.wall_s, default=None)
+    with work_folder() as work:
+        args.halves = work / "halves"
+        _cut_in_two(args.corpus, args.halves)
+        tools = {name: partial(_run, name, command, count, work / "run") for name, command, count in _tools(args)}
+        chosen = {name: tool for name, tool in tools.items() if not args.only or name in args.only}
+        found = alternate(chosen, args.repeats, warmup=0)
+    print_head("tool", "wall s", "CPU s", "MB/s", "MB/CPU s", "memory MB", "tokens")
+    for name, results in found.items():
+        best = min((each for each in results if each is not None), default=None)
         if best is None:
-            print(f"{name:<26} did not run", flush=True)
+            print_row(name, "did not run", *[""] * 5)
             continue
-        speeds = f"{text_mb / best.wall_s:>8.1f} {text_mb / best.cpu_s:>9.1f}"
+        speeds = (text_mb / best.wall_s, text_mb / best.cpu_s)
         tokens = "" if best.tokens is None else f"{best.tokens:,}"
-        print(
-            f"{name:<26} {best.wall_s:>8.2f} {best.cpu_s:>8.2f} {speeds} {best.memory_mb:>10,.0f} {tokens:>13}",
-            flush=True,
-        )
-    shutil.rmtree(args.halves)
+        figures = (f"{each:.1f}" for each in speeds)
+        print_row(name, f"{best.wall_s:.2f}", f"{best.cpu_s:.2f}", *figures, f"{best.memory_mb:,.0f}", tokens)
 
 
 def _cut_in_two(corpus: Path, folder: Path) -> None:
     """For datatrove, whose unit of work is a file."""
+    folder.mkdir()
     lines = corpus.open("rb").readlines()
     for i, part in enumerate((lines[: len(lines) // 2], lines[len(lines) // 2 :])):
         (folder / f"{i}.jsonl").write_bytes(b"".join(part))
@@ -83,10 +82,7 @@ def _tools(args: argparse.Namespace) -> list[Tool]:
     peers, corpus, tokenizer = args.peers_python, str(args.corpus), str(args.tokenizer)
     own = [sys.executable, "-m", "benchmarks.data_prep_peers"]
     other = [peers, str(Path(__file__).with_name("data_prep_peers.py"))]
-    found: list[Tool] = [
-        (name, [*own, name.split(",")[0], corpus, tokenizer], _none)
-        for name in ("engine, one thread", "limit, one thread")
-    ]
+    found: list[Tool] = [("engine, one thread", [*own, "engine", corpus, tokenizer], _none)]
     for workers in (1, 2):
         config = {"output": "out", "sources": [{"path": corpus}], "tokenizer": {"path": tokenizer}}
         job = ["-m", "data_prep", "--config", "CONFIG", "--workers", str(workers)]
@@ -102,8 +98,8 @@ def _tools(args: argparse.Namespace) -> list[Tool]:
     return found
 
 
-def _run(name: str, command: Sequence[str], count: Callable[[Path], int | None]) -> Result | None:
-    work = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
+def _run(name: str, command: Sequence[str], count: Callable[[Path], int | None], work: Path) -> Result | None:
+    work.mkdir()
     words = list(command)
     if "CONFIG" in words:
         (work / "corpus.json").write_text(words.pop())
@@ -175,7 +171,7 @@ def _none(_work: Path) -> int | None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("corpus", type=Path, help='a plain jsonl file with a "text" in each line')
     parser.add_argument("tokenizer", type=Path, help="a Hugging Face folder with fewer than 65,500 entries")
     parser.add_argument("--megatron", type=Path, help="a clone of Megatron-LM")

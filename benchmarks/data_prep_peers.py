@@ -6,7 +6,6 @@ import os
 import runpy
 import sys
 import time
-from pathlib import Path
 
 
 def engine(corpus: str, tokenizer: str) -> None:
@@ -32,24 +31,6 @@ def engine(corpus: str, tokenizer: str) -> None:
     seconds = time.process_time() - began
     size = sum(len(text.encode()) for batch in batches for text in batch)
     print(f"engine alone: {size / 1e6 / seconds:.1f} MB/s", file=sys.stderr)
-
-
-def limit(corpus: str, tokenizer: str) -> None:
-    """Parses, encodes and writes in one thread with the parts of a map task: the least that a map task has to do."""
-    import numpy as np  # noqa: PLC0415
-
-    from data_prep.sources.bytesource import Digest  # noqa: PLC0415
-    from data_prep.sources.jsonl import read  # noqa: PLC0415
-    from data_prep.sources.records import WantedFields  # noqa: PLC0415
-    from data_prep.tokenizer.engines import FastokensEngine  # noqa: PLC0415
-
-    engine, unused = FastokensEngine(Path(tokenizer), parse_special_tokens=False), Digest(corpus, start=0, end=0)
-    with open("ids.bin", "wb") as file:  # noqa: PTH123
-        wanted = {"start": 0, "end": None, "wanted": WantedFields("text"), "digest": unused}
-        batches = read(corpus, source="", file="", **wanted)
-        file.writelines(engine.encode(batch.texts).ids.astype(np.uint16) for batch in batches)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def datatrove(corpus: str, tokenizer: str) -> None:

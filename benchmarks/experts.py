@@ -1,45 +1,35 @@
-"""Expert parallelism on CPUs with gloo: against FSDP2's gathering, grouped products against a loop, cost of imbalance.
+"""Expert parallelism on CPUs with gloo: against FSDP2's gathering, and with the exchange beside another micro-batch.
 
-    python -m benchmarks.experts [--ranks 4] [--rounds 7] [--only layouts,overlap,products,imbalance]
+    python -m benchmarks.experts [--ranks 4] [--rounds 7] [--only layouts,overlap]
 
-Everything is measured in turns in one run, and printed as ratios of times (median and quartiles of the rounds).
+Printed are ratios of times. b1b88214 also measures grouped products and what an imbalance costs.
 
 - layouts: training steps of a mixture (`MODEL`) by FSDP2 at stage 3, with ep 1, 2 and all ranks, on the same ranks.
 - overlap: training steps of four micro-batches at stage 2 with ep over all ranks, whose layers wait for the exchange,
   and with `parallel.ep_overlap`.
-- products: the experts of one layer on one process, forward and backward, by one grouped product and by transformers'
-  loop over the experts.
-- imbalance: one layer over all ranks, with rows that are even over the experts, that follow Zipf's law, and that all go
-  to one expert.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor
-from transformers import AutoConfig
 
-from headrace.base.section import parse
-from pipeline.config.rules.resolve import resolve
-from pipeline.config.sections.run import Config
+from benchmarks.harness import (
+    Seconds,
+    alternate,
+    cpu_engine,
+    make_parser,
+    on_ranks,
+    print_head,
+    print_load,
+    print_row,
+    ratio,
+)
 from pipeline.data.micro_batch import MicroBatch, StepBatch
-from pipeline.engines.build import build_engine
-from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.experts import apply_expert_parallel, expert_modules
-from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.meta import build_meta
 
 SEQUENCE, SAMPLES = 256, 2
 MODEL: dict[str, Any] = {
@@ -50,67 +40,37 @@ MODEL: dict[str, Any] = {
 """The experts are 97 % of its parameters."""
 MICRO_BATCHES = 4
 """Of a step that overlaps their exchange."""
-EXPERTS = (8, 64, 128)
-ROUTINGS = ("even", "Zipf", "all to one")
 
-Times = dict[str, list[float]]
+Times = dict[str, list[Seconds]]
 
 
 def main() -> None:
     """Prints a table in Markdown for each measurement."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="layouts,overlap,products,imbalance")
+    parser.add_argument("--only", default="layouts,overlap")
     arguments = parser.parse_args()
-    print(f"load average at the start: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
+    print_load()
     only = arguments.only.split(",")
-    if "products" in only:
-        for experts in EXPERTS:
-            show(f"{experts} experts", products(experts, arguments.rounds))
-    for name, measure in (("layouts", layouts), ("overlap", overlap), ("imbalance", imbalance)):
+    for name, measure in (("layouts", layouts), ("overlap", overlap)):
         if name in only:
-            show(f"{name}, {arguments.ranks} ranks", on_ranks(measure, arguments.ranks, arguments.rounds))
+            times = on_ranks(measure, arguments.ranks, arguments.ranks, arguments.rounds)
+            show(f"{name}, {arguments.ranks} ranks", times)
 
 
 def show(title: str, times: Times) -> None:
-    """Ratios to the first."""
-    base, *_ = times.values()
-    print(f"| {title} | time against the first | ms |\n|---|---|---|")
-    for name, each in times.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(each, base, strict=True)], n=4)
-        print(f"| {name} | {middle:.3f} ({low:.3f} - {high:.3f}) | {1e3 * statistics.median(each):.1f} |", flush=True)
+    """Prints times, and their ratios to the first candidate's."""
+    walls = {name: [each.wall for each in found] for name, found in times.items()}
+    base, *_ = walls.values()
+    print_head(title, "time against the first", "ms")
+    for name, each in walls.items():
+        print_row(name, ratio(each, base), f"{1e3 * statistics.median(each):.1f}")
 
 
 def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> Times:
-    """Seconds of every way, after one round that is not counted."""
-    times: Times = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            if dist.is_initialized():
-                dist.barrier()
-            begun = time.perf_counter()
-            run()
-            if number:
-                times[name].append(time.perf_counter() - begun)
-    return times
-
-
-def on_ranks(measure: Callable[[int, int, int], Times], ranks: int, rounds: int) -> Times:
-    """Rank 0's times of a measurement on several processes, each with one thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(measure, ranks, rounds, folder), nprocs=ranks)
-        found: Times = torch.load(Path(folder) / "times.pt")
-    return found
-
-
-def _rank(rank: int, measure: Callable[[int, int, int], Times], ranks: int, rounds: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    times = measure(rank, ranks, rounds)
-    if rank == 0:
-        torch.save(times, Path(folder) / "times.pt")
-    dist.barrier()
+    """Times all candidates, on all ranks at once."""
+    return alternate({name: lambda run=run: Seconds.of(run) for name, run in runs.items()}, rounds, before=dist.barrier)
 
 
 def layouts(rank: int, ranks: int, rounds: int) -> Times:
@@ -141,64 +101,13 @@ def _stepper(rank: int, ranks: int, *, stage: int, micro_batches: int = 1, **par
         "parallel": parallel,
         "run": {"dir": "none", "steps": 100},
     }
-    run = resolve(parse(Config, config), world_size=ranks)
-    model = build_meta(AutoConfig.for_model(**MODEL), dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-    values = InitByName(model, seed=0)
-    engine: Any = build_engine(run, model, values, CrossEntropy(), device=torch.device("cpu"))
+    _, engine = cpu_engine(config, ranks)
 
     def step() -> None:
         batches = [MicroBatch(ids, ids)] * micro_batches
         engine.train_step(StepBatch(1, batches, micro_batches * ranks * ids.numel()), lr=1e-4)
 
     return step
-
-
-def products(experts: int, rounds: int) -> Times:
-    """One layer's experts on one process: transformers' loop, and one grouped product."""
-    inputs = _routed("even", experts, tokens=SAMPLES * SEQUENCE, seed=0)
-    return in_turns({name: _passes(_layer(experts, name), *inputs) for name in ("eager", "grouped")}, rounds)
-
-
-def imbalance(rank: int, ranks: int, rounds: int) -> Times:
-    """One layer over all ranks, with three routings."""
-    layer, experts = _layer(MODEL["num_experts"], "grouped", dist.group.WORLD), MODEL["num_experts"]
-    assert ranks > 1
-    inputs = {name: _routed(name, experts, tokens=SAMPLES * SEQUENCE, seed=rank) for name in ROUTINGS}
-    return in_turns({name: _passes(layer, *each) for name, each in inputs.items()}, rounds)
-
-
-def _layer(experts: int, how: str, group: Any = None) -> Any:
-    config = AutoConfig.for_model(**{**MODEL, "num_experts": experts, "num_hidden_layers": 1})
-    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
-    [(name, module)] = expert_modules(model)
-    if how == "eager":
-        config._experts_implementation = "eager"
-        module.config._experts_implementation = "eager"
-    else:
-        apply_expert_parallel(model, group, names={id(p): f"{name}.{key}" for key, p in module.named_parameters()})
-    for key, parameter in list(module.named_parameters()):
-        module._parameters[key] = torch.nn.Parameter(torch.randn(parameter.shape) * 0.02)
-    return module
-
-
-def _routed(how: str, experts: int, *, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, chosen experts and weights of a rank's tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    each = MODEL["num_experts_per_tok"]
-    weights = {"even": torch.ones(experts), "Zipf": 1.0 / torch.arange(1, experts + 1)}
-    if how == "all to one":
-        chosen = torch.zeros(tokens, each, dtype=torch.int64)
-    else:
-        chosen = torch.multinomial(weights[how].expand(tokens, -1), each, generator=generator)
-    hidden = torch.randn(tokens, MODEL["hidden_size"], generator=generator).requires_grad_()
-    return hidden, chosen, torch.rand(tokens, each, generator=generator).requires_grad_()
-
-
-def _passes(layer: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Callable[[], None]:
-    def run() -> None:
-        layer(hidden, chosen, weights).sum().backward()
-
-    return run
 
 
 if __name__ == "__main__":

@@ -20,20 +20,29 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.harness import alternate, last_json, make_parser, print_head, print_row, work_folder
 from pipeline.data.dataset import TokenDataset, choose_windows
 
 PEER_NAME = "llm-compressor"
 OURS_NAMES = ("rtn", "gptq", "gptq, whole model")
+MEASURED = """
+import json, time
+def peak():  # not ru_maxrss, which a process takes over from the one that started it
+    return next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+imports = peak()
+began, busy = time.perf_counter(), time.process_time()
+quantize()
+print(json.dumps([time.perf_counter() - began, time.process_time() - busy, peak(), imports]))
+"""
 PEER = """
-import json, sys, time
+import sys
 import numpy as np, torch
 from datasets import Dataset
 from llmcompressor import oneshot
@@ -44,21 +53,16 @@ rows = np.load(rows)
 data = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist()})
 weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-# not ru_maxrss, which a process takes over from the one that started it
-peak = lambda: next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-imports = peak()
-began, busy = time.perf_counter(), time.process_time()
-model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-oneshot(model=model, dataset=data, recipe=GPTQModifier(ignore=["lm_head"], config_groups=groups),
-        num_calibration_samples=len(rows), max_seq_length=rows.shape[1], shuffle_calibration_samples=False,
-        tokenizer=AutoTokenizer.from_pretrained(source))
-model.save_pretrained(out, save_compressed=True)
-taken = [time.perf_counter() - began, time.process_time() - busy]
-print(json.dumps([*taken, peak(), imports]))
+def quantize():
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    oneshot(model=model, dataset=data, recipe=GPTQModifier(ignore=["lm_head"], config_groups=groups),
+            num_calibration_samples=len(rows), max_seq_length=rows.shape[1], shuffle_calibration_samples=False,
+            tokenizer=AutoTokenizer.from_pretrained(source))
+    model.save_pretrained(out, save_compressed=True)
 """
 
 OURS = """
-import json, sys, time
+import json, sys
 from pathlib import Path
 from rich.console import Console
 from headrace.base.section import parse
@@ -71,13 +75,8 @@ run.measure = lambda *_: {}  # evaluations are left out
 if way == "whole":
     run.streamable = lambda *_: False
 plan.output.mkdir()
-# not ru_maxrss, which a process takes over from the one that started it
-peak = lambda: next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-imports = peak()
-began, busy = time.perf_counter(), time.process_time()
-run._write_folder(plan, plan.output, Console(stderr=True))
-taken = [time.perf_counter() - began, time.process_time() - busy]
-print(json.dumps([*taken, peak(), imports]))
+def quantize():
+    run._write_folder(plan, plan.output, Console(stderr=True))
 """
 
 
@@ -92,7 +91,7 @@ class Cost(NamedTuple):
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder")
     parser.add_argument("tokens", type=Path, help="tokens directory")
     parser.add_argument("--peer", required=True, help="Python with llmcompressor")
@@ -105,31 +104,26 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768, help="hidden size of the random model")
     asked = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(asked.threads)
-    with tempfile.TemporaryDirectory(prefix="headrace-gptq-") as folder:
-        work = Path(folder)
+    with work_folder() as work:
         if asked.layers:
             asked.model = random_model(asked, work / "random")
-        costs: dict[str, list[Cost]] = {name: [] for name in (*OURS_NAMES, PEER_NAME)}
-        for _ in range(asked.rounds):
-            for name, found in costs.items():
-                shutil.rmtree(folder_of(work, name), ignore_errors=True)
-                found.append(peer(asked, work) if name == PEER_NAME else ours(asked, work, name))
+        ways = {name: partial(ours, asked, work, name) for name in OURS_NAMES} | {PEER_NAME: partial(peer, asked, work)}
+        costs = alternate(ways, asked.rounds, warmup=0)
         print_table(asked, work, {name: Cost(*map(min, zip(*found, strict=True))) for name, found in costs.items()})
 
 
 def print_table(asked: argparse.Namespace, work: Path, costs: dict[str, Cost]) -> None:
     """A row for each way, and what each costs against llm-compressor."""
-    print(
-        "method | mean KL | max KL | top-1 | seconds | CPU seconds | peak MB | above imports, MB | CPU s, of the peer's"
-    )
+    times = ("seconds", "CPU seconds", "peak MB", "above imports, MB", "CPU s, of the peer's")
+    print_head("method", "mean KL", "max KL", "top-1", *times)
     for name, cost in costs.items():
-        figures = "- | - | -"
+        figures = ["-", "-", "-"]
         if asked.positions:
             found = score(asked, folder_of(work, name))
-            figures = f"{found['mean_kl']:.6f} | {found['max_kl']:.4f} | {found['top1_agreement']:.2%}"
+            figures = [f"{found['mean_kl']:.6f}", f"{found['max_kl']:.4f}", f"{found['top1_agreement']:.2%}"]
         above, ratio = cost.peak_mb - cost.imports_mb, cost.cpu_seconds / costs[PEER_NAME].cpu_seconds
-        times = f"{cost.seconds:.1f} | {cost.cpu_seconds:.1f}"
-        print(f"{name} | {figures} | {times} | {cost.peak_mb:.0f} | {above:.0f} | {ratio:.2f}")
+        times = [f"{cost.seconds:.1f}", f"{cost.cpu_seconds:.1f}", f"{cost.peak_mb:.0f}", f"{above:.0f}"]
+        print_row(name, *figures, *times, f"{ratio:.2f}")
 
 
 def random_model(asked: argparse.Namespace, folder: Path) -> Path:
@@ -158,14 +152,15 @@ def folder_of(work: Path, name: str) -> Path:
 def ours(asked: argparse.Namespace, work: Path, name: str) -> Cost:
     """What `headrace quantize` does."""
     out = folder_of(work, name)
-    shutil.rmtree(out.with_name(f".{out.name}.work"), ignore_errors=True)
+    for path in (out, out.with_name(f".{out.name}.work")):  # of the round before
+        shutil.rmtree(path, ignore_errors=True)
     method, _, whole = name.partition(", ")
     data = {"path": str(asked.tokens), "sequence_length": asked.sequence_length}
     config = {"model": str(asked.model), "output": str(out), "scheme": "W4A16", "method": method, "data": data}
     config |= {"calibration": {"samples": asked.samples}, "consumers": ["transformers"], "dtype": "float32"}
     way = "whole" if whole else "streamed"
     # out is made after the check that it is not there
-    return Cost(*_last_line([sys.executable, "-c", OURS, way, json.dumps(config)]))
+    return Cost(*last_json([sys.executable, "-c", OURS + MEASURED, way, json.dumps(config)]))
 
 
 def peer(asked: argparse.Namespace, work: Path) -> Cost:
@@ -173,7 +168,8 @@ def peer(asked: argparse.Namespace, work: Path) -> Cost:
     dataset = TokenDataset.open(asked.tokens, split="train", sequence_length=asked.sequence_length)
     np.save(work / "rows.npy", dataset.read(choose_windows(dataset.windows, asked.samples))[:, :-1])
     out = folder_of(work, PEER_NAME)
-    found = Cost(*_last_line([asked.peer, "-c", PEER, str(asked.model), str(work / "rows.npy"), str(out)]))
+    shutil.rmtree(out, ignore_errors=True)
+    found = Cost(*last_json([asked.peer, "-c", PEER + MEASURED, asked.model, work / "rows.npy", out]))
     for file in asked.model.glob("tokenizer*"):
         shutil.copy(file, out)
     return found
@@ -183,13 +179,7 @@ def score(asked: argparse.Namespace, folder: Path) -> Any:
     """The figures of transformers."""
     command = [sys.executable, "-m", "pipeline", "compress", "verify", folder, "--original", asked.model]
     command += ["--data", asked.tokens, "--sequence-length", asked.sequence_length, "--positions", asked.positions]
-    found: dict[str, Any] = _last_line([*map(str, command), "--consumers", "transformers", "--json"])
-    return found["consumers"]["transformers"]
-
-
-def _last_line(command: list[str]) -> Any:
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json([*command, "--consumers", "transformers", "--json"])["consumers"]["transformers"]
 
 
 if __name__ == "__main__":

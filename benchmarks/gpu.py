@@ -24,6 +24,7 @@ from benchmarks.gpu_check.cases import Row, rows, selected, sizes, tiny_sizes
 from benchmarks.gpu_check.page import append, section
 from benchmarks.gpu_check.process import ROOT, environment, install_wheels, missing_packages, run
 from benchmarks.gpu_check.tests import run_tests
+from benchmarks.harness import make_parser
 
 ROW_LIMIT_S = 150.0
 """Time limit of a row: imports, compilation and steps."""
@@ -72,7 +73,7 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="time for everything")
     parser.add_argument("--only", help="parts and rows, e.g. tests,1b-torch-*")
     parser.add_argument("--list", action="store_true", help="print the names of parts and rows")

@@ -10,7 +10,7 @@ Native engine, ZeRO stage 0; a process per island, and `--processes` for ordinar
 
 Data parallelism's bytes are those of a ring all-reduce of fp32 gradients between as many sites, computed:
 2 (m - 1) / m x 4 bytes per parameter, step and site. Islands' are the journals' `bytes_sent`; on the wire they are 1.00
-to 1.15 times that (benchmark `islands_netem` of b3bed26c). `--picture FILE.svg` draws the held-out losses.
+to 1.15 times that (benchmark `islands_netem` of b3bed26c).
 """
 
 from __future__ import annotations
@@ -18,43 +18,31 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
+from benchmarks.harness import Seconds, make_parser, print_head, print_row
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.config.load import read_config
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run.
-
-    Attributes:
-        name: for table and picture.
-        losses: (step, held-out loss).
-        megabytes: that a site sends.
-        computed: whether these were computed.
-        seconds: of its commands.
-    """
+class Result(NamedTuple):
+    """A run: its name, (step, held-out loss), MB that a site sends, computed or counted, and seconds of its command."""
 
     name: str
     losses: tuple[tuple[int, float], ...]
     megabytes: float
-    computed: bool
+    how: str
     seconds: float
 
-    def line(self, reference: Result) -> str:
-        """Of the table."""
+    def print(self, reference: Result) -> None:
+        """Prints the row of the table."""
         loss, other = self.losses[-1][1], reference.losses[-1][1]
-        sent = f"{self.megabytes:,.1f} ({'computed' if self.computed else 'counted'})"
-        fewer = reference.megabytes / self.megabytes
-        return f"| {self.name} | {loss:.4f} | {loss / other - 1:+.1%} | {sent} | {fewer:,.0f} | {self.seconds:,.0f} |"
+        sent, fewer = f"{self.megabytes:,.1f} ({self.how})", f"{reference.megabytes / self.megabytes:,.0f}"
+        print_row(self.name, f"{loss:.4f}", f"{loss / other - 1:+.1%}", sent, fewer, f"{self.seconds:,.0f}")
 
 
 def main() -> None:
@@ -68,21 +56,19 @@ def main() -> None:
     common += [f"optimizer.params.lr={arguments.lr}"] if arguments.lr else []
     common += [f"run.steps={arguments.steps}", f"run.checkpoint_every={arguments.steps}"]
     parameters, reference = _data_parallel(arguments, common)
-    print("| run | held-out loss | over data parallelism | MB sent per site | times fewer | wall s |")
-    print(f"|---|---|---|---|---|---|\n{reference.line(reference)}", flush=True)
+    print_head("run", "held-out loss", "over data parallelism", "MB sent per site", "times fewer", "wall s")
     results = [reference]
+    reference.print(reference)
     for compress in arguments.compress:
         results.append(_islands(arguments, common, compress))
-        print(results[-1].line(reference), flush=True)
+        results[-1].print(reference)
     for each in results:
         print(f"\n{each.name}: " + ", ".join(f"{step} {loss:.4f}" for step, loss in each.losses))
     print(f"\n{parameters:,} parameters, {arguments.islands} islands, H = {arguments.inner}, {arguments.steps} steps")
-    if arguments.picture:
-        _draw(results, arguments.picture)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config of a run")
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--inner", type=int, default=100, help="inner steps between exchanges (H)")
@@ -97,7 +83,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--compress", nargs="+", default=["none", "int8"])
     parser.add_argument("--processes", type=int, default=1, help="of ordinary runs")
     parser.add_argument("--out", type=Path, default=Path("out/islands"))
-    parser.add_argument("--picture", type=Path, help="file of the picture, .svg")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="FIELD=VALUE")
     return parser.parse_args()
 
@@ -128,7 +113,7 @@ def _data_parallel(arguments: argparse.Namespace, common: Sequence[str]) -> tupl
     checkpoint = (folder / "checkpoints/latest").resolve()
     parameters = sum(each.numel for each in read_metadata(checkpoint).tensors if each.key.startswith("weight/"))
     sent = 2 * (sites - 1) / sites * 4 * parameters * arguments.steps / 1e6
-    return parameters, Result("data parallelism", _losses(folder), sent, computed=True, seconds=seconds)
+    return parameters, Result("data parallelism", _losses(folder), sent, "computed", seconds)
 
 
 def _islands(arguments: argparse.Namespace, common: Sequence[str], compress: str) -> Result:
@@ -145,31 +130,18 @@ def _islands(arguments: argparse.Namespace, common: Sequence[str], compress: str
     assert all(len(row["trained"]) == arguments.islands for row in rows)
     sent = sum(row["bytes_sent"] for row in rows) / 1e6
     kind = "fp32" if compress == "none" else compress
-    return Result(f"islands, {kind}", _losses(folder / "island-0"), sent, computed=False, seconds=seconds)
+    return Result(f"islands, {kind}", _losses(folder / "island-0"), sent, "counted", seconds)
 
 
 def _run(verb: str, arguments: argparse.Namespace, overrides: Sequence[str], *, processes: int = 1) -> float:
     words = [word for text in overrides for word in ("--set", text)]
     words += ["--nproc", str(processes)] if processes > 1 else []
-    began = time.monotonic()
     command = [sys.executable, "-m", "headrace", verb, "--config", str(arguments.config), *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - began
+    return Seconds.of(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)).wall
 
 
 def _losses(run_dir: Path) -> tuple[tuple[int, float], ...]:
     return tuple((int(row["step"]), float(row["loss"])) for row in read_rows(run_dir, kind="eval"))
-
-
-def _draw(results: Sequence[Result], path: Path) -> None:
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    axes = figure.add_subplot()
-    for each, color, marker in zip(results, ("#5a636b", "#1f5fa8", "#c2571a"), ("o", "s", "^"), strict=False):
-        axes.plot(*zip(*each.losses, strict=True), color=color, marker=marker, markersize=4, label=each.name)
-    axes.set_xlabel("step of every island; data parallelism has all their samples in each")
-    axes.set_ylabel("held-out loss, nats per token")
-    axes.legend(frameon=False)
-    figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How often the interval of `headrace ladder` holds the loss of the large run: ladders made of known laws with noise.
 
-    python benchmarks/ladder_coverage.py --ladders 200 --noise 0.005
+    python -m benchmarks.ladder_coverage --ladders 200 --noise 0.005
 
 Each ladder has a law of its own: exponents, E and both terms are drawn evenly from `--exponents` and the ranges below,
 so that the fixed exponents are as wrong as they may be on real data. Rungs are spaced evenly in log N from 1/4 of the
@@ -10,12 +10,13 @@ loss has lognormal noise, the large run's included. What `judge` refuses to pred
 
 from __future__ import annotations
 
-import argparse
 import math
 from statistics import median
+from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import make_parser
 from pipeline.plan.ladder.fit import Points
 from pipeline.plan.ladder.prediction import PredictionVerdict, judge
 
@@ -53,7 +54,7 @@ def judged(points: Points, *, times: float) -> PredictionVerdict:
 
 def main() -> None:
     """Prints the share of intervals that hold the loss, their width, and the share of ladders without one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ladders", type=int, default=200)
     parser.add_argument("--noise", type=float, nargs="+", default=[0.005], help="standard deviation of a log loss")
     parser.add_argument("--rungs", type=int, default=4)
@@ -63,20 +64,14 @@ def main() -> None:
     arguments = parser.parse_args()
     for noise in arguments.noise:
         for times in arguments.times:
-            _report(arguments, noise=noise, times=times)
+            fields = {"rungs": arguments.rungs, "budgets": tuple(arguments.budgets)}
+            _report(arguments.ladders, noise=noise, times=times, exponents=tuple(arguments.exponents), **fields)
 
 
-def _report(arguments: argparse.Namespace, *, noise: float, times: float) -> None:
+def _report(ladders: int, *, noise: float, times: float, **fields: Any) -> None:
     hits, widths, errors = [], [], []
-    for seed in range(arguments.ladders):
-        points, truth = made_ladder(
-            np.random.default_rng(seed),
-            noise=noise,
-            rungs=arguments.rungs,
-            budgets=tuple(arguments.budgets),
-            times=times,
-            exponents=tuple(arguments.exponents),
-        )
+    for seed in range(ladders):
+        points, truth = made_ladder(np.random.default_rng(seed), noise=noise, times=times, **fields)
         found = judged(points, times=times).prediction
         if found is not None:
             hits.append(found.low <= truth <= found.high)
@@ -85,7 +80,7 @@ def _report(arguments: argparse.Namespace, *, noise: float, times: float) -> Non
     count = len(hits)
     share = sum(hits) / count
     print(
-        f"noise {noise:.1%}, {times:g} x N: {count} of {arguments.ladders} predicted, the interval holds {share:.1%}"
+        f"noise {noise:.1%}, {times:g} x N: {count} of {ladders} predicted, the interval holds {share:.1%}"
         f" (+-{math.sqrt(share * (1 - share) / count):.1%}), half-width {median(widths):.1%} (median), error"
         f" {math.sqrt(sum(each * each for each in errors) / count):.1%} (root mean square)",
         flush=True,

@@ -1,9 +1,8 @@
 """Benchmark of Megatron's GPTDataset over one shard, for comparison in `loader.py`; runs in a Python of its own.
 
-    PYTHON benchmarks/loader_peers.py PREFIX LENGTH BATCH LARGE
+    PYTHON benchmarks/loader_peers.py PREFIX LENGTH BATCH
 
-Prints JSON: samples per second of CPU time from PREFIX, and the seconds that the indices of LARGE take to build.
-Imports nothing of this project.
+Prints JSON: samples per second of CPU time from PREFIX, by round. Imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class Tokenizer:
 
 def main() -> None:
     """Measures and prints."""
-    prefix, length, batch, large = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    prefix, length, batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    random, rates = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as cache:
-        dataset, best = build(prefix, length=length, cache=cache), 0.0
-        random = np.random.default_rng(0)
+        dataset = build(prefix, length=length, cache=cache)
         for _ in range(ROUNDS):
             wanted = [random.integers(0, len(dataset), batch).tolist() for _ in range(BATCHES)]
             cpu = time.process_time()
@@ -44,15 +43,8 @@ def main() -> None:
                 samples = [dataset[number] for number in numbers]
                 for key in ("tokens", "labels"):
                     torch.stack([sample[key] for sample in samples])
-            best = max(best, BATCHES * batch / (time.process_time() - cpu))
-        started = time.perf_counter()  # imports are not counted
-        dataset = build(large, length=length, cache=cache)
-        seconds = time.perf_counter() - started
-    found = {
-        "Megatron GPTDataset: tokens and labels, stacked": f"{best:>10,.0f} samples/s",
-        "Megatron GPTDataset: build its indices": f"{seconds:.2f} s for {len(dataset):,} samples",
-    }
-    print(json.dumps(found))
+            rates.append(BATCHES * batch / (time.process_time() - cpu))
+    print(json.dumps(rates))
 
 
 def build(prefix: str, *, length: int, cache: str) -> Any:

@@ -3,11 +3,10 @@
     python -m benchmarks.loop [--restarts 6] [--rounds 8] [--steps 4] [--threads 2] [--only deepspeed,trainer]
 
 One model, one dataset, and every loop in a process of its own, so that none inherits another's memory or threads. All
-are set up first; then they run alternately, some steps each per round, so that drifts of the machine's speed affect all
-alike. The first round is a warmup, in which layers are compiled. Memory placement makes 2 % for the life of a process,
-so all are restarted several times. Printed are tokens/s (median over the rounds) and the median of the rounds' ratios,
-with quartiles, of wall-clock time and of CPU time.
-Headrace's is the whole loop: loader, learning-rate schedule, journal on disk.
+are set up first; then they run alternately, some steps each per round. The first round is a warmup, in which layers are
+compiled. Memory placement makes 2 % for the life of a process, so all are restarted several times. Printed are tokens/s
+and ratios of wall-clock time and of CPU time, medians over the rounds. Headrace's loop is the whole `session.train`,
+with loader, learning-rate schedule and journal on disk.
 
 The Trainer needs `pip install accelerate`; without it, it is skipped with a message.
 """
@@ -18,77 +17,46 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import sysconfig
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
+from benchmarks.harness import Seconds, alternate, llama, make_parser, print_head, print_row, ratio, work_folder
 from headrace.base.cli import leave
-from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import StepLoader
 from pipeline.data.micro_batch import StepBatch
-from pipeline.data.skips import NO_SKIPS
-from pipeline.engines.build import build_engine, pick_device
+from pipeline.engines.build import pick_device
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.compilation import compilation_clock
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.run.agreed_peak import AgreedPeak
-from pipeline.run.anomalies.guarded_step import GuardedStepper
-from pipeline.run.batches import RankBatches
-from pipeline.run.checkpoint_saves import CheckpointSaves
-from pipeline.run.checkpoint_timer import CheckpointTimer
-from pipeline.run.garbage import GarbageCollector
-from pipeline.run.heldout_evaluation import HeldOutEvaluation
-from pipeline.run.instruments import Instruments
-from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
-from pipeline.run.progress import Progress
-from pipeline.run.step_times import StepTimes
-from pipeline.run.trainer import Trainer
-from pipeline.run.uploads.uploads import Uploads
-from pipeline.runtime.faults.agreement import Agreement
+from pipeline.run.session import train
 from pipeline.runtime.faults.stop_signals import StopSignals
-from pipeline.runtime.faults.watchdog import Watchdog
 from pipeline.runtime.launch import detect, process_group
-from pipeline.runtime.metrics.console import TrainingDisplay
-from pipeline.runtime.metrics.journal import Journal
-from pipeline.runtime.metrics.memory import PeakMemory
-from pipeline.runtime.metrics.profiling import StepProfiler
-from pipeline.runtime.metrics.sinks import Sinks
-from pipeline.runtime.metrics.step_clock import StepClock
-from pipeline.runtime.metrics.stragglers import Stragglers
 
-RUN = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "vocab_size": 4096,
-        }
-    },
+RUN: dict[str, Any] = {
+    "model": llama(hidden=256, layers=4, vocab_size=4096),
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "gradient_clipping": 1.0,
+    "evaluation": {"samples": 0},
+    "watchdog": {"enabled": False},  # it would report the end as a crash
 }
 MANY = 1_000_000
 """Steps of a run: more than are executed."""
@@ -99,19 +67,22 @@ class Rounds:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._left = pipe, 0
-        self._wall = self._cpu = 0.0
+        self._began = Seconds.now()
 
     def begin(self) -> None:
-        """Waits for the next round, unless this one has steps left."""
+        """Waits for the next round, unless this one has steps left; ends the process after the last round."""
         if self._left == 0:
-            self._left = self._pipe.recv()
-            self._wall, self._cpu = time.perf_counter(), time.process_time()
+            try:
+                self._left = self._pipe.recv()
+            except EOFError:
+                leave(0)
+            self._began = Seconds.now()
 
     def end(self) -> None:
         """After the last step of a round, sends its wall-clock and CPU seconds."""
         self._left -= 1
         if self._left == 0:
-            self._pipe.send((time.perf_counter() - self._wall, time.process_time() - self._cpu))
+            self._pipe.send(Seconds.since(self._began))
 
     def steps(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Passes batches on, each as a step of a round; loading it is part of the step."""
@@ -121,22 +92,11 @@ class Rounds:
             self.end()
 
 
-Loop = Callable[[PreparedRun, Rounds], None]
-"""A training loop without end, its steps bracketed by rounds. The process group is open."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A line of the table.
-
-    Attributes:
-        title: name in the table.
-        loop: the training loop.
-        fields: fields of its config besides `RUN`.
-    """
+class Entry(NamedTuple):
+    """A line of the table: its title, its loop without end, and fields of its config besides `RUN`."""
 
     title: str
-    loop: Loop
+    loop: Callable[[ResolvedRun, Rounds], None]
     fields: dict[str, Any]
 
 
@@ -171,7 +131,7 @@ PAIRS = (
 
 def main() -> None:
     """Prints the tables in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--restarts", type=int, default=6, help="restarts of all processes")
     parser.add_argument("--rounds", type=int, default=8, help="rounds per start")
     parser.add_argument("--steps", type=int, default=4, help="steps per loop and round")
@@ -181,186 +141,100 @@ def main() -> None:
     arguments = parser.parse_args()
     known = entries(arguments.zero)
     chosen = arguments.only.split(",") if arguments.only else list(known)
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
-    with tempfile.TemporaryDirectory() as work:
-        tokens = make_tokens(Path(work))
+    took: dict[str, list[Seconds]] = {name: [] for name in chosen}
+    with work_folder() as work:
+        tokens = make_tokens(work)
         for number in range(arguments.restarts):
-            race(arguments, chosen, tokens, Path(work, f"start-{number}"), took)
+            for name, found in race(arguments, chosen, tokens, work / f"start-{number}").items():
+                took[name] += found
     table(arguments, {name: known[name].title for name in chosen}, took)
 
 
-def race(
-    arguments: argparse.Namespace,
-    chosen: list[str],
-    tokens: Path,
-    work: Path,
-    took: dict[str, list[tuple[float, float]]],
-) -> None:
-    """Starts every loop, runs its rounds alternately, and ends it. Adds the seconds of every round to `took`."""
+def race(arguments: argparse.Namespace, chosen: list[str], tokens: Path, work: Path) -> dict[str, list[Seconds]]:
+    """Starts every loop, runs its rounds alternately, and ends it."""
     work.mkdir()
-    pipes = {}
+    pipes: dict[str, Connection] = {}
     processes = multiprocessing.get_context("spawn")
     for name in chosen:
         pipes[name], theirs = processes.Pipe()
         given = (name, arguments.zero, arguments.threads, tokens, work / name, theirs)
         processes.Process(target=compete, args=given, daemon=True).start()
         theirs.close()
-    for number in range(arguments.rounds + 1):
-        first = number % len(chosen)  # rotated, so that no loop always follows the same one
-        for name in chosen[first:] + chosen[:first]:
-            pipes[name].send(arguments.steps)
-            seconds = pipes[name].recv()
-            if number > 0:  # the first round is a warmup
-                took[name].append(seconds)
+
+    def steps(pipe: Connection) -> Seconds:
+        pipe.send(arguments.steps)
+        return pipe.recv()
+
+    found = alternate({name: partial(steps, pipe) for name, pipe in pipes.items()}, arguments.rounds)
     for pipe in pipes.values():
         pipe.close()
     for process in multiprocessing.active_children():
         process.join()
+    return found
 
 
 def compete(name: str, zero: int, threads: int, tokens: Path, run_dir: Path, pipe: Connection) -> None:
     """The process of one loop."""
     torch.set_num_threads(threads)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     entry = entries(zero)[name]
-    config = {
-        **RUN,
-        "data": {"sources": [{"path": str(tokens)}], "sequence_length": 256},
-        "run": {"dir": str(run_dir), "steps": MANY},
-        **entry.fields,
-    }
+    data = {"sources": [{"path": str(tokens)}], "sequence_length": 256}
+    run = {"dir": str(run_dir), "steps": MANY, "checkpoint_minutes": 0}
     path = run_dir.with_suffix(".json")
-    path.write_text(json.dumps(config))
-    prepared = prepare(resolve(load_config(path), world_size=1))
-    with process_group(detect(), gpu=pick_device(detect()).index):
-        try:
-            entry.loop(prepared, Rounds(pipe))
-        except EOFError:  # no more rounds
-            leave(0)
+    path.write_text(json.dumps({**RUN, "data": data, "run": run, **entry.fields}))
+    resolved = resolve(load_config(path), world_size=1)
+    with nullcontext() if entry.loop is ours else process_group(detect(), gpu=pick_device(detect()).index):
+        entry.loop(resolved, Rounds(pipe))
 
 
-def table(arguments: argparse.Namespace, titles: dict[str, str], took: dict[str, list[tuple[float, float]]]) -> None:
+def table(arguments: argparse.Namespace, titles: dict[str, str], took: dict[str, list[Seconds]]) -> None:
     """Prints the results."""
-    tokens = RUN["train_batch_size"] * 256 * arguments.steps  # type: ignore[operator]
+    tokens = RUN["train_batch_size"] * 256 * arguments.steps
+    wall, cpu = ({name: [each[kind] for each in found] for name, found in took.items()} for kind in (0, 1))
     base = next(iter(titles))
-    print(f"| loop | tokens/s, median | time against the {titles[base]} |\n|---|---|---|")
+    print_head("loop", "tokens/s, median", f"time against the {titles[base]}")
     for name, title in titles.items():
-        rate = tokens / statistics.median(wall for wall, _ in took[name])
-        print(f"| {title} | {rate:,.0f} | {ratio(took[name], took[base], 0)} |")
-    print("\n| time of | against | wall-clock ratio | CPU time ratio |\n|---|---|---|---|")
+        print_row(title, f"{tokens / statistics.median(wall[name]):,.0f}", ratio(wall[name], wall[base]))
+    print()
+    print_head("time of", "against", "wall-clock ratio", "CPU time ratio")
     for name, other in PAIRS:
         if name in titles and other in titles:
-            wall, cpu = (ratio(took[name], took[other], kind) for kind in (0, 1))
-            print(f"| {titles[name]} | {titles[other]} | {wall} | {cpu} |")
+            print_row(titles[name], titles[other], ratio(wall[name], wall[other]), ratio(cpu[name], cpu[other]))
 
 
-def ratio(times: list[tuple[float, float]], others: list[tuple[float, float]], kind: int) -> str:
-    """Median and quartiles of the ratios of the rounds."""
-    ratios = [a[kind] / b[kind] for a, b in zip(times, others, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} ({low:.3f} - {high:.3f})"
-
-
-def bare(prepared: PreparedRun, rounds: Rounds) -> None:
+def bare(run: ResolvedRun, rounds: Rounds) -> None:
     """A minimal training loop: no learning-rate schedule, no log, no checkpoint."""
-    config, params = prepared.run.config, prepared.run.config.optimizer.params
-    model: Any = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
+    prepared, params = prepare(run), run.config.optimizer.params
+    model: Any = plain_model(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, betas=params.betas, weight_decay=0.1)
     for batch in rounds.steps(iter(loader(prepared))):
         for micro in batch.micro_batches:
             logits = model(input_ids=micro.input_ids, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum")
             (loss / batch.targets).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.config.gradient_clipping)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def bare_deepspeed(prepared: PreparedRun, rounds: Rounds) -> None:
+def bare_deepspeed(run: ResolvedRun, rounds: Rounds) -> None:
     """DeepSpeed's own three calls and nothing else: what its engine costs without our loop."""
     import deepspeed  # noqa: PLC0415  imports for seconds
 
-    model = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
-    engine, *_ = deepspeed.initialize(model=model, config=deepspeed_file(prepared.run))
-    for batch in rounds.steps(iter(loader(prepared))):
+    engine, *_ = deepspeed.initialize(model=plain_model(run), config=deepspeed_file(run))
+    for batch in rounds.steps(iter(loader(prepare(run)))):
         for micro in batch.micro_batches:
             logits = engine(input_ids=micro.input_ids, use_cache=False).logits
             engine.backward(F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten()))
             engine.step()
 
 
-def ours(prepared: PreparedRun, rounds: Rounds) -> None:
-    """The trainer's loop, as `pipeline/train.py` runs it."""
-    run, device = prepared.run, pick_device(detect())
-    engine = build_engine(run, prepared.model, prepared.values, CrossEntropy(), device=device)
-    prepared.run_dir.mkdir(parents=True)
-    sinks = Sinks([Journal(prepared.run_dir, from_step=0)])
-    given: dict[str, Any] = {"samples": run.batch.samples, "skips": NO_SKIPS}
-    stepper = GuardedStepper(
-        engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
-    )
-    display = TrainingDisplay(first=0, total=run.steps, shown=False)
-    watchdog, signals, agreement, progress = Watchdog(), StopSignals(announce=False), Agreement(device), Progress(0)
-    saves = CheckpointSaves(
-        every=run.config.run.checkpoint_every,
-        last=run.steps,
-        engine=engine,
-        stepper=stepper,
-        writer=CheckpointWriter(prepared.store),
-        manifest=RunManifest(prepared, 0),
-        uploads=Uploads(run.config, first=False, signals=signals),
-        timer=CheckpointTimer(run.config.run, decides=True),
-        progress=progress,
-        watchdog=watchdog,
-        sinks=sinks,
-        display=display,
-    )
-    evaluation = HeldOutEvaluation(
-        every=run.config.evaluation.every,
-        last=run.steps,
-        engine=engine,
-        batches=RankBatches(prepared, 0),
-        saves=saves,
-        signals=signals,
-        agreement=agreement,
-        watchdog=watchdog,
-        sinks=sinks,
-        display=display,
-    )
-    Trainer(
-        run=run,
-        stepper=stepper,
-        steps=rounds.steps(iter(loader(prepared))),
-        saves=saves,
-        evaluation=evaluation,
-        instruments=instruments(prepared, device),
-        progress=progress,
-        signals=signals,
-        agreement=agreement,
-        watchdog=watchdog,
-        sinks=sinks,
-        display=display,
-    ).train()
-
-
-def instruments(prepared: PreparedRun, device: torch.device) -> Instruments:
-    """As in a run on a device whose peak is not known."""
-    gpu = device.type == "cuda"
-    return Instruments(
-        clock=StepClock(),
-        times=StepTimes(),
-        memory=AgreedPeak(PeakMemory(device)),
-        stragglers=Stragglers(threshold=0.1, every=None, peers=[0], rank=0, gpu=gpu),
-        profiler=StepProfiler(None, run_dir=prepared.run_dir, rank=0, gpu=gpu, say=print),
-        garbage=GarbageCollector(0),
-        compilations=compilation_clock(prepared.run.config.compile),
-        flops_per_token=prepared.size.flops_per_token,
-        peak_flops=None,
-    )
-
-
-def no_checkpoint() -> bool:
-    """The run's last step is never reached, and no checkpoint is due."""
-    return False
+def ours(run: ResolvedRun, rounds: Rounds) -> None:
+    """The whole run, as `pipeline/train.py` does it; each batch that the loader gives begins a step."""
+    batches = StepLoader.__iter__
+    StepLoader.__iter__ = lambda loader: rounds.steps(batches(loader))  # type: ignore[method-assign]
+    with StopSignals(announce=False) as signals:
+        train(run, lambda *_rank: CrossEntropy(), signals=signals)
 
 
 def loader(prepared: PreparedRun) -> StepLoader:
@@ -368,7 +242,7 @@ def loader(prepared: PreparedRun) -> StepLoader:
     return StepLoader(prepared.mixture, prepared.run.batch, dp_rank=0, steps=(1, MANY))
 
 
-def hf_trainer(prepared: PreparedRun, rounds: Rounds) -> None:
+def hf_trainer(run: ResolvedRun, rounds: Rounds) -> None:
     """`transformers.Trainer` with the same DeepSpeed config."""
     from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415  needs accelerate
 
@@ -379,13 +253,12 @@ def hf_trainer(prepared: PreparedRun, rounds: Rounds) -> None:
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             rounds.end()
 
-    model = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
     arguments = TrainingArguments(
-        output_dir=str(prepared.run_dir),
+        output_dir=run.config.run.dir,
         max_steps=MANY,
-        per_device_train_batch_size=prepared.run.batch.micro,
-        gradient_accumulation_steps=prepared.run.batch.accumulation,
-        deepspeed=deepspeed_file(prepared.run),
+        per_device_train_batch_size=run.batch.micro,
+        gradient_accumulation_steps=run.batch.accumulation,
+        deepspeed=deepspeed_file(run),
         learning_rate=1e-3,
         adam_beta2=0.95,
         weight_decay=0.1,
@@ -396,13 +269,14 @@ def hf_trainer(prepared: PreparedRun, rounds: Rounds) -> None:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    data = Windows(prepared.mixture.sources[0])
-    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[InRounds()]).train()
+    data = Windows(prepare(run).mixture.sources[0])
+    Trainer(model=plain_model(run), args=arguments, train_dataset=data, callbacks=[InRounds()]).train()
 
 
-def hf_config_of(prepared: PreparedRun) -> Any:
-    """The Hugging Face config of the model under test."""
-    return resolve_hf_config(prepared.run.config.model, tokenizer={"vocab_size": 4096}, sequence_length=256)
+def plain_model(run: ResolvedRun) -> Any:
+    """The model under test as transformers makes it."""
+    config = resolve_hf_config(run.config.model, tokenizer={"vocab_size": 4096}, sequence_length=256)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 def deepspeed_file(run: ResolvedRun) -> dict[str, Any]:

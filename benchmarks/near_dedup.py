@@ -1,4 +1,4 @@
-"""Near-duplicate detection: recall, precision and CPU time, compared with other libraries.
+"""Near-duplicate detection: recall, precision and CPU time, compared with datatrove.
 
     python -m benchmarks.near_dedup CORPUS.jsonl TOKENIZER.json [--megabytes 40] [--plants 2000] [--peers PYTHON]
 
@@ -10,18 +10,15 @@ Jaccard similarity of 5-grams of words, without case and punctuation, which is w
 - precision: the share of dropped documents that have a similarity of 0.5 or more with some document of their component;
 - MB/s of CPU time, without reading and tokenizing, which the job does anyway.
 
-`--peers` is a Python with datatrove, datasketch and rensa (`near_dedup_peers.py`).
+`--peers` is a Python with datatrove (`near_dedup_peers.py`), whose words are its own, and cut at white space.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 import subprocess
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,13 +31,13 @@ import fastokens
 import numpy as np
 import xxhash
 
-from data_prep import hashing
+from benchmarks.harness import Seconds, make_parser, print_head, print_row, work_folder
 from data_prep.config.dedup import DedupSection, NearSection
 from data_prep.dedup import components, document_tasks, minhash, words
 from data_prep.dedup.table import PAIRS
 
 SHARDS = 4
-PEERS = ("datatrove", "datatrove_whitespace", "datasketch", "rensa", "rensa_tokens")
+PEERS = ("datatrove", "datatrove_whitespace")
 BUCKETS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SIMILAR = 0.5
 Array = np.ndarray[Any, Any]
@@ -72,30 +69,25 @@ class Found:
 
 def main() -> None:
     """Runs the benchmark and prints the tables in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("tokenizer")
     parser.add_argument("--megabytes", type=float, default=40)
     parser.add_argument("--plants", type=int, default=2000)
-    parser.add_argument("--peers", help="an interpreter with the other libraries")
+    parser.add_argument("--peers", help="an interpreter with datatrove")
     parser.add_argument("--only", default=",".join(PEERS), help="which of them, separated by commas")
     arguments = parser.parse_args()
     corpus = make_corpus(arguments.corpus, arguments.megabytes, arguments.plants)
     found: dict[str, Found] = {}
-    with tempfile.TemporaryDirectory() as work:
+    with work_folder() as work:
         ids, offsets = tokenize(corpus.texts, arguments.tokenizer)
         classes = words.tokenizer_token_classes(Path(arguments.tokenizer))
-        for ngram, of in ((5, "words"), (4, "words"), (6, "words"), (5, "tokens"), (8, "tokens")):
-            section, table = NearSection(ngram=ngram), classes if of == "words" else None
-            name = f"headrace, {ngram}-grams of {of}" + ", the default" * (
-                section == NearSection() and table is not None
-            )
-            found[name] = headrace(ids, offsets, section, Path(work, f"{ngram}{of}"), classes=table)
-        found["numpy, a hash per slot, 5-grams of tokens"] = hash_per_slot(ids, offsets, NearSection())
+        for of, table in (("words", classes), ("tokens", None)):
+            found[f"headrace, 5-grams of {of}"] = headrace(ids, offsets, work / of, classes=table)
         if arguments.peers:
-            write_shards(corpus.texts, ids, offsets, Path(work))
+            write_shards(corpus.texts, work)
             for name in arguments.only.split(","):
-                found[name] = peer(arguments.peers, name, Path(work))
+                found[name] = peer(arguments.peers, name, work)
     grams = Grams(corpus.texts)
     report_recall(corpus, grams, found)
     report_cost(corpus, grams, found, tokens=len(ids))
@@ -195,26 +187,22 @@ def batches(offsets: Array) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts.tolist(), len(offsets) - 1]))
 
 
-def in_batches(compute: Callable[[Array, Array], Array], ids: Array, offsets: Array) -> Array:
-    """The results of `compute` for all batches, concatenated."""
-    return np.concatenate(
-        [compute(ids[offsets[a] : offsets[b]], offsets[a : b + 1] - offsets[a]) for a, b in batches(offsets)]
-    )
-
-
-def headrace(ids: Array, offsets: Array, section: NearSection, work: Path, *, classes: Array | None) -> Found:
+def headrace(ids: Array, offsets: Array, work: Path, *, classes: Array | None) -> Found:
     """Signatures and all tasks of this project, with a run per shard."""
+    section = NearSection(ngram=5)
 
     def compute_bands(ids: Array, offsets: Array) -> Array:
         if classes is not None:
             ids, offsets = words.comparable_tokens(ids, offsets, classes=classes, ngram=section.ngram)
         return minhash.band_hashes(ids, offsets, section=section)
 
-    started = time.process_time()
-    bands = in_batches(compute_bands, ids, offsets)
-    computed = time.process_time()
+    began = Seconds.now()
+    bands = np.concatenate(
+        [compute_bands(ids[offsets[a] : offsets[b]], offsets[a : b + 1] - offsets[a]) for a, b in batches(offsets)]
+    )
+    signatures = Seconds.since(began).cpu
     dropped, labels = run_tasks(bands, work)
-    return Found(labels, dropped, {"signatures": computed - started, "tasks": time.process_time() - computed})
+    return Found(labels, dropped, {"signatures": signatures, "tasks": Seconds.since(began).cpu - signatures})
 
 
 def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
@@ -240,41 +228,16 @@ def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
     return dropped, components.find_roots(labels, np.arange(count))
 
 
-def hash_per_slot(ids: Array, offsets: Array, section: NearSection) -> Found:
-    """The usual MinHash, in numpy: every window through a multiply-shift hash per slot."""
-    rng = np.random.default_rng(0)
-    odd = rng.integers(0, 1 << 31, size=section.slots, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
-    add = rng.integers(0, 1 << 32, size=section.slots, dtype=np.uint32)
-
-    def compute_bands(ids: Array, offsets: Array) -> Array:
-        hashes = minhash.window_hashes(ids + np.uint64(1), ngram=section.ngram)
-        upper = (hashes >> np.uint64(32)).astype(np.uint32)
-        starts = np.minimum(offsets[:-1], len(upper) - 1)
-        minima = np.stack([np.minimum.reduceat(upper * a + b, starts) for a, b in zip(odd, add, strict=True)], axis=1)
-        rows = minima.reshape(-1, section.bands, section.rows).astype(np.uint64)
-        return hashing.mix((rows * np.uint64(minhash.BASE) ** np.arange(section.rows, dtype=np.uint64)).sum(axis=2))
-
-    started = time.process_time()
-    bands = in_batches(compute_bands, ids, offsets)
-    took = time.process_time() - started
-    with tempfile.TemporaryDirectory() as work:
-        dropped, labels = run_tasks(bands, Path(work))
-    return Found(labels, dropped, {"signatures": took})
-
-
-def write_shards(texts: list[str], ids: Array, offsets: Array, work: Path) -> None:
-    """Writes the input of the other libraries: shards of texts, and hashes of windows of 5 tokens."""
+def write_shards(texts: list[str], work: Path) -> None:
+    """Writes the input of datatrove: shards of texts."""
     (work / "shards").mkdir()
     for n in range(SHARDS):
         with (work / "shards" / f"{n:05d}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text, "id": "0"}) + "\n" for text in texts[n::SHARDS])
-    order = [d for n in range(SHARDS) for d in range(n, len(texts), SHARDS)]
-    hashes = [minhash.window_hashes(np.uint64(1) + ids[offsets[d] : offsets[d + 1]], ngram=5) for d in order]
-    np.savez(work / "windows.npz", hashes=np.concatenate(hashes), offsets=np.cumsum([0, *map(len, hashes)]))
 
 
 def peer(python: str, name: str, work: Path) -> Found:
-    """Runs another library; returns its result in the order of the corpus."""
+    """Runs datatrove; returns its result in the order of the corpus."""
     subprocess.run(
         [python, Path(__file__).with_name("near_dedup_peers.py"), name, work],
         check=True,
@@ -303,22 +266,20 @@ def report_recall(corpus: Corpus, grams: Grams, found: dict[str, Found]) -> None
 
 def print_table(title: str, columns: dict[str, Array], rows: dict[str, Array]) -> None:
     """One row for each of `rows`: the mean of its values over the selection of each column."""
-    print(f"\n| {title} | " + " | ".join(f"{name} ({int(chosen.sum())})" for name, chosen in columns.items()) + " |")
-    print("|---" * (len(columns) + 1) + "|")
+    print()
+    print_head(title, *(f"{name} ({int(chosen.sum())})" for name, chosen in columns.items()))
     for name, values in rows.items():
-        print(f"| {name} | " + " | ".join(f"{values[c].mean() if c.any() else 0:.3f}" for c in columns.values()) + " |")
+        print_row(name, *(f"{values[c].mean() if c.any() else 0:.3f}" for c in columns.values()))
 
 
 def report_cost(corpus: Corpus, grams: Grams, found: dict[str, Found], *, tokens: int) -> None:
     """Precision and speed."""
     print(f"\n{len(corpus.texts)} documents, {corpus.megabytes:.1f} MB, {tokens / 1e6:.1f}M tokens\n")
-    print("| implementation | dropped | precision | signatures, MB/s | total, MB/s | CPU seconds |")
-    print("|---|---|---|---|---|---|")
+    print_head("implementation", "dropped", "precision", "signatures, MB/s", "total, MB/s", "CPU seconds")
     for name, f in found.items():
-        total = "" if len(f.seconds) == 1 else f"{corpus.megabytes / sum(f.seconds.values()):.1f}"
-        speed = f"{corpus.megabytes / f.seconds['signatures']:.1f} | {total}"
+        signatures, total = (corpus.megabytes / each for each in (f.seconds["signatures"], sum(f.seconds.values())))
         seconds = ", ".join(f"{stage} {took:.2f}" for stage, took in f.seconds.items())
-        print(f"| {name} | {f.dropped.sum()} | {precision(f, grams):.4f} | {speed} | {seconds} |")
+        print_row(name, f.dropped.sum(), f"{precision(f, grams):.4f}", f"{signatures:.1f}", f"{total:.1f}", seconds)
 
 
 def precision(found: Found, grams: Grams) -> float:

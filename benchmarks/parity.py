@@ -10,11 +10,10 @@ difference of bf16 itself from fp32. Takes some minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import make_parser, print_head, print_row, work_folder
 from headrace.base.configfile import load, merge
 from pipeline.plan.proof.case import Case, CaseResult
 from pipeline.plan.proof.compare import first_gradient, relative_differences
@@ -25,58 +24,45 @@ from pipeline.plan.proof.worker import run_cases
 
 ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs/zero3.json"
 
-LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
-    # name, ranks, engine, config fields
-    ("ZeRO-0, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 0}}),
-    ("ZeRO-1, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 1}}),
-    ("ZeRO-2, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 2}}),
-    ("ZeRO-3, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 3}}),
-    ("ZeRO-1, tp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 1}, "parallel": {"tp": 2}}),
-    ("ZeRO-3, tp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}}),
-    ("ZeRO-3, cp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2}}),
-    ("ZeRO-1, pp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 1}, "parallel": {"pp": 2}}),
-    ("ZeRO-1, pp 2 x dp 2 x tp 2", 8, "deepspeed", {"zero_optimization": {"stage": 1}, "parallel": {"pp": 2, "tp": 2}}),
-    (
-        "ZeRO-3, dp 2, offload to the CPU",
-        2,
-        "deepspeed",
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
-    ),
-    ("DDP, dp 2", 2, "torch", {"zero_optimization": {"stage": 0}}),
-    ("FSDP2 as ZeRO-2, dp 2", 2, "torch", {"zero_optimization": {"stage": 2}}),
-    ("FSDP2, dp 2", 2, "torch", {"zero_optimization": {"stage": 3}}),
-    (
-        "HSDP, 2 replicas of 2 shards",
-        4,
-        "torch",
-        {"zero_optimization": {"stage": 3}, "parallel": {"hybrid_shard_size": 2}},
-    ),
-    ("FSDP2, tp 2 x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}}),
-    ("FSDP2, ulysses 2 x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2}}),
-    (
-        "FSDP2, ring 2 x dp 2",
-        4,
-        "torch",
-        {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2, "cp_method": "ring"}},
-    ),
-    ("FSDP2, pp 2 (1f1b) x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"pp": 2}}),
-    (
-        "FSDP2 as ZeRO-2, pp 2 (zero_bubble) x dp 2",
-        4,
-        "torch",
-        {"zero_optimization": {"stage": 2}, "parallel": {"pp": 2, "schedule": "zero_bubble"}},
-    ),
-    ("FSDP2, pp 2 x dp 2 x tp 2", 8, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"pp": 2, "tp": 2}}),
-    (
+Layout = tuple[str, int, str, dict[str, Any]]
+
+
+def layout(name: str, engine: str, stage: int, ranks: int = 2, **fields: Any) -> Layout:
+    """Name, ranks, engine and config fields; `fields` are those of `parallel`, or sections of their own."""
+    zero, sections = fields.pop("zero", {}), {key: fields.pop(key) for key in ("memory", "loss") if key in fields}
+    return name, ranks, engine, {"zero_optimization": {"stage": stage, **zero}, "parallel": fields, **sections}
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+LAYOUTS: list[Layout] = [
+    *(layout(f"ZeRO-{stage}, dp 2", "deepspeed", stage) for stage in range(4)),
+    layout("ZeRO-1, tp 2 x dp 2", "deepspeed", 1, 4, tp=2),
+    layout("ZeRO-3, tp 2 x dp 2", "deepspeed", 3, 4, tp=2),
+    layout("ZeRO-3, cp 2 x dp 2", "deepspeed", 3, 4, cp=2),
+    layout("ZeRO-1, pp 2 x dp 2", "deepspeed", 1, 4, pp=2),
+    layout("ZeRO-1, pp 2 x dp 2 x tp 2", "deepspeed", 1, 8, pp=2, tp=2),
+    layout("ZeRO-3, dp 2, offload to the CPU", "deepspeed", 3, zero=OFFLOAD),
+    layout("DDP, dp 2", "torch", 0),
+    layout("FSDP2 as ZeRO-2, dp 2", "torch", 2),
+    layout("FSDP2, dp 2", "torch", 3),
+    layout("HSDP, 2 replicas of 2 shards", "torch", 3, 4, hybrid_shard_size=2),
+    layout("FSDP2, tp 2 x dp 2", "torch", 3, 4, tp=2),
+    layout("FSDP2, ulysses 2 x dp 2", "torch", 3, 4, cp=2),
+    layout("FSDP2, ring 2 x dp 2", "torch", 3, 4, cp=2, cp_method="ring"),
+    layout("FSDP2, pp 2 (1f1b) x dp 2", "torch", 3, 4, pp=2),
+    layout("FSDP2 as ZeRO-2, pp 2 (zero_bubble) x dp 2", "torch", 2, 4, pp=2, schedule="zero_bubble"),
+    layout("FSDP2, pp 2 x dp 2 x tp 2", "torch", 3, 8, pp=2, tp=2),
+    layout(
         "FSDP2, pp 2 (interleaved) x cp 2 x tp 2, full activation checkpointing, chunked loss",
-        8,
         "torch",
-        {
-            "zero_optimization": {"stage": 3},
-            "parallel": {"pp": 2, "cp": 2, "tp": 2, "schedule": "interleaved_1f1b"},
-            "memory": {"activation_checkpointing": "full"},
-            "loss": {"chunk": 24},
-        },
+        3,
+        8,
+        pp=2,
+        cp=2,
+        tp=2,
+        schedule="interleaved_1f1b",
+        memory={"activation_checkpointing": "full"},
+        loss={"chunk": 24},
     ),
 ]
 
@@ -92,19 +78,20 @@ def base(tokens: Path, steps: int) -> dict[str, Any]:
         "model": {"config": model},
         "data": {"sources": [{"path": str(tokens)}], "sequence_length": 64},
         "gradient_accumulation_steps": 2,
+        "parallel": {"elastic": False},
         "run": {"dir": "replaced", "steps": steps, "seed": 1},
     }
 
 
 def main() -> None:
     """Prints the table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose engine or name has this text")
     arguments = parser.parse_args()
     chosen = [row for row in LAYOUTS if arguments.only in f"{row[2]}, {row[0]}"]
-    with tempfile.TemporaryDirectory() as work:
-        tokens = write_tokens(Path(work, "tokens"), vocab_size=1024, tokens=60_000, longest=200)
+    with work_folder() as work:
+        tokens = write_tokens(work / "tokens", vocab_size=1024, tokens=60_000, longest=200)
         shared = base(tokens, arguments.steps)
         cases: dict[str, Case] = {}
         for precision in ("fp32", "bf16"):
@@ -113,29 +100,26 @@ def main() -> None:
             for name, ranks, engine, fields in chosen:
                 config = with_precision(merge(shared, {"engine": engine, **fields}), precision)
                 cases[f"{name} {precision}"] = Case(f"{name} {precision}", config, ranks)
-        found = run_cases(list(cases.values()), Path(work))
+        found = run_cases(list(cases.values()), work)
         table(cases, found, chosen)
 
 
-def table(
-    cases: dict[str, Case], found: dict[str, CaseResult], chosen: list[tuple[str, int, str, dict[str, Any]]]
-) -> None:
+def table(cases: dict[str, Case], found: dict[str, CaseResult], chosen: list[Layout]) -> None:
     """One row per layout and precision."""
     known = {name: (case, found[name]) for name, case in cases.items()}
     fp32, bf16 = known["reference fp32"], known["reference bf16"]
     bf16_error = relative_differences(first_gradient(*bf16), first_gradient(*fp32))
-    print(
-        "| dtype | engine | layout | loss | gradient norm | first gradient | seconds |\n|---|---|---|---|---|---|---|"
-    )
+    print_head("dtype", "engine", "layout", "loss", "gradient norm", "first gradient", "seconds")
     for precision, reference in (("fp32", fp32), ("bf16", bf16)):
         if precision == "bf16":
             losses = max(abs(bf16[1].losses[s] - x) / x for s, x in fp32[1].losses.items())
             norm = abs(bf16[1].grad_norms[1] - fp32[1].grad_norms[1]) / fp32[1].grad_norms[1]
-            print(f"| bf16 | | (bf16 against fp32) | {losses:.1e} | {norm:.1e} | {max(bf16_error.values()):.1e} | |")
+            figures = (f"{each:.1e}" for each in (losses, norm, max(bf16_error.values())))
+            print_row("bf16", "", "(bf16 against fp32)", *figures, "")
         for name, _, engine, _ in chosen:
-            layout = known[f"{name} {precision}"]
-            result = check_equivalence(layout, reference, fp32_reference=fp32)
-            print(f"| {precision} | {engine} | {name} | {cells(result)} | {layout[1].seconds:.0f} |", flush=True)
+            case = known[f"{name} {precision}"]
+            result = check_equivalence(case, reference, fp32_reference=fp32)
+            print_row(precision, engine, name, cells(result), f"{case[1].seconds:.0f}")
 
 
 def cells(result: ProofResult) -> str:

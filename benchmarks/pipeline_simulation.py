@@ -1,6 +1,6 @@
 """Simulated seconds of a pipeline's step against those of real runs on the CPU, for every schedule.
 
-    python -m benchmarks.pipeline_simulation [--work FOLDER] [--ranks 2] [--steps 12] [--html FILE]
+    python -m benchmarks.pipeline_simulation [--work FOLDER] [--ranks 2] [--steps 12]
 
 A llama in fp32 is trained over gloo with each schedule, every pass recorded (`recorded_passes.py`). The measured step
 is from the first pass to the last over all ranks. It is simulated twice: with the median times of a stage's passes, and
@@ -10,7 +10,6 @@ varies. Messages take the shortest time between two stages' forward passes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,14 +17,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median, quantiles
-from tempfile import TemporaryDirectory
+from statistics import median
 from typing import Any
 
+from benchmarks.harness import llama, make_parser, print_head, print_row, ratio, spread, work_folder
 from benchmarks.loop import make_tokens
-from pipeline.plan.drawing.timeline import html_page
 from pipeline.plan.predict.passes import Instruction, Program
-from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
+from pipeline.plan.predict.pipeline_simulation import StageTimes, simulate_pipeline
 from pipeline.plan.predict.schedule_programs import make_program
 
 HERE = Path(__file__).parent
@@ -41,18 +39,15 @@ CASES = [
 
 def main() -> None:
     """Runs and simulates every schedule, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--html", type=Path, help="write the simulated timelines there")
     asked = parser.parse_args()
-    timelines: dict[str, Timeline] = {}
     head = ("schedule", "measured step, ms (quartiles)", "by medians, ms", "by medians / measured")
-    print("| " + " | ".join([*head, "each pass's own time / measured (quartiles)", "bubble, simulated"]) + " |")
-    print("|---|---|---|---|---|---|")
-    with TemporaryDirectory() as temporary:
-        work = asked.work or Path(temporary)
+    print_head(*head, "each pass's own time / measured (quartiles)", "bubble, simulated")
+    with work_folder() as temporary:
+        work = asked.work or temporary
         tokens = make_tokens(work)
         for engine, schedule, virtual in CASES:
             folder = work / f"{engine}-{schedule}"
@@ -64,22 +59,13 @@ def main() -> None:
             links = transfers(steps, program)
             timeline = simulate_pipeline(program, stage_times(steps, program), transfers=links)
             replayed = [
-                simulate_pipeline(program, [Recorded(step)] * program.stages, transfers=links).seconds / span(step)
-                for step in steps
+                simulate_pipeline(program, [Recorded(step)] * program.stages, transfers=links).seconds for step in steps
             ]
-            least, same, most = quantiles(replayed, n=4)
-            timelines[f"{schedule}, engine {engine}"] = timeline
             measured = [span(step) for step in steps]
-            low, middle, high = quantiles(measured, n=4)
-            print(
-                f"| {engine} {schedule}"
-                f" | {middle * 1e3:.1f} ({low * 1e3:.1f} - {high * 1e3:.1f})"
-                f" | {timeline.seconds * 1e3:.1f} | {timeline.seconds / middle:.3f}"
-                f" | {same:.3f} ({least:.3f} - {most:.3f}) | {timeline.bubble:.1%} |",
-                flush=True,
-            )
-    if asked.html:
-        asked.html.write_text(html_page(timelines))
+            by_medians = (f"{timeline.seconds * 1e3:.1f}", f"{timeline.seconds / median(measured):.3f}")
+            own = ratio(replayed, measured)
+            in_ms = spread([each * 1e3 for each in measured], 1)
+            print_row(f"{engine} {schedule}", in_ms, *by_medians, own, f"{timeline.bubble:.1%}")
 
 
 class Recorded:
@@ -99,16 +85,7 @@ def run(folder: Path, tokens: Path, engine: str, schedule: str, *, ranks: int, s
     folder.mkdir(parents=True)
     config = {
         "engine": engine,
-        "model": {
-            "config": {
-                "model_type": "llama",
-                "hidden_size": 128,
-                "intermediate_size": 384,
-                "num_hidden_layers": 8,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-            }
-        },
+        "model": llama(hidden=128, layers=8),
         "data": {"sources": [{"path": str(tokens)}], "sequence_length": SEQUENCE},
         "parallel": {"pp": ranks, "schedule": schedule},
         "train_batch_size": 4 * MICRO_BATCHES,

@@ -9,12 +9,11 @@ machine does not lengthen.
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from itertools import islice
 from typing import Any
 
+from benchmarks.harness import Seconds, make_parser
 from headrace.base.version import __version__
 
 NATURAL = {
@@ -38,57 +37,60 @@ SEARCHED = ("llama_8b_8gpu.json", "llama_70b_fsdp_3d.json")
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--layouts", type=int, default=1000, metavar="N", help="layouts to compute (default: 1000)")
     arguments = parser.parse_args()
-    started = time.perf_counter()
+    began = Seconds.now()
     import pipeline.plan.show  # noqa: F401, PLC0415  imports torch
 
-    result: dict[str, Any] = {"headrace": __version__, "imports_s": time.perf_counter() - started}
+    result: dict[str, Any] = {"headrace": __version__, "imports_s": Seconds.since(began).wall}
     result["plans"] = {name: _plan(name, *of) for name, of in NATURAL.items()}
     result["slowest_plan_s"] = max(each["seconds"] for each in result["plans"].values())
     result["searches"] = {name: _search(name, *NATURAL[name], count=arguments.layouts) for name in SEARCHED}
     print(json.dumps(result, indent=2))
 
 
-def _plan(name: str, machine: str, processes: int) -> dict[str, Any]:
+def _open(name: str, machine: str, processes: int) -> Any:
     from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415
-    from pipeline.plan.show import report_of  # noqa: PLC0415
     from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
-    wall, own = time.perf_counter(), time.process_time()
-    planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+    return open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+
+
+def _plan(name: str, machine: str, processes: int) -> dict[str, Any]:
+    from pipeline.plan.show import report_of  # noqa: PLC0415
+
+    began = Seconds.now()
+    planned = _open(name, machine, processes)
     plan = report_of(planned).plan
     return {
         "machine": machine,
         "ranks": processes,
-        "seconds": time.perf_counter() - wall,
-        "process_seconds": time.process_time() - own,
+        **_took(began),
         "fits": plan.memory.fits,
         "step_s": plan.step_s.plain(),
         "mfu": None if plan.mfu is None else plan.mfu.plain(),
     }
 
 
+def _took(began: Seconds) -> dict[str, float]:
+    taken = Seconds.since(began)
+    return {"seconds": taken.wall, "process_seconds": taken.cpu}
+
+
 def _search(name: str, machine: str, processes: int, *, count: int) -> dict[str, Any]:
     """The first layouts that the rules allow, as the search computes them; a whole search has more."""
-    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415
     from pipeline.plan.search.layouts import layouts  # noqa: PLC0415
     from pipeline.plan.search.search import evaluate  # noqa: PLC0415
-    from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
-    planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+    planned = _open(name, machine, processes)
     run, costs = planned.run, planned.costs
-    wall, own = time.perf_counter(), time.process_time()
+    began = Seconds.now()
     allowed = (
         sets for sets in layouts(run, planned.machine) if evaluate(run, costs, planned.machine, sets) is not None
     )
     done = sum(1 for _ in islice(allowed, count))
-    return {
-        "layouts": done,
-        "seconds": time.perf_counter() - wall,
-        "process_seconds": time.process_time() - own,
-    }
+    return {"layouts": done, **_took(began)}
 
 
 if __name__ == "__main__":

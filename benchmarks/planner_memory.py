@@ -11,10 +11,8 @@ does. Takes some minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -28,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.harness import make_parser, print_head, print_row, work_folder
 from benchmarks.parity import LAYOUTS, base
 from headrace.base.configfile import merge
 from headrace.base.section import parse
@@ -99,7 +98,7 @@ def counted() -> Iterator[None]:
 
 def layouts(tokens: Path, precision: str, only: str, *, bucket: int | None) -> dict[str, tuple[str, Case]]:
     """Name -> (engine, case), one process of either engine first."""
-    shared = merge(base(tokens, STEPS), {"parallel": {"elastic": False}})
+    shared = base(tokens, STEPS)
     alone = [("one process", 1, "torch", {}), ("one process", 1, "deepspeed", {"zero_optimization": {"stage": 1}})]
     found = {}
     for name, ranks, engine, fields in [*alone, *LAYOUTS]:
@@ -146,33 +145,32 @@ def resolved(case: Case) -> ResolvedRun:
 
 def main() -> None:
     """Prints the table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose engine or name has this text")
     text = "DeepSpeed's reduce_bucket_size in elements; without it its default, 5e8, which is larger than the model"
     parser.add_argument("--bucket", type=int, metavar="N", help=text)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as work:
-        tokens = write_tokens(Path(work, "tokens"), vocab_size=VOCABULARY, tokens=60_000, longest=200)
+    with work_folder() as work:
+        tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=60_000, longest=200)
         found = layouts(tokens, arguments.precision, arguments.only, bucket=arguments.bucket)
         cases = [case for _, case in found.values()]
         with counted():
-            results = run_cases(cases, Path(work, "runs"))
-        table(found, results, executed_peaks(cases, Path(work)))
+            results = run_cases(cases, work / "runs")
+        table(found, results, executed_peaks(cases, work))
 
 
 def table(found: dict[str, tuple[str, Case]], results: dict[str, CaseResult], executed: list[dict[int, int]]) -> None:
     """One row per layout."""
-    print("| engine | layout | ranks | measured, MB | closed formulas | step on fake tensors |")
-    print("|---|---|---|---|---|---|")
+    print_head("engine", "layout", "ranks", "measured, MB", "closed formulas", "step on fake tensors")
     machine = load_machine("cpu")
     errors: dict[str, list[float]] = {"closed": [], "executed": []}
     for (label, (engine, case)), fakes in zip(found.items(), executed, strict=True):
         result = results[case.name]
         name = label.removeprefix(f"{engine}, ")
         if result.error is not None:
-            print(f"| {engine} | {name} | {case.processes} | failed: {result.error.splitlines()[-1]} | | |")
+            print_row(engine, name, case.processes, f"failed: {result.error.splitlines()[-1]}", "", "")
             continue
         run, peaks = resolved(case), measured_peaks(case, result)
         rank = max(range(case.processes), key=peaks.__getitem__)
@@ -184,8 +182,7 @@ def table(found: dict[str, tuple[str, Case]], results: dict[str, CaseResult], ex
         if stage in fakes:
             errors["executed"].append(fakes[stage] / peaks[rank] - 1)
             cell = f"{errors['executed'][-1]:+.2%}"
-        figures = f"{peaks[rank] / 1e6:.2f} | {errors['closed'][-1]:+.1%}"
-        print(f"| {engine} | {name} | {case.processes} | {figures} | {cell} |", flush=True)
+        print_row(engine, name, case.processes, f"{peaks[rank] / 1e6:.2f}", f"{errors['closed'][-1]:+.1%}", cell)
     for name, values in errors.items():
         if values:
             sizes = sorted(map(abs, values))

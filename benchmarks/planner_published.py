@@ -16,7 +16,6 @@ Approximated are MPT and GPT models as Llamas of as many parameters, and Megatro
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness import make_parser
 from pipeline.plan.predict.interval import Interval
 from pipeline.plan.predict.plan import make_plan
 from pipeline.plan.predict.planned_run import open_run
@@ -38,20 +38,13 @@ LONG = 16_384
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published speed with its layout.
+    """A published speed in tokens/s per GPU, with its layout.
 
     Attributes:
-        source: the publication.
-        name: model and layout.
-        machine: shipped machine.
-        ranks: GPUs.
-        speed: published tokens/s per GPU.
-        best: of an engine that is planned at the efficiency of the best published runs.
-        fitted: ranges of the machine came from it.
-        overrides: of `config`, as of `--set`.
-        config: a shipped one.
-        peak: published peak memory in GiB.
-        note: what was assumed.
+        best: Whether the engine is planned at the efficiency of the best published runs.
+        fitted: Whether ranges of the machine came from it.
+        peak: Published peak memory in GiB.
+        note: What was assumed.
     """
 
     source: str
@@ -99,13 +92,7 @@ def published() -> tuple[dict[str, str], tuple[PublishedRun, ...]]:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan of a published run.
-
-    Attributes:
-        speed: tokens/s per GPU.
-        peak: bytes.
-        fits: whether the typical peak fits the machine.
-    """
+    """A plan of a published run: tokens/s per GPU, peak bytes, and whether the typical peak fits the machine."""
 
     speed: Interval
     peak: float
@@ -165,7 +152,7 @@ def rows(runs: Sequence[PublishedRun]) -> Iterator[str]:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", action="store_true", help="print every run, too")
     options = parser.parse_args()
     for title, fitted in (("Ranges came from", True), ("Not used for the ranges", False)):

@@ -18,17 +18,16 @@ Rounds are taken in turn, so that all runs see the same load; medians over the r
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import llama, make_parser, print_head, print_row, work_folder
 from pipeline.plan.calibration.fit import fitted
 from pipeline.plan.calibration.score import Score, read_measured, rescored, score
 from pipeline.plan.proof.tokens import write_tokens
@@ -44,17 +43,9 @@ SEQUENCE, SAMPLES, VOCABULARY = 128, 4, 1024
 
 def config_of(hidden: int, layers: int, tokens: Path, run_dir: Path, *, steps: int) -> dict[str, Any]:
     """A run of some steps without evaluation and checkpoints in between."""
-    model = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 32,
-        "num_key_value_heads": hidden // 32,
-    }
     return {
         "engine": "torch",
-        "model": {"config": model},
+        "model": llama(hidden=hidden, layers=layers, heads=hidden // 32, mlp=4),
         "data": {"sources": [{"path": str(tokens)}], "sequence_length": SEQUENCE},
         "train_batch_size": SAMPLES,
         "train_micro_batch_size_per_gpu": 1,
@@ -74,7 +65,7 @@ def headrace(*arguments: str) -> None:
 
 def main() -> None:
     """Prints the tables in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--work", type=Path, help="keep runs and machine files there")
@@ -82,8 +73,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.again and not (arguments.work and known(arguments.work)):
         parser.error("--again: there are no runs in --work")
-    with tempfile.TemporaryDirectory() as temporary:
-        work = arguments.work or Path(temporary)
+    with work_folder() as temporary:
+        work = arguments.work or temporary
         work.mkdir(parents=True, exist_ok=True)
         tokens = work / "tokens"
         if not tokens.exists():
@@ -127,15 +118,15 @@ def report(runs: dict[tuple[str, int], list[Path]], machine: Path) -> None:
     after = refitted(scores, seen, calibrated)
     on_cpu = {key: [with_cpu_time(each) for each in found] for key, found in scores.items()}
     computing = refitted(on_cpu, seen, calibrated)
-    print("| model | processes | step, s | error, calibrated | error, fitted | CPU time of a step, s | error, fitted |")
-    print("|---|---|---|---|---|---|---|")
+    head = ("model", "processes", "step, s", "error, calibrated", "error, fitted")
+    print_head(*head, "CPU time of a step, s", "error, fitted")
     errors: dict[tuple[str, int], tuple[float, float, float]] = {}
     for key, found in scores.items():
         errors[key] = error(found), error(after[key]), error(computing[key])
         calibrated_error, *fits = (f"{each:+.0%}" for each in errors[key])
         step, cpu = (median(each.step.measured for each in of[key]) for of in (scores, on_cpu))
         clock, of_cpu = (f"{each}{' (seen)' if key in seen else ''}" for each in fits)
-        print(f"| {key[0]} | {key[1]} | {step:.3f} | {calibrated_error} | {clock} | {cpu:.3f} | {of_cpu} |")
+        print_row(*key, f"{step:.3f}", calibrated_error, clock, f"{cpu:.3f}", of_cpu)
     for label, chosen in (
         ("1 and 2 processes", [key for key in scores if key[1] < 4]),
         ("of these not seen by the fit", [key for key in scores if key[1] < 4 and key not in seen]),

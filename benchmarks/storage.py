@@ -16,16 +16,18 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
+from typing import NamedTuple
 
 import s3fs
 
+from benchmarks.harness import alternate, make_parser, print_head, print_row, work_folder
 from benchmarks.loader import write_tokens
 from headrace.base.remote_directory import CACHE
 from headrace.base.remote_publish import publish
@@ -56,8 +58,7 @@ with s3_server("store", between=between):
 """
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """Seconds of one loader: until its first step, waits for those after the tenth, of CPU in its process per step."""
 
     first: float
@@ -68,15 +69,14 @@ class Reading:
 
 def main() -> None:
     """Prints both tables in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--latency", type=float, nargs="+", default=[10.0, 100.0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--step", type=float, default=1.5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--work")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.work) as name:
-        work = Path(name)
+    with work_folder(arguments.work) as work:
         tokens = write_tokens(work / "tokens", tokens=40_000_000)
         (work / "prep").mkdir()
         corpus = make_tokens(work / "prep", text_folders())
@@ -84,17 +84,9 @@ def main() -> None:
         print("Waits for data are of the steps after the tenth.")
         for latency in arguments.latency:
             with store(latency, work / "cache"):
-                print("\n| latency, ms | read | first step, s | data wait, ms | longest, ms | CPU per step, ms |")
-                print("|---:|---|---:|---:|---:|---:|")
                 publish(tokens, "s3://store/tokens")
-                for way, found in readings(tokens, work / "spans", arguments).items():
-                    first, *rest = (median(getattr(each, field.name) for each in found) for field in fields(Reading))
-                    wait, longest, cpu = (f"{1e3 * seconds:.1f}" for seconds in rest)
-                    print(f"| {latency:g} | {way} | {first:.2f} | {wait} | {longest} | {cpu} |", flush=True)
-                print("\n| latency, ms | run.dir | pause per checkpoint, ms | step, ms | ratio of the pause |")
-                print("|---:|---|---:|---:|---:|")
-                for line in checkpoints(corpus, work, arguments.rounds):
-                    print(f"| {latency:g} | {line} |", flush=True)
+                print_readings(latency, tokens, work / "spans", arguments)
+                print_checkpoints(latency, corpus, work, arguments.rounds)
 
 
 @contextmanager
@@ -115,22 +107,24 @@ def store(latency_ms: float, cache: Path) -> Iterator[None]:
         shutil.rmtree(cache, ignore_errors=True)
 
 
-def readings(tokens: Path, spans: Path, arguments: argparse.Namespace) -> dict[str, list[Reading]]:
-    """What each way of reading took, by round."""
-    found: dict[str, list[Reading]] = {}
-    for number in range(arguments.rounds):
-        for way in ("local files", "the store, no cache", "the store, through the cache"):
-            path = str(tokens) if way == "local files" else "s3://store/tokens"
-            folder = spans / str(number) if way.endswith("cache") and "through" in way else None
-            found.setdefault(way, []).append(read(path, number, folder, arguments))
-            shutil.rmtree(spans, ignore_errors=True)
-    return found
+def print_readings(latency: float, tokens: Path, spans: Path, arguments: argparse.Namespace) -> None:
+    """A row for each way of reading, medians over the rounds."""
+    ways = {
+        "local files": partial(read, str(tokens), None, arguments),
+        "the store, no cache": partial(read, "s3://store/tokens", None, arguments),
+        "the store, through the cache": partial(read, "s3://store/tokens", spans, arguments),
+    }
+    print()
+    print_head("latency, ms", "read", "first step, s", "data wait, ms", "longest, ms", "CPU per step, ms")
+    for way, found in alternate(ways, arguments.rounds, warmup=0).items():
+        first, *rest = map(median, zip(*found, strict=True))
+        print_row(f"{latency:g}", way, f"{first:.2f}", *(f"{1e3 * seconds:.1f}" for seconds in rest))
 
 
-def read(path: str, seed: int, spans: Path | None, arguments: argparse.Namespace) -> Reading:
-    """Reads the steps, and sleeps in each."""
+def read(path: str, spans: Path | None, arguments: argparse.Namespace) -> Reading:
+    """Reads the steps, and sleeps in each; a cache of spans begins cold."""
     mixture = open_mixture(
-        parse(DataSection, {"sources": [{"path": path}], "sequence_length": LENGTH}), seed=seed, stat_files=False
+        parse(DataSection, {"sources": [{"path": path}], "sequence_length": LENGTH}), seed=0, stat_files=False
     )
     if spans is not None:
         mixture.remote.ahead = ReadAhead(SpanCache(spans, limit=10**9), "benchmark")
@@ -142,37 +136,38 @@ def read(path: str, seed: int, spans: Path | None, arguments: argparse.Namespace
         begun = time.perf_counter()
     if mixture.remote.ahead is not None:
         mixture.remote.ahead.close()
+        shutil.rmtree(spans, ignore_errors=True)
     return Reading(waits[0], mean(waits[10:]), max(waits[10:]), (time.process_time() - cpu) / len(waits))
 
 
-def checkpoints(tokens: Path, work: Path, rounds: int) -> list[str]:
-    """Pause of checkpoints with a directory and with a URL: rows of the table."""
-    pauses: dict[str, list[float]] = {}
-    steps: dict[str, list[float]] = {}
-    for number in range(rounds):
-        for way in ("a directory", "a URL"):
-            place = f"s3://store/runs/{number}" if way == "a URL" else str(work / f"run-{number}")
-            config = tiny_config(tokens, Path("unused"), engine="torch", scheduler=None)
-            config["run"] |= {
-                "dir": place,
-                "steps": CHECKPOINTS * CHECKPOINT_EVERY,
-                "checkpoint_every": CHECKPOINT_EVERY,
-            }
-            config["evaluation"] = {"samples": 0}
-            config["model"]["config"] |= {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4}
-            path = write_config(work / "c.json", config)
-            subprocess.run([sys.executable, *entry_point("train.py", path)], check=True, capture_output=True, cwd=work)
-            local = Path(place) if way == "a directory" else next(Path(os.environ[CACHE], "runs").glob(f"{number}-*"))
-            rows = [json.loads(line) for line in (local / "metrics.jsonl").read_text().splitlines()]
-            saved = [row["blocked_seconds"] for row in rows if row.get("event") == "checkpoint"]
-            pauses.setdefault(way, []).extend(saved[1:])  # the first allocates its buffers
-            steps.setdefault(way, []).extend(row["seconds"] for row in read_rows(local, kind="step")[5:])
-            shutil.rmtree(local)
-    base = median(pauses["a directory"])
-    return [
-        f"{way} | {1e3 * median(found):.1f} | {1e3 * median(steps[way]):.1f} | {median(found) / base:.2f}"
-        for way, found in pauses.items()
-    ]
+def print_checkpoints(latency: float, tokens: Path, work: Path, rounds: int) -> None:
+    """A row for each kind of `run.dir`: the pause of a checkpoint, medians over the rounds."""
+    print()
+    print_head("latency, ms", "run.dir", "pause per checkpoint, ms", "step, ms", "ratio of the pause")
+    ways = {way: partial(train, way == "a URL", tokens, work) for way in ("a directory", "a URL")}
+    found = alternate(ways, rounds, warmup=0)
+    medians = {way: [median(chain(*each)) for each in zip(*runs, strict=True)] for way, runs in found.items()}
+    for way, (pause, step) in medians.items():
+        ratio = pause / medians["a directory"][0]
+        print_row(f"{latency:g}", way, f"{1e3 * pause:.1f}", f"{1e3 * step:.1f}", f"{ratio:.2f}")
+
+
+def train(remote: bool, tokens: Path, work: Path) -> tuple[list[float], list[float]]:
+    """Runs `train.py`; returns the seconds of each checkpoint's pause, and of each step."""
+    name = f"run-{time.monotonic_ns()}"
+    config = tiny_config(tokens, Path("unused"), engine="torch", scheduler=None)
+    config["run"] |= {"dir": f"s3://store/runs/{name}" if remote else str(work / name)}
+    config["run"] |= {"steps": CHECKPOINTS * CHECKPOINT_EVERY, "checkpoint_every": CHECKPOINT_EVERY}
+    config["evaluation"] = {"samples": 0}
+    config["model"]["config"] |= {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4}
+    path = write_config(work / "c.json", config)
+    subprocess.run([sys.executable, *entry_point("train.py", path)], check=True, capture_output=True, cwd=work)
+    local = next(Path(os.environ[CACHE], "runs").glob(f"{name}-*")) if remote else work / name
+    rows = [json.loads(line) for line in (local / "metrics.jsonl").read_text().splitlines()]
+    pauses = [row["blocked_seconds"] for row in rows if row.get("event") == "checkpoint"]
+    steps = [row["seconds"] for row in read_rows(local, kind="step")]
+    shutil.rmtree(local)
+    return pauses[1:], steps[5:]  # the first ones allocate their buffers
 
 
 if __name__ == "__main__":

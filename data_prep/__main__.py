@@ -57,14 +57,16 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     if name in ("verify", "stats"):
         parser.add_argument("directory", metavar="TOKENS", type=PLACE, help="a tokens directory, or its URL")
         if name == "stats":
-            parser.add_argument("--html", type=LOCAL.as_path(), metavar="FILE", help="write a page instead")
+            parser.add_argument(
+                "--html", type=LOCAL.as_path(), metavar="FILE", help="write the statistics as an HTML page instead"
+            )
         return
     if name == "clean":
         parser.add_argument("url", metavar="URL", help="an output in an object store, e.g. s3://bucket/tokens")
         parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
         return
     if name == "phase":
-        parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce, ...")
+        parser.add_argument("phase", metavar="NAME", help="phase to run: map, reduce, ...")
         parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
         parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
     if name == "share":
@@ -84,7 +86,9 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "run":
         names = ("local", "slurm", "ray", "spark")
         parser.add_argument("--executor", choices=names, default="local", help="what runs the tasks (default: local)")
-        parser.add_argument("--address", metavar="URL", help="of a Ray cluster (HOST:6379, auto) or a Spark master")
+        parser.add_argument(
+            "--address", metavar="URL", help="address of a Ray cluster (HOST:6379, auto) or of a Spark master"
+        )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -238,7 +242,7 @@ def _clean(args: argparse.Namespace) -> None:
 
     url = args.url.rstrip("/")
     if not is_store_url(url):
-        why = "a job of an output on a disk leaves nothing but its job directory beside it"
+        why = "a job that writes to a disk leaves only its job directory, .NAME.job, beside the output"
         raise ConfigError("URL", url, why=why, remedy="rm -r .NAME.job, or start the job again, which resumes it")
     found = uploads.leftovers(url)
     size = sum(stat.bytes for stat in found.objects.values())

@@ -184,6 +184,6 @@ def _forward(source: IO[str], target: TextIO, kept: deque[str]) -> threading.Thr
 
 
 def _message(lines: Sequence[str]) -> str:
-    """The last error message in what a process printed, without its prefix."""
+    """The last error message in a process's output, without its prefix."""
     starts = [number for number, line in enumerate(lines) if line.startswith("error")]
     return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else "\n".join(lines[-3:])

@@ -26,9 +26,9 @@ def main() -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments: those of training, and `--control`."""
+    """Declares the arguments of training, and `--control`."""
     add_run_arguments(parser)
-    text = "the same run on cross-entropy alone, without a teacher, into RUN.DIR-control: what the teacher is worth"
+    text = "the same run on cross-entropy alone, without a teacher, into RUN.DIR-control, to measure the teacher's gain"
     parser.add_argument("--control", action="store_true", help=text)
 
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm, warm_python
+from tests.budget import budget_of
 from tests.cpu_seconds import CpuSeconds
 from tests.support import output_of
 
@@ -106,8 +107,9 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Step -> loss, from a run's journal."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Step -> loss, from the whole lines of a run's journal: it may be written to meanwhile."""
+    whole, _, _ = (run_dir / "metrics.jsonl").read_text().rpartition("\n")
+    rows = [json.loads(line) for line in whole.splitlines()]
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
 
 
@@ -211,7 +213,7 @@ _INTEGRATION = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(CpuSeconds())
+    config.pluginmanager.register(CpuSeconds(budget_of(config)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Measures how much of the house one has to hold: `python -m tests.house [--tree DIRECTORY]`, from the source alone.
+"""Measures how much of the house one has to hold, and its weight: `python -m tests.house [--tree DIRECTORY]`.
 
 A room is a first-level package or module of pipeline/; the entry points are rooms, `__main__` is none. An arrow goes
 from a room to one that it imports, within functions too. A floor is a place in the longest chain of arrows.
@@ -88,9 +88,32 @@ def _floors(rooms: frozenset[str], arrows: Mapping[tuple[str, str], str]) -> dic
     return floors
 
 
-def lines_of(tree: Path, *folders: str) -> int:
-    """Lines of Python below folders."""
-    return sum(len(path.read_text().splitlines()) for folder in folders for path in (tree / folder).rglob("*.py"))
+def weight(tree: Path = ROOT) -> dict[str, int]:
+    """What `[weight]` of tests/budget.toml limits, of the files that git has."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True).stdout
+    files = [path for each in listed.split("\0") if (path := tree / each).is_file()]
+    texts = {path.relative_to(tree): path.read_text() for path in files if path.suffix in (".py", ".md")}
+    product = {path.parent.name for path in tree.glob("*/__init__.py")} - {"tests"}
+    return {
+        "product_code_lines": sum(code_lines(text) for path, text in texts.items() if _is(path, ".py", *product)),
+        "test_lines": sum(len(text.splitlines()) for path, text in texts.items() if _is(path, ".py", "tests")),
+        "files": len(files),
+        "doc_words": sum(len(text.split()) for path, text in texts.items() if _is(path, ".md", "docs")),
+    }
+
+
+def _is(path: Path, suffix: str, *folders: str) -> bool:
+    return path.suffix == suffix and path.parts[0] in folders
+
+
+def code_lines(text: str) -> int:
+    """Lines of a module that are no docstring, import, comment or blank line."""
+    lines = {number for number, line in enumerate(text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(ast.Constant()) | ast.Import() | ast.ImportFrom():
+                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
 
 
 def classes_defined_twice(tree: Path = ROOT) -> dict[str, list[str]]:
@@ -137,9 +160,9 @@ def main() -> None:
         "class names defined more than once": len(classes_defined_twice(tree)),
         "files that take the whole config or run": takers_of_the_run(tree),
         "modules that pipeline.run.session imports (of pipeline)": f"{total:,} ({own})",
-        "lines of product": f"{lines_of(tree, *PRODUCT):,}",
-        "lines of tests": f"{lines_of(tree, 'tests'):,}",
     }
+    allowed = tomllib.loads((ROOT / "tests" / "budget.toml").read_text())["weight"]
+    rows |= {name.replace("_", " "): f"{figure:,} of {allowed[name]:,}" for name, figure in weight(tree).items()}
     print("| measured | |\n|---|---|")
     for what, figure in rows.items():
         print(f"| {what} | {figure} |")

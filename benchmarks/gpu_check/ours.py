@@ -22,10 +22,10 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.initial_values import OwnBuffers
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.initial_values import OwnBuffers
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.sdpa_order import ordered_sdpa
 from pipeline.runtime.launch import detect, process_group

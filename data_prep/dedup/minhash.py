@@ -135,7 +135,7 @@ def _batches(documents: NDArray[np.intp], offsets: Offsets) -> Iterator[NDArray[
 def _window_hashes_of(
     ids: Ids, offsets: Offsets, documents: NDArray[np.intp], ngram: int
 ) -> tuple[Hashes, NDArray[np.int64]]:
-    """Hashes of the windows of these documents, concatenated, and each document's number of them (at least one)."""
+    """Concatenated window hashes of these documents, and the number of windows of each document (at least one)."""
     starts, lengths = offsets[documents], offsets[documents + 1] - offsets[documents]
     room = np.maximum(lengths, ngram)
     ends = np.cumsum(room)

@@ -1,4 +1,4 @@
-"""Clusters of near duplicates in which every document that is dropped is similar to the one that is kept for it.
+"""Clusters of near duplicates in which every dropped document is similar to the document kept in its place.
 
 Connected components also hold documents that share nothing: the ends of a chain of which each link overlaps the next.
 So a component is gone through in the order of the input, and a document is dropped only if the fraction of equal minima
@@ -33,7 +33,7 @@ def shortened(minima: NDArray[np.uint32]) -> Signatures:
 def find_kept(
     cluster: NDArray[Any], signatures: Signatures, *, seen: NDArray[np.bool_], section: NearSection
 ) -> NDArray[Any]:
-    """Finds, for each document, the one that is kept in its place (itself if it is kept).
+    """Finds, for each document, the document kept in its place (itself if it is kept).
 
     Args:
         cluster: int [documents], component of each document, ascending; within a component in the order of the input.

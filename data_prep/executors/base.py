@@ -77,7 +77,7 @@ class _AlreadyFinishedError(Exception):
 def attempt_task(task: Task, report: Report) -> tuple[str, Any]:
     """Runs a task in a worker.
 
-    The attempt stops when another attempt at the same task has finished, and returns the result of that one.
+    The attempt stops when another attempt at the same task has finished, and returns the other's result.
 
     Returns:
         ("done", result), ("error", message for the user) or ("bug", traceback).

@@ -51,7 +51,7 @@ class ArrowRows:
                 yield self._documents(batch, row)
                 row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self.path} is damaged behind row {row}: {error}\n  try: write it again") from None
+            raise DataError(f"{self.path} is damaged after row {row}: {error}\n  try: write it again") from None
 
     def _batches(self) -> Iterator[Any]:
         if self.path.suffix == ".parquet":
@@ -92,7 +92,7 @@ class ArrowRows:
             why = (
                 f"row {at} has the label {labels[wrong[0]]} for the id {ids[wrong[0]]}: labels are {IGNORED} or the id"
             )
-            raise DataError(f"{self.path}: {why} of the same position\n  try: labels that are not shifted")
+            raise DataError(f"{self.path}: {why} of the same position\n  try: write labels that are not shifted")
         return counts
 
     def _values(self, batch: Any, name: str, row: int) -> tuple[Array, Array]:

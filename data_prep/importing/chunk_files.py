@@ -1,4 +1,4 @@
-"""Chunks and shards that hold samples behind a table of offsets: litdata's chunk-*.bin and MosaicML's shard.*.mds.
+"""Chunks and shards that hold samples after a table of offsets: litdata's chunk-*.bin and MosaicML's shard.*.mds.
 
 Sources of the layouts: `BinaryWriter._create_chunk` of litdata/streaming/writer.py and `TokensLoader` of item_loader.py
 (0.2.76); `MDSWriter` of streaming/base/format/mds/writer.py and `NDArray` of encodings.py (0.13.0). In both, a file is
@@ -120,7 +120,9 @@ class LitdataChunk(_Chunk):
         width = np.dtype(self.dtype).itemsize
         bounds, rest = np.divmod(offsets - offsets[0], width)
         if rest.any():
-            raise DataError(f"{self.path} has samples of no whole number of {self.dtype} ids\n  try: {_AGAIN}")
+            raise DataError(
+                f"{self.path} has a sample whose size is no whole number of {self.dtype} ids\n  try: {_AGAIN}"
+            )
         tokens = np.frombuffer(content[offsets[0] :].tobytes(), self.dtype)
         yield from by_blocks(tokens, bounds[1:])
 
@@ -162,7 +164,9 @@ class MdsShard(_Chunk):
             at = 4 * sum(size is None for size in self.sizes) + sum(sizes[: self.column])
             return self._decoded(sample[at : at + sizes[self.column]])
         except (ValueError, KeyError, IndexError) as error:
-            raise DataError(f"{self.path} has a sample that is not of its encoding: {error}\n  try: {_AGAIN}") from None
+            raise DataError(
+                f"{self.path} has a sample that its encoding cannot read: {error}\n  try: {_AGAIN}"
+            ) from None
 
     def _decoded(self, datum: bytes) -> Array:
         kind, _, rest = self.encoding.partition(":")
@@ -209,7 +213,7 @@ def open_litdata(folder: Path, index: dict[str, Any]) -> list[LitdataChunk]:
         dtype = dtypes.get(int(number)) if number.isdecimal() else None
         plain = len(config["data_format"]) == 1 and all(chunk["dim"] is not None for chunk in chunks)
         if dtype is None or not plain:
-            why = f"{path} has samples of {config['data_format']}, and ids are one tensor, written with TokensLoader"
+            why = f"{path} has samples in the format {config['data_format']}; ids are one tensor, of TokensLoader"
             raise DataError(f"{why}\n  try: optimize(..., item_loader=TokensLoader()), or its text as JSON lines")
         if config.get("encryption"):
             raise DataError(f"{path}: its chunks are encrypted\n  try: write it without encryption")
@@ -266,9 +270,11 @@ def open_mds(folder: Path, index: dict[str, Any], *, dtype: str | None) -> tuple
 def _check_encoding(encoding: str, column: str, path: Path, dtype: str | None) -> None:
     kind, _, named = encoding.partition(":")
     if kind not in ("bytes", "ndarray") or "float" in named:
-        raise DataError(f"{path}: column {column} is of {encoding}, and ids are bytes or ndarray\n  try: MDSWriter")
+        raise DataError(
+            f"{path}: column {column} has the encoding {encoding}; token ids are bytes or ndarray\n  try: MDSWriter"
+        )
     if dtype is not None and kind != "bytes":
-        why = f"column {column} of {path} is of {encoding}, which records its own"
+        why = f"column {column} of {path} has the encoding {encoding}, which records the dtype"
         raise ConfigError("--dtype", dtype, why=why, remedy="leave it out")
 
 

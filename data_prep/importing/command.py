@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="FOLDER",
         type=FOLDER.as_path(),
-        help="of tokens: Hugging Face folder of the tokenizer they are of",
+        help="for tokens: Hugging Face folder of the tokenizer that made them",
     )
     parser.add_argument(
         "--heldout",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eos", choices=("first", "last"), help="end-of-text begins a document (llm.c) or ends it; default: by format"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of ids, for formats that do not record it")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the ids, for formats that do not record it")
     parser.add_argument("--workers", metavar="N", type=int, help="processes (default: the available cores)")
 
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     made = manifest.details["imported"]
     print(f"{args.tokens}: {made['format']}, documents by {_BORDERS[made['borders']].format(**made)}")
     named = made["made_with"]
-    said = f"it names {named}: compare it" if named else "it does not record one: nothing can be compared"
+    said = f"the tokens name {named}: compare the two" if named else "the tokens record none: nothing to compare"
     print(f"tokenizer: {args.tokenizer}; {said}")
     for name in made["left_out"]:
         print(f"not read: {name}")
@@ -165,7 +165,7 @@ def _all(found: FoundTokens) -> list[TokenSource]:
 def _add_heldout(found: FoundTokens, heldout: FoundTokens, path: Path) -> None:
     if heldout.kind != found.kind:
         why = f"it holds {heldout.kind}, and the tokens are {found.kind}"
-        raise ConfigError("--heldout", str(path), why=why, remedy="tokens of one format, or two imports")
+        raise ConfigError("--heldout", str(path), why=why, remedy="give tokens of one format, or run two imports")
     if found.sources["heldout"]:
         named = found.sources["heldout"][0].path
         raise ConfigError("--heldout", str(path), why=f"{named} is held out by its name", remedy="leave it out")
@@ -218,10 +218,12 @@ def _check_first(found: FoundTokens, rules: Rules, *, chosen: bool) -> None:
                 continue
             if rules.borders == "eos" and not (part.tokens == rules.eos).any():
                 why = f"it does not occur in the first {part.tokens.size:,} tokens of {source.path}"
-                remedy = "--eos-id ID of what ends a document, or --borders none (one document per file)"
+                remedy = "--eos-id ID, the id that ends a document, or --borders none (one document per file)"
                 raise ConfigError("--eos-id", rules.eos, why=why, remedy=remedy)
             if found.rows and not chosen and len(part.lengths) > 1 and len(set(part.lengths.tolist())) == 1:
-                why = f"every row of {source.path} has {part.lengths[0]:,} tokens: windows over documents, as it seems"
+                why = (
+                    f"every row of {source.path} has {part.lengths[0]:,} tokens: they look like windows over documents"
+                )
                 remedy = "--borders eos (documents go across rows, and end with end-of-text), or --borders format"
                 raise ConfigError("--borders", why=why, remedy=remedy)
 

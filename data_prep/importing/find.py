@@ -84,10 +84,10 @@ def find(path: Path, *, dtype: str | None, vocab_size: int) -> FoundTokens:
     found = [_found(folder, name, dtype, vocab_size) for name, folder in folders]
     kinds = sorted({each.kind for each in found})
     if len(kinds) != 1:
-        what = f"holds {' and '.join(kinds)}" if kinds else "holds no tokens that are known"
+        what = f"holds {' and '.join(kinds)}" if kinds else "holds no tokens in a known format"
         raise DataError(f"{path} {what}{'' if kinds else what_it_is(path, f'a folder with {_KNOWN}')}")
     if dtype is not None and kinds[0] in _WITH_DTYPE:
-        why = f"{path} is of {kinds[0]}, which records the dtype"
+        why = f"{path} has the format {kinds[0]}, which records the dtype"
         raise ConfigError("--dtype", dtype, why=why, remedy="leave it out")
     return _merged(found)
 
@@ -179,7 +179,9 @@ def _check_alike(files: list[FlatFile]) -> None:
         found = {key(file): file.path for file in files}
         if len(found) > 1:
             shown = " and ".join(f"{value} in {path.name}" for value, path in found.items())
-            raise DataError(f"{files[0].path.parent} has files of more than one {what}: {shown}\n  try: a folder each")
+            raise DataError(
+                f"{files[0].path.parent} has files of more than one {what}: {shown}\n  try: a folder for each"
+            )
 
 
 def _merged(found: list[FoundTokens]) -> FoundTokens:

@@ -101,7 +101,7 @@ def open_flat(path: Path, *, dtype: str | None, vocab_size: int) -> FlatFile:
 
 
 def _is_llmc(path: Path, head: bytes) -> bool:
-    """Whether a header is one of llm.c: its magic, or a text-free block of zeros behind three numbers.
+    """Whether a header is one of llm.c: its magic, or a text-free block of zeros after three numbers.
 
     Raises:
         DataError: it is one of llm.c that is not supported.
@@ -174,5 +174,7 @@ def _read_ends(path: Path, tokens: int) -> Array:
     if not len(bounds) or bounds[-1, 1] != tokens or np.any(bounds[:, 0] != begins):
         last = bounds[-1, 1] if len(bounds) else 0
         why = f"{path} has documents up to token {last}, and its .npy has {tokens} tokens"
-        raise DataError(f"{why}: another --dtype, or they do not belong together\n  try: --dtype, or --borders eos")
+        raise DataError(
+            f"{why}: the dtype is another, or the two files do not belong together\n  try: --dtype, or --borders eos"
+        )
     return bounds[:, 1]

@@ -69,7 +69,11 @@ def accept_restored(job: Job, plan: Plan, sources: Iterable[ResolvedSource | Non
     for unit, digest in _parts_read(job, plan, stale):
         _, file = found[unit.source, unit.file]
         if digest is None or Digest(file.path, start=unit.start, end=unit.end).finish() != digest:
-            why = "other bytes than before" if digest else "another time, and what was read is not known"
+            why = (
+                "other bytes than before"
+                if digest
+                else "another modification time, and the content that was read is not known"
+            )
             remedy = f"restore it and run again, or rm -r {job.root} to start over"
             raise DataError(f"{file.path} has changed since the job was planned: it has {why}\n  try: {remedy}")
     version = {key: found[key][1].version for key in stale}

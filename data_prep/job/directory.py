@@ -156,7 +156,7 @@ class Job:
         sync(self.root)
 
     def write_plan(self, plan: list[list[Unit]]) -> None:
-        """Writes plan.json, flushed to disk before what depends on it."""
+        """Writes plan.json and flushes it to disk before any task that depends on it."""
         partial = self.root / ".plan.json.partial"
         partial.write_text(json.dumps([[astuple(unit) for unit in units] for units in plan]))
         sync(partial)

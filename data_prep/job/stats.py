@@ -66,8 +66,7 @@ def cluster_lines(clusters: dict[str, Any] | None, rows: list[SourceStats]) -> l
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in lost.items())
         lines.append(f"{source}: {dropped:,} of {whole:,} documents were duplicates ({reasons})")
     lines += [
-        f"{of['documents']:,} documents, of which {of['source']}: {of['file']} at {of['at']} is kept"
-        for of in clusters["largest"]
+        f"{of['documents']:,} documents; kept: {of['source']}: {of['file']} at {of['at']}" for of in clusters["largest"]
     ]
     return lines
 

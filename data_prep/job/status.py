@@ -88,7 +88,7 @@ def phases(job: Job) -> list[PhaseStatus]:
 def _failure(root: Path) -> list[str]:
     """Lines on the failure of the last chain of Slurm jobs; empty without one."""
     with suppress(OSError):
-        return ["of the last chain of Slurm jobs:", *(root / FAILURE).read_text().splitlines()]
+        return ["the last chain of Slurm jobs failed:", *(root / FAILURE).read_text().splitlines()]
     return []
 
 

@@ -53,7 +53,7 @@ class Leftovers:
 
 
 def claim(job: Job, identity: Mapping[str, Any]) -> None:
-    """Marks an output as that of an unfinished job. Needs the exclusive lock.
+    """Marks an output as belonging to an unfinished job. Needs the exclusive lock.
 
     Raises:
         DataError: there is an unfinished job of another identity, in another directory.
@@ -68,7 +68,7 @@ def claim(job: Job, identity: Mapping[str, Any]) -> None:
     if other.get("identity") == own["identity"]:
         return
     if any(other.get(key) != own[key] for key in ("host", "directory")):
-        why = f"{job.url} has shards of an unfinished job of other settings or inputs, which works in {_where(other)}"
+        why = f"{job.url} has shards of an unfinished job with other settings or inputs, working in {_where(other)}"
         raise DataError(f"{why}\n  try: headrace prep clean {job.url}, or another output")
     put_object(place, text)  # that job was in this directory, whose lock this one has
 

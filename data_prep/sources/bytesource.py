@@ -45,7 +45,7 @@ DAMAGE: tuple[type[Exception], ...] = (*DECOMPRESSION_ERRORS, DamagedFileError)
 
 
 class Digest:
-    """XXH3-128 of bytes [start, end) of a file as stored, computed from what a reader reads anyway."""
+    """XXH3-128 of bytes [start, end) of a file as stored, computed from the bytes that a reader reads anyway."""
 
     def __init__(self, path: str, *, start: int, end: int) -> None:
         self._path, self._start, self._next, self._end = path, start, start, end

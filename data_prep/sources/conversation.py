@@ -112,7 +112,9 @@ def prompt_and_answer(prompt: Sequence[Any], answer: Any) -> list[Any]:
             raise ConversationError(f"a field of messages_field holds a {type(part).__name__}, not a string")
     asked = "\n".join(part for part in prompt if part)
     if not asked or not answer:
-        raise ConversationError(f"the fields of what the {'assistant' if asked else 'user'} says are empty")
+        raise ConversationError(
+            f"the {'assistant' if asked else 'user'} says nothing: its fields of messages_field are empty"
+        )
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 

@@ -51,7 +51,7 @@ def _open(path: str) -> Any:
         return (pa.ipc.open_file if head.startswith(_FILE) else pa.ipc.open_stream)(opened)
     except (pa.ArrowInvalid, OSError) as error:
         what = None if head.startswith((_FILE, _STREAM)) else described(head, path)
-        raise DamagedFileError(f"no Arrow IPC but {what}" if what else str(error)) from None
+        raise DamagedFileError(f"not Arrow IPC but {what}" if what else str(error)) from None
 
 
 def _record_batches(reader: Any) -> Iterator[Any]:

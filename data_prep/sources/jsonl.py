@@ -128,7 +128,7 @@ def _block_records(
     if isinstance(block, SkippedLine):
         return [_BadLine(0, TOO_LONG, _too_long(block.bytes, offset, wanted))], 1
     if not offset and (what := described(bytes(block[:HEAD_BYTES]), path)) is not None:
-        raise DamagedFileError(f"no lines of JSON but {what}")
+        raise DamagedFileError(f"not lines of JSON but {what}")
     columns, starts = _strings(block, wanted)
     return _records(block, offset, columns, starts, wanted), len(starts)
 

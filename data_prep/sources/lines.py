@@ -88,12 +88,12 @@ def _end_of_lines(buffer: bytearray, new: int, filled: int, limit: int | None) -
 
 
 def _fill(stream: io.RawIOBase, buffer: bytearray, kept: int) -> int:
-    """Reads at most a chunk behind the `kept` bytes; returns the number of bytes read."""
+    """Reads at most a chunk after the `kept` bytes; returns the number of bytes read."""
     return stream.readinto(memoryview(buffer)[kept : kept + _CHUNK_BYTES]) or 0
 
 
 def _move_to_front(buffer: bytearray, first: int, filled: int) -> bytearray:
-    """Moves the unfinished line to the front of the buffer, which is enlarged if a chunk does not fit behind it."""
+    """Moves the unfinished line to the front of the buffer, which is enlarged if a chunk does not fit after it."""
     left = filled - first
     if left + _CHUNK_BYTES > len(buffer):  # by doubling, so that a line of n bytes costs O(n) copied bytes, not O(n^2)
         grown = bytearray(2 * len(buffer))

@@ -104,7 +104,7 @@ def _directories(start: str, left_out: Counter[str]) -> Iterator[str]:
 
 
 def _is_known(path: str, seen: set[tuple[int, int]]) -> bool:
-    """Whether a directory has been seen, or is no directory (any more); adds it to those seen."""
+    """Whether to skip a directory: it was read before, or is gone; records it as read."""
     try:
         found = os.stat(path or ".")  # noqa: PTH116
     except OSError:

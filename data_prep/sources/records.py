@@ -163,7 +163,7 @@ def in_batches(
     unit: str,
     wanted: WantedFields,
 ) -> Iterator[TextBatch | BadRecord]:
-    """Yields records in batches, and those that cannot be used, in order.
+    """Yields batches of records and unusable records, in order.
 
     Args:
         found: (position, number in reports, the record or why it cannot be used).

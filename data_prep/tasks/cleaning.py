@@ -1,4 +1,4 @@
-"""Cleaning within a map task: applies the configured chain, counts what it drops, and lists it on request."""
+"""Cleaning within a map task: applies the configured chain, counts dropped documents, and lists them on request."""
 
 from __future__ import annotations
 

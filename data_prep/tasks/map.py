@@ -108,7 +108,7 @@ class _Mapper:
         }
 
     def _map_conversations(self, batch: DocumentBatch) -> None:
-        """Renders and tokenizes conversations; those that cannot be trained on count as unreadable records."""
+        """Renders and tokenizes conversations; unusable ones count as unreadable records."""
         from data_prep.chat.encoder import EncodedConversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
 
         number = int(batch.unit[0])

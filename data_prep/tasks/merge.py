@@ -24,7 +24,7 @@ _MERGED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class MergeTask(DirectoryTask):
-    """Merges some runs into `directory/run-000`: documents with keys in [low, high), except those that are dropped.
+    """Merges some runs into `directory/run-000`: documents with keys in [low, high), except dropped ones.
 
     Args:
         reader: reader of the runs to merge.

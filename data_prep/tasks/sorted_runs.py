@@ -363,7 +363,7 @@ class SortedRun:
 
 
 def damaged_run(run: Path, why: str) -> DataError:
-    """The error for a run whose files differ from those that its task has written."""
+    """The error for a run whose files differ from the files its task wrote."""
     remedy = f"rm -r {run.parent} and run again: only its task is repeated. Check the disk if this happens twice"
     return DataError(f"{run} is damaged: {why}\n  try: {remedy}")
 

@@ -108,7 +108,7 @@ def _name_difference(path: str, folder: Path) -> list[str]:
         return []
     return [
         f"the tokenizer.json and the sentencepiece model of {path} give different ids, e.g. for {text[:40]!r}; "
-        "documents get those of tokenizer.json, as AutoTokenizer gives them (for the others, name the .model file)"
+        "documents get tokenizer.json's ids, as AutoTokenizer gives them (name the .model file to get the model's)"
     ]
 
 

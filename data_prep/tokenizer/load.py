@@ -76,7 +76,7 @@ def token_text(token: Any) -> str | None:
 
 
 def reference_of(folder: Path) -> Literal["tokenizers", "sentencepiece"]:
-    """The reference library of a tokenizer: `sentencepiece` if it was given as such a model, else `tokenizers`."""
+    """The reference library of a tokenizer: `sentencepiece` for a sentencepiece model, else `tokenizers`."""
     return "sentencepiece" if read_config(folder).get(REFERENCE) == "sentencepiece" else "tokenizers"
 
 
@@ -109,7 +109,7 @@ def missing_bos(folder: Path, policy: TextPolicy) -> list[str]:
         return []
     token = tokenizer.id_to_token(bos)
     return [
-        f"it puts {token!r} in front of a text, as inference programs do, and documents have none: "
+        f"it begins every text with {token!r}, as inference programs do, and documents begin without it: "
         'a model that was trained with it (Gemma, Llama) needs "prepend_bos": true'
     ]
 

@@ -109,14 +109,14 @@ def read_beside(folder: Path) -> bytes | None:
 
 
 def reference_model(folder: Path) -> bytes:
-    """Reads the sentencepiece model of a folder whose ids are those of such a model.
+    """Reads the sentencepiece model of a folder whose ids come from it.
 
     Raises:
         DataError: the folder has lost its model.
     """
     model = read_beside(folder)
     if model is None:
-        why = f"by {TOKENIZER_CONFIG} of the tokenizer its ids are those of a sentencepiece model, and it has none"
+        why = f"{TOKENIZER_CONFIG} says that documents have a sentencepiece model's ids, but the model is missing"
         remedy = f"copy {MODEL_FILE} beside it, or remove {REFERENCE} there for the ids of its tokenizer.json"
         raise DataError(f"{why}\n  try: {remedy}")
     return model

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with exit code 2 and a suggestion of what was meant."""
+        """Ends the process with exit code 2 and suggests the intended option."""
         near = [f"did you mean '{found}'?"] if (found := self._nearest_option()) else []
         near = [_OF_DEEPSPEED] if self._names_deepspeeds_file() else near
         self.exit(2, f"error: {message}\n  try: {' '.join([*near, f'{self.prog} --help'])}\n")
@@ -209,7 +209,7 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _with_nested(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yields a parser and those of its subcommands."""
+    """Yields a parser and its subcommands' parsers."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -83,7 +83,7 @@ def final_name(path: Path) -> str | None:
 
 
 def fresh_staging(final: Path) -> Path:
-    """Makes an empty staging directory for `final`; deletes what a killed process left there."""
+    """Makes an empty staging directory for `final`; deletes leftovers of a killed process."""
     refuse_url(final, field="output")
     staging = staging_path(final)
     shutil.rmtree(staging, ignore_errors=True)
@@ -232,7 +232,7 @@ def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> 
 
 
 def inner_manifest(text: bytes, *, path: str) -> Manifest | None:
-    """Parses a manifest; None for another program's file of that name, such as a web page's."""
+    """Parses a manifest; None for another program's file of the same name, such as a web page's."""
     with suppress(ValueError, RecursionError, TypeError):
         if "fingerprint" not in json.loads(text):
             return None

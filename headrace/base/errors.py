@@ -81,7 +81,7 @@ class RefusedValueError(ValueError):
 
 
 class CombinedConfigError(ConfigError):
-    """Several problems of one config, in one message. Its fields are those of the first.
+    """Several problems of one config, in one message. Field, value and reason are the first problem's.
 
     Args:
         problems: two or more errors.

@@ -36,7 +36,7 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
     """
     cuda, hip = torch.version.cuda, torch.version.hip
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else ""
-    promise = _promise(built.partition(" ")[0], os.environ, root) if built else None
+    promise = _gpu_evidence(built.partition(" ")[0], os.environ, root) if built else None
     if not promise:
         return
     try:
@@ -44,7 +44,7 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
         reason = "it counts none"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-    why = f"a GPU is to be expected here ({promise}), but torch {torch.__version__} ({built}) can use none: {reason}"
+    why = f"a GPU is expected here ({promise}), but torch {torch.__version__} ({built}) can use none: {reason}"
     remedy = "look at what nvidia-smi or rocm-smi says on this host, and whether the job or container has its GPUs"
     version, needed = _driver(root), _LEAST_DRIVER.get(built.partition(".")[0])
     if version and needed and int(version.partition(".")[0]) < needed:
@@ -58,7 +58,7 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
     raise ConfigError(key, "auto", why=why, remedy=f"{remedy}; {key}=cpu trains on the CPU")
 
 
-def _promise(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
+def _gpu_evidence(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
     """The file or variable by which this process should have GPUs; None without one.
 
     CUDA_VISIBLE_DEVICES is none of them: DeepSpeed sets it on any machine.

@@ -248,7 +248,7 @@ def renew(place: str, lease: Lease, *, status: Mapping[str, Any], released: bool
     newest = next(_numbers(place), 0)
     if newest != lease.number:
         why = f"{place}: another process has taken it over (lease {newest}; this one's was {lease.number})"
-        raise LeaseLostError(f"{why}\n  try: nothing; the other one goes on from the newest checkpoint there")
+        raise LeaseLostError(f"{why}\n  try: nothing; the other process goes on from the newest checkpoint there")
     found = replace(lease, renewed=lease.renewed + 1, released=released, status=dict(status))
     _replace(place, found)
     return found

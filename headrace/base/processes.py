@@ -76,7 +76,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when the one that has started it has ended, in whatever way."""
+    """Asks Linux to kill this process when its parent process ends for any reason."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -95,7 +95,7 @@ def read_remote_manifest(url: str) -> tuple[bytes, Manifest]:
     if (manifest := _manifest(url)) is not None:
         return manifest
     objects = len(objects_below(url))
-    found = f"there are {objects} objects and no {MANIFEST}" if objects else "there is no object of that prefix"
+    found = f"there are {objects} objects and no {MANIFEST}" if objects else "no object has this prefix"
     remedy = "copy it there again" if objects else "check the address"
     raise DataError(f"{url} is no finished directory: {found}\n  try: {remedy}")
 

@@ -54,7 +54,7 @@ def local_tokens(url: str, *, found: tuple[bytes, Manifest] | None = None) -> Pa
 
 
 def local_directory(url: str) -> Path:
-    """Copies to this host what is needed to read the manifests of a run, a checkpoint, tokens or a folder.
+    """Copies to this host the files needed to read the manifests of a run, a checkpoint, tokens or a folder.
 
     Raises:
         DataError: there is no such directory, or it cannot be copied.
@@ -83,7 +83,7 @@ def _plain(url: str, found: dict[str, Stat]) -> Path:
     own = {name: stat for name, stat in sorted(found.items()) if not leads_out(name)}
     wanted = {name: stat for name, stat in own.items() if "/" not in name or name.startswith(_TEMPLATES)}
     if not wanted:
-        why = "there is no object of that prefix" if not found else f"its {len(found)} objects are all in folders of it"
+        why = "no object has this prefix" if not found else f"all of its {len(found)} objects are in subfolders"
         raise DataError(f"{url} is no folder: {why}\n  try: check the address")
     listing = {name: [stat.bytes, stat.version] for name, stat in wanted.items()}
     return made_once(url, fingerprint_of([url, listing]), lambda final: _copy(url, wanted, final))

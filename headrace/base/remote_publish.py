@@ -85,7 +85,7 @@ def check_can_write(url: str) -> None:
             raise
         why = str(error).splitlines()[0].partition("cannot be deleted: ")[2]
         error.args = (
-            f"{url}: the credentials do not allow to write and delete there: {why}\n"
+            f"{url}: the credentials do not allow writing and deleting there: {why}\n"
             "  try: credentials that may list, read, write and delete objects below it",
         )
         raise
@@ -97,9 +97,7 @@ def check_can_write(url: str) -> None:
         raise
     delete(probe)
     if written != (True, False):
-        why = (
-            "the store overwrites an object where it is asked not to (If-None-Match): two writers would mix their files"
-        )
+        why = "the store overwrites an object despite If-None-Match: two writers would mix their files"
         raise DataError(f"{url}: {why}\n  try: a store with conditional writes, such as S3, GCS, Azure or MinIO")
 
 
@@ -199,7 +197,7 @@ def sizes_below(directory: Path) -> dict[str, int]:
 
 
 def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
-    """Compares what a store lists below a URL with what was sent there, before anything is deleted here.
+    """Compares a store's listing below a URL with the files sent there, before anything is deleted here.
 
     Args:
         url: URL of a directory, or of one object.

@@ -101,7 +101,7 @@ def remote_checkpoints(url: str) -> list[RemoteCheckpoint]:
 
 
 def up_to_date(place: str) -> Path:
-    """The directory of a run on this host, which need not have begun; that of a URL is brought up to date.
+    """The directory of a run on this host; the run need not have begun. A URL's directory is brought up to date.
 
     Raises:
         DataError: the store has nothing of a run that was trained here.
@@ -136,7 +136,7 @@ def local_run(place: str) -> Path:
     if not found:
         found = [each for each in remote_checkpoints(url) if name == f"step-{each.step:08d}"]
     if not found:
-        raise DataError(f"{place}: there is no finished checkpoint of that name\n  try: headrace checkpoint ls {url}")
+        raise DataError(f"{place}: no finished checkpoint has this name\n  try: headrace checkpoint ls {url}")
     final = run_dir / CHECKPOINTS / f"step-{found[0].step:08d}"
     fetch_checkpoint(found[0].url, final)
     return final
@@ -166,7 +166,7 @@ def pull(url: str, *, locked: bool = False) -> Path:
 def _pull(url: str, run_dir: Path) -> None:
     lease, record = newest_lease(url), _read(run_dir) or _StoreRecord(url)
     if lease is None and (run_dir / UPLOADS).exists():
-        why = f"nothing of this run is there any more, and its directory on this host is left: {run_dir}"
+        why = f"the store has nothing of this run any more, but this host still has its directory: {run_dir}"
         raise DataError(f"{url}: {why}\n  try: remove that directory to start over, or choose another URL")
     if lease is None or lease.token in record.tokens:
         return

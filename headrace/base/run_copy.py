@@ -79,8 +79,8 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
             found = {path: local_manifest(path) for path in paths}
             there = {read_remote_manifest(each.url)[0]: each.url for each in remote_checkpoints(place)}
             if others := [url for text, url in there.items() if text not in {text for text, _ in found.values()}]:
-                why = f"{others[0]} is there, and {run_dir} has no such checkpoint: a run would be mixed with another"
-                raise DataError(f"{why}\n  try: delete what is below {place}, or choose another place")
+                why = f"{others[0]} is not a checkpoint of {run_dir}: the copy would mix two runs"
+                raise DataError(f"{why}\n  try: delete everything below {place}, or choose another place")
             sizes: dict[str, int] = {}
 
             def checked(act: Callable[[], T]) -> T:

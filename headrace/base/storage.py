@@ -271,10 +271,10 @@ def put_object(url: str, data: bytes) -> None:
 
 
 def put_if_absent(url: str, data: bytes) -> bool:
-    """Writes a small object unless another exists; returns whether it is there.
+    """Writes a small object unless one exists; returns whether the object has these bytes.
 
     Of several writers of different bytes one gets true. A store may write the object and lose its answer: it is asked
-    again then, and says that the object exists. So one that has the same bytes counts as written.
+    again then, and says that the object exists. So an object with the same bytes counts as written.
 
     Raises:
         StorageError: the store cannot be written to.

@@ -106,7 +106,7 @@ VERBS = (
     ),
     Verb(
         "prove",
-        "show that a config's layout, made small, learns what one process does",
+        "show that a config's layout, on a small model, has the losses of one process",
         TRAINING,
         "pipeline.plan.proof.command",
     ),
@@ -167,7 +167,7 @@ VERBS = (
     ),
     Verb(
         "complete",
-        "let a model go on from a prompt",
+        "continue a prompt with a model",
         MODELS,
         "pipeline.evaluation.heldout.complete",
     ),

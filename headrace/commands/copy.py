@@ -17,17 +17,17 @@ from headrace.base.storage import is_remote
 _TEXT = """\
 Copies a finished directory (tokens, a model, logits, a run with its checkpoints) to an object store, or from one.
 
-It is there whole or not at all: its manifest is written last, and only where none exists, and a copy on a disk gets its
-name when every checksum is right. URLs are those of fsspec: s3://BUCKET/PREFIX, gs://, az://; credentials and endpoints
-are those of the store's own tools (AWS_PROFILE, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...), and its package
-is installed with pip: s3fs, gcsfs, adlfs."""
+The copy appears whole or not at all: its manifest is written last, and only where none exists; a copy on a disk gets
+its name when every checksum is right. URLs are fsspec's: s3://BUCKET/PREFIX, gs://, az://. Credentials and endpoints
+are read as the store's own tools do (AWS_PROFILE, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...); pip installs
+its package: s3fs, gcsfs, adlfs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.description = _TEXT
-    parser.add_argument("source", metavar="FROM", help="a directory, or the URL of one")
-    parser.add_argument("target", metavar="TO", help="a URL, or a path, where there is none yet")
+    parser.add_argument("source", metavar="FROM", help="the finished directory to copy, or its URL")
+    parser.add_argument("target", metavar="TO", help="URL or path of the copy; nothing may exist there yet")
 
 
 def run(arguments: argparse.Namespace) -> int:

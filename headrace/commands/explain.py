@@ -14,7 +14,7 @@ from headrace.base.section import suggest
 _TEXT = """\
 Explains a config key: what it means, its type, its default and an example.
 
-Of a section it lists the keys; without a KEY it lists the sections of all kinds of config files. A key may be written
+For a section it lists the keys; without a KEY it lists the sections of all kinds of config files. A key may be written
 as in --set (data.sources.0.weight), with brackets (data.sources[].weight), or as its last name alone."""
 
 
@@ -101,7 +101,7 @@ def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
         for key in keys(kind):
             if parts_of(key.path) == asked[:-1] and not key.is_section and "object" in key.wanted:
                 yield from _one(kind, key)
-                yield f"  {asked[-1]} is a key of that object"
+                yield f"  {asked[-1]} is a key of this object"
                 return
     raise ConfigError("KEY", path, why="there is no such key", remedy=_nearest(path))
 

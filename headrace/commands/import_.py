@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "number of processes that will train, where the config's batch depends on it (default: 1)"
     group.add_argument("--processes", type=int, metavar="N", help=text)
-    text = "optimizer steps that the checkpoint has made, where it does not tell them, or tells two numbers"
+    text = "optimizer steps of the checkpoint, if it records none or two numbers"
     group.add_argument("--step", type=int, metavar="N", help=text)
 
 
@@ -49,8 +49,10 @@ def run(arguments: argparse.Namespace) -> int | None:
     if arguments.tokenizer is None:
         found = recognise(arguments.tokens)
         checkpoint = found is not None and found.checkpoint
-        what = f"{arguments.tokens} is {found.name}" if checkpoint and found else "of which tokenizer the tokens are"
-        remedy = f"{'--config FILE, of the run that is to go on from it' if checkpoint else '--tokenizer FOLDER'}"
+        what = f"{arguments.tokens} is {found.name}" if checkpoint and found else "the tokenizer that made the tokens"
+        remedy = (
+            f"{'--config FILE, the config of the run that goes on from it' if checkpoint else '--tokenizer FOLDER'}"
+        )
         raise ConfigError("--config" if checkpoint else "--tokenizer", why=f"not given: {what}", remedy=remedy)
     urls = [arguments.out.rstrip("/")] if is_store_url(arguments.out) else []
     arguments.out = str(local_output(arguments.out.rstrip("/")))

@@ -36,8 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", metavar="DIRECTORY", type=LOCAL.as_path(), help="a model or tokens, finished, with a card"
     )
-    parser.add_argument("repository", metavar="OWNER/NAME", help="is created where there is none")
-    parser.add_argument("--revision", default=_MAIN, metavar="BRANCH", help="is created from main (default: main)")
+    parser.add_argument("repository", metavar="OWNER/NAME", help="repository of the Hub; created if it does not exist")
+    parser.add_argument(
+        "--revision",
+        default=_MAIN,
+        metavar="BRANCH",
+        help="branch to push to; created from main if it does not exist (default: main)",
+    )
     parser.add_argument("--private", action="store_true", help="create it private; a public one is refused")
     parser.add_argument("--dry-run", action="store_true", help="check, print what would be pushed; no network")
 

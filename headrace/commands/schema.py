@@ -7,6 +7,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from headrace.base.command_line import complete_with
 from headrace.base.config_kinds import KINDS, keys
@@ -21,7 +22,26 @@ prints one entry, `headrace schema` the JSON Schema for editors. `[]` stands for
 A config file is JSON (comments and trailing commas are allowed) or YAML, by its suffix. Two keys are allowed at the
 top of any: `"extends"`, a file or a list of files that it builds on, and `"$schema"`, which is for editors. Whole
 numbers may be written as `40e9`.
+
+A key that has no default may be left out or null, unless it says that it is required.
 """
+
+_SHORT = {
+    "a whole number": "int",
+    "whole numbers": "ints",
+    "a number": "number",
+    "an object": "object",
+    "a list": "list",
+    "true or false": "true, false",
+    ", at least ": " ≥",
+    ", above ": " >",
+    " and at most ": ", ≤",
+    " and below ": ", <",
+    " that is not empty": "",
+    ", not empty": "",
+    ", or ": " or ",
+}
+"""Words of `json_schema.wanted` -> what stands for them in a list."""
 
 
 _TEXT = """\
@@ -56,20 +76,90 @@ def run(arguments: argparse.Namespace) -> None:
 
 def reference() -> str:
     """The page docs/config-reference.md: every key of every kind of config files, with type, default and meaning."""
-    return "\n".join(["# Config reference", "", _INTRODUCTION, *(line for kind in KINDS for line in _page(kind))])
+    homes = _homes()
+    lines = (line for kind in KINDS for line in _page(kind, homes))
+    return "\n".join(["# Config reference", "", _INTRODUCTION, *lines])
 
 
-def _page(kind: str) -> Iterator[str]:
+@dataclass(frozen=True)
+class _Group:
+    """The keys under one heading.
+
+    Attributes:
+        section: The key that holds them; None at the top of a file.
+        prefix: Their common path, with the dot that ends it.
+    """
+
+    kind: str
+    section: Key | None
+    prefix: str
+    keys: tuple[Key, ...]
+
+    @property
+    def name(self) -> str:
+        """The heading, and how lines under other headings refer to it."""
+        file = "" if self.kind == "run" else f" of {KINDS[self.kind].what}"
+        return f"`{self.prefix.rstrip('.')}`{file}" if self.prefix else "the first list"
+
+    @property
+    def text(self) -> str:
+        """Sentences about the section, without those that its objects and its key have in common."""
+        section = self.section
+        if section is None:
+            return ""
+        variant = self.prefix.rstrip(".").removeprefix(section.path).strip("[]")
+        both = self.prefix.endswith("[].") or not section.section_text
+        texts = [] if variant else list(dict.fromkeys([section.section_text, section.description if both else ""]))
+        told = re.search("absent|null", " ".join(texts))
+        mark = "Required." if section.required else "Absent by default." if section.default is None and not told else ""
+        return " ".join([*(_sentence(text) for text in texts if text), mark]).strip()
+
+
+def _groups(kind: str) -> Iterator[_Group]:
     found = keys(kind)
-    yield from (f"## {KINDS[kind].what[0].upper()}{KINDS[kind].what[1:]}", "", f"Read by: {KINDS[kind].used_by}.", "")
-    yield from _table([key for key in found if not re.search(r"[.\[]", key.path)], "")
+    yield _Group(kind, None, "", tuple(key for key in found if not re.search(r"[.\[]", key.path)))
     for section in (key for key in found if key.is_section):
-        prefixes = dict.fromkeys(m[0] for key in found if (m := _below(section.path, key.path)))
-        for prefix in prefixes:
-            yield from (f"### `{prefix.rstrip('.')}`", "")
-            if text := section.section_text or section.description:
-                yield from (textwrap.fill(_capital(text), 120, break_on_hyphens=False), "")
-            yield from _table([key for key in found if _is_child(prefix, key.path)], prefix)
+        for prefix in dict.fromkeys(m[0] for key in found if (m := _below(section.path, key.path))):
+            yield _Group(kind, section, prefix, tuple(key for key in found if _is_child(prefix, key.path)))
+
+
+def _homes() -> dict[str, _Group]:
+    """The line of a key -> where it is printed: under the shortest of the paths that have it, the first of several."""
+    found: dict[str, _Group] = {}
+    for group in (group for kind in KINDS for group in _groups(kind)):
+        for line in (_line(key, group.prefix) for key in group.keys):
+            if line not in found or group.prefix.count(".") < found[line].prefix.count("."):
+                found[line] = group
+    return found
+
+
+def _page(kind: str, homes: dict[str, _Group]) -> Iterator[str]:
+    yield from (f"## {_sentence(KINDS[kind].what).rstrip('.')}", "", f"Read by: {KINDS[kind].used_by}.", "")
+    for group in _groups(kind):
+        if group.section:
+            yield from (f"### `{group.prefix.rstrip('.')}`", "")
+        if group.text:
+            yield from (textwrap.fill(group.text, 120, break_on_hyphens=False), "")
+        yield from (_item(line) for line in _lines(group, homes))
+        yield ""
+
+
+def _lines(group: _Group, homes: dict[str, _Group]) -> Iterator[str]:
+    """A line for each key that no other heading explains, and one for all that another one does."""
+    elsewhere: dict[str, list[str]] = {}
+    for key in (key for key in group.keys if not key.is_section and not key.path.endswith("].step")):
+        line = _line(key, group.prefix)
+        home = homes[line]
+        if (home.kind, home.prefix) == (group.kind, group.prefix):
+            yield line
+        else:
+            elsewhere.setdefault(home.name, []).append(f"`{key.path.removeprefix(group.prefix)}`")
+    yield from (f"{', '.join(names)}: as in {home}." for home, names in elsewhere.items())
+
+
+def _item(line: str) -> str:
+    text = re.sub(r"`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], line)
+    return textwrap.fill(f"- {text}", 120, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def _below(section: str, path: str) -> re.Match[str] | None:
@@ -80,15 +170,27 @@ def _is_child(prefix: str, path: str) -> bool:
     return path.startswith(prefix) and not re.search(r"[.\[]", path.removeprefix(prefix))
 
 
-def _table(rows: list[Key], prefix: str) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
-    for key in rows:
-        default = "required" if key.required else "" if key.default is NO_DEFAULT else f"`{as_json(key.default)}`"
-        cells = (f"`{key.path.removeprefix(prefix)}`", key.wanted, default, key.description)
-        yield "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
-    yield ""
+def _line(key: Key, prefix: str) -> str:
+    default = "" if key.default in (None, NO_DEFAULT) else f"default `{as_json(key.default)}`"
+    facts = [_type(key), "required" if key.required else default]
+    in_brackets = f" ({', '.join(fact for fact in facts if fact)})" if any(facts) else ""
+    return f"`{key.path.removeprefix(prefix)}`{in_brackets}: {_sentence(key.description)}"
 
 
-def _capital(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}".rstrip(".") + "."
+def _type(key: Key) -> str:
+    """The allowed values in few words; none where the default or the meaning shows them."""
+    wanted = key.wanted.removesuffix(", or null")
+    choices = re.findall(r'"([^"]*)"', wanted) if wanted.startswith("one of") else []
+    unnamed = [each for each in choices if not re.search(rf"(?<!\w){re.escape(each)}(?!\w)", key.description)]
+    plain = isinstance(key.default, (bool, str)) and wanted in ("true or false", "text")
+    if plain or (choices and not unnamed):
+        return ""
+    for long, short in _SHORT.items():
+        wanted = wanted.replace(long, short)
+    return wanted
+
+
+def _sentence(text: str) -> str:
+    """Begins with a capital, unless the first word is a value, and ends with a full stop."""
+    first = text[0] if re.match(r"\w+:|[a-z]+[\d_.]|dtype", text) else text[0].upper()
+    return f"{first}{text[1:]}{'' if text.endswith('.') else '.'}"

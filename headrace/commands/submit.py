@@ -10,8 +10,8 @@ from headrace.base.paths import LOCAL
 _TEXT = """\
 Submits data prep, training, export and compression to Slurm as a chain of jobs.
 
-What a config is follows from its keys. A stage waits for those before it whose output its config names. The jobs run a
-copy of the code and of the configs, in the run's directory, so that later edits do not reach them."""
+The kind of a config follows from its keys. A stage waits for the earlier stages whose output its config names. The jobs
+run a copy of the code and of the configs, in the run's directory, so that later edits do not reach them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -63,7 +63,7 @@ def read_configs(files: Sequence[str], overrides: Sequence[str]) -> list[Given]:
     found: list[Given] = []
     kinds = [(file, kind_of(file, configfile.load(file))) for file in files]
     if overrides and len(files) > 1 and all(kind != "run" for _, kind in kinds):
-        why = "it is not said to which of the configs it belongs"
+        why = "several configs are given, and it names none of them"
         raise ConfigError("--set", overrides[0], why=why, remedy="give one config, or write the value into the file")
     for file, kind in kinds:
         raw = configfile.load(file, overrides if kind == "run" or len(files) == 1 else ())

@@ -44,7 +44,7 @@ def sweep_of(configs: Sequence[Given], sweeps: Sequence[str]) -> list[Element]:
         return []
     runs = [each for each in configs if each.kind == "run"]
     if len(runs) != 1:
-        why = f"a sweep is of one training config, and there are {len(runs)}"
+        why = f"a sweep takes one training config, and {len(runs)} are given"
         raise ConfigError("--sweep", sweeps[0], why=why, remedy="submit the others by themselves")
     late = [each.file for each in configs if runs[0] in before(each, [runs[0]]) and each is not runs[0]]
     if late:

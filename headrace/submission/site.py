@@ -111,7 +111,7 @@ class SiteConfig(StageSettings):
     compress: StageSettings = Field(default=StageSettings(), description="Jobs that prune, distil and quantize")
 
     def stage(self, name: str) -> StageSettings:
-        """The settings of a stage, with those of the top where its table has none."""
+        """The settings of a stage; keys absent from its table take the values at the top of the file."""
         own: StageSettings = getattr(self, name)
         top = {key: getattr(self, key) for key in StageSettings.model_fields if key in self.model_fields_set}
         both = {**top, **own.model_dump(include=own.model_fields_set)}

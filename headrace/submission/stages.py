@@ -63,7 +63,7 @@ class CommonSettings:
 
 
 def stages_of(configs: Sequence[Given], plan: CommonSettings) -> list[Stage]:
-    """The stages of a submission, each after those that it waits for."""
+    """The stages of a submission, each after the stages it waits for."""
     found: list[Stage] = []
     for number, given in enumerate(configs):
         after = before(given, configs[:number])

@@ -67,7 +67,7 @@ def _validate(
     sweep: Sequence[Element],
     say: Say,
 ) -> list[Given]:
-    """Checks every config, prints what the training configs resolve to; returns the corpora that are done already."""
+    """Checks every config, prints the resolved training configs, and returns the corpora that are done already."""
     validate.check_partitions({each.name: settings_for(each.kind, site) for each in configs})
     done: list[Given] = []
     for number, given in enumerate(configs):
@@ -120,7 +120,7 @@ def _write(stages: Sequence[Stage], plan: CommonSettings) -> None:
 def _submit_stage(
     stage: Stage, plan: CommonSettings, request: Request, jobs: dict[str, list[str]], *, say: Say
 ) -> list[str]:
-    """Submits a stage; returns the numbers of its jobs, the one that others wait for last."""
+    """Submits a stage; returns its job numbers, last the job that later stages wait for."""
     if stage.chain:
         chain = _chain(stage, plan, request)
         numbers = dict(submit_chain(chain))

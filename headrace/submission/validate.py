@@ -154,7 +154,9 @@ def check_not_queued(makes: dict[str, Path]) -> None:
         if found:
             numbers = " ".join(each.split()[0] for each in found)
             why = f"{name}: jobs that write {path} are queued or running: {', '.join(found)}"
-            raise DataError(f"{why}\n  try: wait for them, or scancel {numbers} and submit again: what is done is kept")
+            raise DataError(
+                f"{why}\n  try: wait for them, or scancel {numbers} and submit again: finished work is kept"
+            )
 
 
 def check_with_slurm(script: Path, *, stage: str) -> None:

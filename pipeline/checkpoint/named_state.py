@@ -26,7 +26,7 @@ from pipeline.checkpoint.write.locations import MetadataWriter
 from pipeline.checkpoint.write.plan import WritePlan, make_write_plan
 from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata, write_shards
 from pipeline.config.sections.optimizers import OptimizerKind
-from pipeline.models.build.buffers import persistent_buffers
+from pipeline.models.construction.buffers import persistent_buffers
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero, raise_on_all_ranks
 
 OPTIMIZER_STEP = "optimizer_step"

@@ -123,9 +123,9 @@ def _require_fixed_sizes(config: Config) -> None:
     """Refuses sizes that follow the number of processes: the curve would change, or a micro-batch might not fit."""
     for field in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if getattr(config, field) is None:
-            why = "parallel.elastic is true, and without this key it would depend on the number of processes"
+            why = "parallel.elastic is true, and without this key the batch would depend on the number of processes"
             if config.launch.fallback_layouts:
-                why = "launch.fallback_layouts is given, and without this key it would depend on the layout"
+                why = "launch.fallback_layouts is given, and without this key the batch would depend on the layout"
             raise ConfigError(field, why=why, remedy=f'add "{field}": a fixed number')
 
 
@@ -167,7 +167,7 @@ def part_of_batch(
     min_micro_batches: int = 1,
     multiple_of: int = 1,
 ) -> BatchSizes:
-    """Splits a part of a step's samples into micro-batches that are no larger than those of the whole.
+    """Splits a part of a step's samples into micro-batches no larger than the whole step's.
 
     Args:
         batch: batch sizes of the whole step.
@@ -188,7 +188,7 @@ def part_of_batch(
 def split_batch(
     total: int | None, micro: int | None, accumulation: int | None, *, dp: int, model_ranks: int = 1
 ) -> tuple[int, int, int]:
-    """Derives global batch size, micro-batch size and gradient accumulation steps from those that are given.
+    """Derives the missing ones of global batch size, micro-batch size and gradient accumulation steps.
 
     Args:
         total, micro, accumulation: the config's values of the three; None where it has none.

@@ -105,7 +105,7 @@ def refuse_foreign(raw: Mapping[str, Any], path: str) -> None:
         return
     marks = max((each for each in tool.marks if each <= keys), key=len)
     why = f"it is a config of {tool.name} (it has {', '.join(sorted(marks))}), not of a run here"
-    raise ConfigError("--config", path, why=why, remedy=tool.instead or _carried(raw))
+    raise ConfigError("--config", path, why=why, remedy=tool.instead or _conversion_remedy(raw))
 
 
 def known_elsewhere(key: str, value: object) -> ConfigError | None:
@@ -117,7 +117,7 @@ def known_elsewhere(key: str, value: object) -> ConfigError | None:
     return ConfigError(key, value, why=why, remedy=f"use {ours} = {json.dumps(value, default=str)}")
 
 
-def _carried(raw: Mapping[str, Any]) -> str:
+def _conversion_remedy(raw: Mapping[str, Any]) -> str:
     """Returns a remedy with a file's values under our keys, as a command line; a DeepSpeed file that it names first."""
     found: dict[str, object] = {}
     deepspeed = ""

@@ -27,7 +27,7 @@ _USES = {
 }
 
 _NOTHING = 1e-3
-"""Share of the peak up to which a rate behind the schedule's end is an oversight; DeepSpeed's cosine ends at 1e-4."""
+"""Share of the peak up to which a rate after the schedule's end is an oversight; DeepSpeed's cosine ends at 1e-4."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | N
 
 
 def _checked(made: Schedule, *, steps: int | None) -> Schedule:
-    """Refuses a schedule with a minimum above its peak, or with steps behind its end that learn nothing.
+    """Refuses a schedule with a minimum above its peak, or with steps after its end that learn nothing.
 
     Raises:
         ConfigError: it has either.

@@ -39,7 +39,7 @@ class Shares:
 
     @property
     def most_micro_batches(self) -> int:
-        """Micro-batches of the rank that has most of them."""
+        """Micro-batches of the rank with the most."""
         return max(map(len, self.sizes))
 
     def samples(self, dp_rank: int) -> range:

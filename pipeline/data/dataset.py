@@ -369,7 +369,7 @@ def padding_id(manifest: Manifest) -> int:
 
 
 def choose_windows(available: int, wanted: int | None) -> I64:
-    """int64 indices of the windows to evaluate: all, or `wanted` of them, evenly spaced so that no source dominates.
+    """int64 indices of the windows to evaluate: all, or `wanted`, evenly spaced so that no source dominates.
 
     A shard holds documents of one source, so the first windows of a split would all be of the first source.
     """

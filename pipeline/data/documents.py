@@ -60,7 +60,7 @@ class DocumentBoundaries:
         return sample, at
 
     def clear_non_targets(self, targets: npt.NDArray[np.bool_], *, masked: bool) -> None:
-        """Clears positions that are no targets: padding and, with `masked`, those that cross a boundary. In place.
+        """Clears non-target positions: padding and, with `masked`, positions that cross a boundary. In place.
 
         Args:
             targets: bool [samples, S]; position t is the token that follows input t.
@@ -72,7 +72,7 @@ class DocumentBoundaries:
             targets[self.sample, self.at - 1] = False
 
     def count_non_targets(self, *, length: int, masked: bool) -> int:
-        """Positions of all samples that are no targets: padding and, with `masked`, those that cross a boundary."""
+        """Number of non-target positions in all samples: padding and, with `masked`, those across a boundary."""
         padding = 0 if self.used is None else int((length + 1 - self.used).sum())
         return padding + (self.at.size if masked else 0)
 

@@ -121,7 +121,7 @@ def manifest_of(dataset: InPlace, *, tokenizer: str, field: str, split: str = "t
 
 
 def _check_name(dataset: InPlace, fingerprint: str, *, field: str, tokenizer: str) -> None:
-    """Compares the tokenizer with the one that the metadata names, where that is a folder which is still there."""
+    """Compares the tokenizer with the folder that the metadata names, if that folder still exists."""
     named = dataset.tokenizer_name
     if named is None:
         return
@@ -167,7 +167,7 @@ def _fingerprint(dataset: InPlace) -> str:
 
 
 def _hash(path: Path, *, pieces: int = _PIECES) -> str:
-    """Checksum of a file, or of `pieces` evenly spaced pieces of 64 KiB where it has more of them."""
+    """Checksum of a file, or of `pieces` evenly spaced pieces of 64 KiB of a larger one."""
     digest, last = xxhash.xxh3_128(), max(0, path.stat().st_size - _PIECE_BYTES)
     pieces = min(pieces, 1 + -(-last // _PIECE_BYTES))
     with path.open("rb") as file:

@@ -127,7 +127,7 @@ def _mask_non_targets(
     length: int,
     mask_documents: bool,
 ) -> None:
-    """Masks one chunk's labels of padding and, with a document mask, those that cross a boundary."""
+    """Masks one chunk's labels: padding and, with a document mask, labels that cross a boundary."""
     if boundaries.used is not None:
         for row in np.flatnonzero(boundaries.used <= length).tolist():
             labels[row, max(0, int(boundaries.used[row]) - 1 - chunk.start) :] = IGNORE

@@ -63,7 +63,7 @@ def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: 
 
 
 def _shares(data: DataSection, windows: Sequence[int], extent: Extent) -> tuple[float, ...]:
-    """Samples of each source: its budget, or its share by weight of what the budgets leave."""
+    """Samples of each source: its budget, or its share by weight of the samples without a budget."""
     budgets = [
         source.epochs * size if source.epochs else source.tokens / data.sequence_length if source.tokens else None
         for source, size in zip(data.sources, windows, strict=True)

@@ -330,6 +330,6 @@ def _refuse_suffix(path: str) -> None:
 def _check_tokenizer(field: str, dataset: TokenDataset, *, like: TokenDataset) -> None:
     own, first = (tokenizer_details(each.manifest)["fingerprint"] for each in (dataset, like))
     if own != first:
-        why = f"its tokenizer is not that of {like.origin}: the same id would mean different text"
+        why = f"its tokenizer differs from that in {like.origin}: the same id would mean different text"
         remedy = f'make it with "tokenizer": {{"path": "{like.tokenizer}"}}'
         raise ConfigError(field, dataset.origin, why=why, remedy=remedy)

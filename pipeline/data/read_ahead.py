@@ -88,7 +88,7 @@ class ReadAhead:
             self._at(step)
 
     def read(self, part: Part) -> memoryview | None:
-        """The data of a part, once it is there; None where it could not be stored, or the process is not ready yet.
+        """The data of a downloaded part; None where it could not be stored, or the process is not ready yet.
 
         Raises:
             CancelledError: another plan was begun, or this is closed.
@@ -183,7 +183,7 @@ class ReadAhead:
 
 
 def fetch_index(index: Index) -> None:
-    """Copies the index of a shard to this host, unless it is there.
+    """Copies the index of a shard to this host, unless the host has it.
 
     Raises:
         DataError: it has another checksum than the manifest says.

@@ -124,7 +124,9 @@ class ReadAheadProcess:
             except StorageError as error:
                 if error.lasting:
                     raise
-                self._warn(f"{str(error).splitlines()[0]}; it is tried again, and training reads what is on this host")
+                self._warn(
+                    f"{str(error).splitlines()[0]}; the download is tried again; training reads data on this host"
+                )
                 self._pause(plan, part, wait_s)
                 wait_s = min(2 * wait_s, _RETRY_S[1])
                 continue

@@ -102,7 +102,7 @@ class RemoteShards:
         return [np.frombuffer(data, np.uint8) for data in self._read(masks(spans))]
 
     def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
-        """Asks the store for spans of tokens; drops those that were asked for two calls ago and not read since."""
+        """Requests spans of tokens from the store; drops spans requested two calls ago and not read since."""
         self.read_parts_ahead([], 0)
         self._ask(self.tokens(spans))
 

@@ -62,7 +62,7 @@ NO_SKIPS = Skips()
 
 
 def skips_of(details: Mapping[str, Any], events: Iterable[Mapping[str, Any]], *, step: float) -> Skips:
-    """The skips of a run that resumes after a step: those of the newest rollback up to it, or else the checkpoint's.
+    """Skips of a run that resumes after a step: the newest rollback's up to it, or else the checkpoint's.
 
     A rollback is in the journal before the next checkpoint records it.
 

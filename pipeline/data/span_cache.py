@@ -107,7 +107,7 @@ class SpanCache:
         return sum(each.bytes for each in self._stored())
 
     def has(self, part: Part) -> bool:
-        """Whether a part is there."""
+        """Whether the cache has a part."""
         return (self.folder / part.stored.name).exists()
 
     def read(self, part: Part) -> memoryview | None:
@@ -152,7 +152,7 @@ class SpanCache:
     def shrink(self, error: OSError) -> str:
         """Lowers the limit to what is used, after an error of `write`; returns a warning."""
         self.limit = min(self.limit, self.used)
-        left = f"from now on {self.limit / 1e9:,.3f} GB of it are used, and what has no room is read directly"
+        left = f"from now on {self.limit / 1e9:,.3f} GB of it are used; data that has no room is read directly"
         return f"{self.folder}, the cache for tokens in object stores: {error.strerror}; {left}"
 
     def downloading(

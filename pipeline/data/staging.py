@@ -82,7 +82,7 @@ def check_space(to: Path, origin: str | Path, manifest: Manifest) -> None:
 
 
 def stage(to: Path, origin: str | Path, manifest: Manifest, *, progress: Callable[[], None]) -> StagedCopy:
-    """Copies a tokens directory to this node's disk, unless a whole copy is there.
+    """Copies a tokens directory to this node's disk, unless the disk has a whole copy.
 
     Args:
         to: directory on the node's disk; made if need be.

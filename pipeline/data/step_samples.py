@@ -61,7 +61,7 @@ class StepSamples:
         return np.asarray(self._first_sample(step) + np.arange(self._batch.samples), dtype=np.int64)
 
     def counted(self, step: int) -> npt.NDArray[np.int64]:
-        """The samples of a step whose targets this rank counts: those of its rows, or all."""
+        """The samples of a step whose targets this rank counts: its own rows', or all."""
         if not self._counts_own:
             return self.all(step)
         return np.asarray(self._first_sample(step) + self._of_rows[~self.padding], dtype=np.int64)
@@ -124,7 +124,7 @@ class StepSamples:
         return self._mixture.order.locate(np.concatenate([self.counted(step) for step in steps]))
 
     def remote_parts(self, order: str) -> Iterator[Part | Index]:
-        """Yields what all steps read from object stores, in order."""
+        """Yields the parts that all steps read from object stores, in order."""
         mixture, known = self._mixture, set[str]()
         for steps in self._groups():
             bounded = self._locate_counted(steps, self._documents)

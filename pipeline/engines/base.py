@@ -162,7 +162,7 @@ class GradientExchange(Protocol):
 
 @runtime_checkable
 class ExchangesGradients(Protocol):
-    """An engine whose gradients can be summed with those of other replicas of the model."""
+    """An engine whose gradients can be summed over replicas of the model."""
 
     def exchange_gradients_by(self, exchange: GradientExchange) -> None:
         """Sets the exchange to use from the next step on; each step is then finished before the next one begins."""
@@ -257,11 +257,11 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """Computes the cross-entropy of batches, without gradients. Every rank must pass the same number of them."""
+        """Computes the cross-entropy of batches, without gradients. Every rank must pass equally many batches."""
         ...
 
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
-        """Runs forward passes in evaluation mode, without gradients; only the objective keeps anything of them.
+        """Runs forward passes in evaluation mode, without gradients; only the objective keeps their results.
 
         The next batch is asked for after the pass before, so that it can be made from the results; with pipeline
         parallelism it may be asked for earlier. Every rank must pass the same number of batches.

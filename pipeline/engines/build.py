@@ -10,7 +10,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.parallel.mesh import Mesh, build_mesh
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.runtime.launch import Launch
 from pipeline.runtime.launch.device import has_gpu
 

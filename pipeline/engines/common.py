@@ -93,7 +93,7 @@ def require_finite_step(step: int, result: StepResult) -> StepResult:
 
 
 def with_measures(measures: Iterable[StepMeasure], result: StepResult, *, targets: int) -> StepResult:
-    """Ends the step of all measures and adds what they measured to the parts of its result. Collective."""
+    """Ends the step of all measures and adds their values to the parts of its result. Collective."""
     parts = dict(result.parts)
     for each in measures:
         parts |= each.parts(each.end_step(targets=targets, vetoed=result.skipped).tolist())

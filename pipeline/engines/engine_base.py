@@ -26,7 +26,7 @@ from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
 from pipeline.engines.parallel.stages import is_tied
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.initial_values import ParameterValues
 
 NamedState = dict[str, NamedShard | Tensor]
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 
-from pipeline.models.attention_logits import LogitWatch, watch_of
+from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.models.attention_logits import REFERENCE_NAME, LogitWatch, watch_of
 from pipeline.models.masks import AttentionMask, make_mask
 
 ATTENTION_NAME = "headrace"
@@ -29,6 +30,14 @@ ATTENTION_NAME = "headrace"
 
 RecordAttention = Callable[[int, Tensor, Tensor, Tensor], None]
 """Function that takes a layer's index, queries, keys and values; see `AttentionContext.record`."""
+
+
+def attention_of(run: ResolvedRun) -> str:
+    """Attention implementation that transformers gets: our own for "sdpa", except in the plain reference."""
+    given: str = run.config.model.attn_implementation
+    if run.plain and run.config.optimizer.params.qk_clip is not None:
+        return REFERENCE_NAME
+    return ATTENTION_NAME if given == "sdpa" and not run.plain else given
 
 
 class ContextParallelAttention(Protocol):

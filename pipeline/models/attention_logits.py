@@ -59,7 +59,7 @@ class LogitWatch:
         first_head: int = 0,
         copies: int = 1,
     ) -> None:
-        """Raises the largest logits to those of queries and keys.
+        """Raises the recorded largest logits by the logits of these queries and keys.
 
         Args:
             query: [B, H, T, d].

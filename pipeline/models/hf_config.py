@@ -213,7 +213,7 @@ def _refuse_unknown_keys(kind: str, given: HfFields) -> None:
 
 
 def known_keys(kind: str) -> set[str]:
-    """The keys that an architecture's config accepts, with both names of those that have two (`attribute_map`)."""
+    """The keys that an architecture's config accepts, with aliases (`attribute_map`)."""
     config_class = CONFIG_MAPPING[kind]
     signature, named = inspect.signature(config_class.__init__).parameters, config_class.attribute_map
     return {*signature, *named, *named.values(), "model_type", "per_layer_config"} - {"self", "kwargs"}

@@ -86,7 +86,7 @@ def differ(config: PretrainedConfig) -> bool:
 
 
 def global_value(config: PretrainedConfig, key: str) -> Any:
-    """A value of a config, or None; where it differs by layer, that of the layers without one of their own."""
+    """A value of a config, or None; where layers have values of their own, the value of all others."""
     if not differ(config):
         return getattr(config, key, None)
     return config.to_dict().get(config.attribute_map.get(key, key))

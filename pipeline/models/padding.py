@@ -83,7 +83,7 @@ def longest_sequence(model: nn.Module) -> int | None:
 
 
 def _before(model: nn.Module, positions: Any) -> int:
-    """Rows before the first position: up to that of padding; ProphetNet also computes the position after a sequence."""
+    """Rows before the first position, the padding row included; ProphetNet also needs a position after a sequence."""
     return int(positions.padding_idx) + 1 + bool(getattr(model.config, "ngram", 0))
 
 

@@ -1,4 +1,4 @@
-"""Routers by their names in model folders and in transformers, whose classes do not name all of them. No torch."""
+"""Names of routers in model folders and in transformers, whose classes do not name every router. No torch."""
 
 from __future__ import annotations
 

@@ -93,13 +93,13 @@ def split_name(tokenizer: Mapping[str, Any]) -> str:
     byte_level = [step for step in listed if step.get("type") == "ByteLevel"]
     splits = [step for step in listed if step.get("type") == "Split"]
     if len(byte_level) != 1 or len(splits) > 1 or len(listed) != 1 + len(splits) or byte_level[0]["add_prefix_space"]:
-        raise refused("its pre-tokenizer is none that llama.cpp has")
+        raise refused("llama.cpp does not have its pre-tokenizer")
     _refuse_other_bpe(tokenizer["model"])
     if not splits:
         return _by_merges(tokenizer, GPT2)
     pattern = splits[0]["pattern"].get("Regex")
     if byte_level[0].get("use_regex") or splits[0].get("behavior") != "Isolated" or pattern not in SPLITS:
-        raise refused(f"its split pattern is none that llama.cpp has a name for: {str(pattern)[:80]}")
+        raise refused(f"llama.cpp has no name for its split pattern: {str(pattern)[:80]}")
     if pattern == _LLAMA3 and tokenizer["model"].get("ignore_merges"):
         return LLAMA3
     return _by_merges(tokenizer, SPLITS[pattern])
@@ -156,7 +156,7 @@ def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:
 
 
 def _refuse_other_pieces(raw: Mapping[str, Any], pieces: list[str]) -> None:
-    """Refuses a tokenizer.model that is not the one that tokenizer.json was made from: programs read one or the other.
+    """Refuses a tokenizer.model that differs from tokenizer.json: programs read one or the other.
 
     Raises:
         ConfigError: names the first id that stands for two pieces.

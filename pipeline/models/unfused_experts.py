@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import DataError
-from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.construction.stored_names import groups_of_model
 
 FUSED = ("gate_up_proj", "down_proj")
 """The two stacked tensors of a module of experts in transformers."""
 
 
 class Expert(nn.Module):
-    """down(act(gate(x)) * up(x)); the names of the three linear layers are those of model folders.
+    """down(act(gate(x)) * up(x)); the three linear layers have their names in model folders.
 
     Args:
         names: names of the linear layers gate, up and down.
@@ -46,7 +46,7 @@ class UnfusedExperts(nn.ModuleList):
     """Experts as modules of their own, in place of a module of stacked experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[N, D], indices [N, K], weights [N, K] -> [N, D]. An expert without tokens is run on none of them."""
+        """[N, D], indices [N, K], weights [N, K] -> [N, D]. An expert without tokens runs on an empty tensor."""
         out = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
             token, place = torch.where(top_k_index == number)

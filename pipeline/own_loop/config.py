@@ -169,7 +169,7 @@ def _check(config: LoopConfig) -> None:
     if config.optimizer is not None:
         check_optimizer(config.optimizer)
         if config.optimizer.kind.scope is UpdateScope.MATRIX:
-            why = "which parameters are hidden matrices is known of Hugging Face models that headrace train builds"
+            why = "hidden matrices are known only in Hugging Face models that headrace train builds"
             remedy = "use AdamW, Lion or SGD, or pass torch.optim.Muon to prepare() on one device"
             raise ConfigError("optimizer.type", config.optimizer.type, why=why, remedy=remedy)
     if config.launch.fallback_layouts:

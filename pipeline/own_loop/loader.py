@@ -111,7 +111,7 @@ class SharedLoader:
     def __len__(self) -> int:
         """Micro-batches of this rank per epoch; raises TypeError if the loader has no length."""
         if self._sampler is None:
-            raise TypeError("only a torch DataLoader with a length has one here")
+            raise TypeError("the loader has no length: it is no torch DataLoader, or one without a length")
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine",
         metavar="NAME|FILE",
         type=LOCAL,
-        help="a machine that is known (a100, h100, h200, b200, ...) or the file of one; default: the device of this"
+        help="a known machine (a100, h100, h200, b200, ...) or a machine's file; default: the device of this"
         f" machine, else {DEFAULT_MACHINE}. Several (h100,h200) or all: what the run costs on each, in one table."
         " With --calibrate: the file to write",
     )
@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="ranks, in the place of all devices of the nodes")
     add_imbalance_argument(parser)
     parser.add_argument("--tokens", type=float, metavar="T", help="length of the run in tokens, e.g. 1e11")
-    text = "price of a GPU-hour: prints what the run costs; of several machines also by name: h100=2.5,h200=3.8"
+    text = "price of a GPU-hour, to print the cost of the run; for several machines also by name: h100=2.5,h200=3.8"
     parser.add_argument("--price", metavar="P", help=text)
-    text = "with several machines: days in which the run has to be done; the cheapest number of nodes is looked for"
+    text = "with several machines: most days the run may take; the cheapest number of nodes is found"
     parser.add_argument("--deadline", type=float, metavar="DAYS", help=text)
-    text = f"share of a device's memory that stays free in layouts that are proposed (default: {MARGIN:g})"
+    text = f"share of a device's memory that stays free in proposed layouts (default: {MARGIN:g})"
     parser.add_argument("--memory-margin", type=float, default=MARGIN, metavar="SHARE", help=text)
     parser.add_argument(
         "--timeline",
@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify",
         type=int,
         metavar="N",
-        help="with --search: layouts whose step is executed on fake tensors, the fastest first (default: as many of 12 "
-        "as a minute of CPU is enough for; 0: none)",
+        help="with --search: layouts whose step is executed on fake tensors, the fastest first (default: 12, or as "
+        "many as a minute of CPU allows; 0: none)",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=LOCAL, help="with --search: where the page and the config go (default: out/plan)"
@@ -222,18 +222,18 @@ def _check_machines(arguments: argparse.Namespace) -> None:
     several, prices = _several(arguments), _prices(arguments.price)
     if not several:
         if set(prices) - {""}:
-            why = "prices by name are those of several machines"
+            why = "prices by name are for several machines"
             raise ConfigError("--price", arguments.price, why=why, remedy="one number, or --machine h100,h200")
         arguments.price = prices.get("")
         if arguments.deadline is not None:
-            why = "the nodes for it are looked for where machines are compared"
+            why = "the number of nodes that meets it is found only when machines are compared"
             raise ConfigError("--deadline", arguments.deadline, why=why, remedy="--machine h100,h200, or all")
     for name in ("search", "calibrate", "score", "timeline", "processes"):
         if several and getattr(arguments, name):
-            why = f"--{name} is of one machine"
+            why = f"--{name} is for one machine"
             raise ConfigError("--machine", arguments.machine, why=why, remedy=f"one machine, or leave out --{name}")
     if several and arguments.deadline is not None and arguments.nodes is not None:
-        why = "with a deadline the number of nodes is looked for"
+        why = "with a deadline the number of nodes is the result"
         raise ConfigError("--nodes", arguments.nodes, why=why, remedy="give one of the two")
     if not 0 <= arguments.memory_margin < 1:
         why = "it is a share of a device's memory"
@@ -248,7 +248,7 @@ def _check_timeline(arguments: argparse.Namespace) -> None:
             raise ConfigError("--timeline", file, why=why, remedy=f"leave out --{other}")
     path = Path(file)
     if path.suffix not in (".html", ".svg", ".json"):
-        why = "the extension says what is written: .html, .svg (drawing) or .json (Chrome trace)"
+        why = "the extension chooses the format: .html, .svg (drawing) or .json (Chrome trace)"
         raise ConfigError("--timeline", file, why=why, remedy="e.g. --timeline step.html")
     if path.is_dir() or not path.parent.is_dir():
         why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"

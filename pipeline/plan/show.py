@@ -24,7 +24,7 @@ from pipeline.runtime.machines.machine import Machine
 
 @dataclass(frozen=True)
 class Report:
-    """A plan, and all that is shown with it.
+    """A plan, and the figures shown beside it.
 
     Attributes:
         planned: the run.
@@ -203,7 +203,7 @@ def _memory(report: Report) -> Iterator[str]:
 def _against(used: float, known: float | None) -> str:
     """A size beside the capacity, and whether it fits."""
     if known is None:
-        return f"{shown_bytes(used)} (the machine's file does not say what a node has: host in it)"
+        return f"{shown_bytes(used)} (the machine's file does not give a node's memory: host in it)"
     return f"{shown_bytes(used)} of {shown_bytes(known)}, {'fits' if used <= known else 'does not fit'}"
 
 

@@ -11,7 +11,7 @@ while it holds the lock of the run's directory; `headrace status` reads them.
 | lost | before a resume or a rollback removes rows | `step` after which they are removed, `steps`, `seconds`, ... |
 | training | before the first step | `step` after which it trains on |
 | goodput | once training has ended | seconds of the run so far, by what they were spent on |
-| measured | before an end that is no failure | see `pipeline.run.measured` |
+| measured | before an end that is no failure | see `pipeline.run.hooks.measured` |
 | end | when it ends by itself | `code`, `reason` |
 
 The fields of a start: `launcher`, `world_size`, `host`, `pid`; `process_start`, when the process began; under Slurm
@@ -97,7 +97,7 @@ class Attempt:
         self.record("training", step=step)
 
     def account(self) -> str | None:
-        """Records what the run's time was spent on; returns a line about it for people, None where it is not known."""
+        """Records the run's goodput; returns a line that reports it, or None where it is not known."""
         self._accounted = True
         if self._run_dir is None:
             return None

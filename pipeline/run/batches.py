@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules.layout import micro_batch_constraints
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.divided import CurrentBatch, DividedSteps
 from pipeline.data.loader import StepLoader, TargetSum, heldout_batches
 from pipeline.data.micro_batch import MicroBatch
-from pipeline.data.skips import NO_SKIPS, Skips
+from pipeline.data.skips import NO_SKIPS, Skips, skips_of
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.run.prepare import PreparedRun
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
+from pipeline.runtime.metrics.journal import read_rows
 
 
 @dataclass(frozen=True)
@@ -126,3 +130,13 @@ def _begin_sum(own: Tensor, *, copies: int) -> Callable[[], Tensor]:
         return own // copies
 
     return summed
+
+
+def recorded_skips(checkpoint: Checkpoint | None, run_dir: Path) -> Skips:
+    """Returns the data that the run leaves out from the checkpoint on, by its manifest and the journal. Collective."""
+    return NO_SKIPS if checkpoint is None else on_rank_zero(partial(skips_after, checkpoint, run_dir))
+
+
+def skips_after(checkpoint: Checkpoint, run_dir: Path) -> Skips:
+    """Reads the data that the run leaves out from the checkpoint on."""
+    return skips_of(checkpoint.manifest.details, read_rows(run_dir, kind="event"), step=checkpoint.step)

@@ -67,7 +67,7 @@ class AutoInterval:
 
     @property
     def period_s(self) -> float:
-        """Seconds from the beginning of a checkpoint to that of the next: the interval, and the wait for the save."""
+        """Seconds from one checkpoint's beginning to the next one's: the interval, and the wait for the save."""
         if self.decision is None:
             return FIRST_S
         return self.decision.seconds + self.decision.blocking_seconds

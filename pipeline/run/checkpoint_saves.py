@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
-from headrace.base.errors import CheckpointError
+from headrace.base.errors import CheckpointError, TrainingError
 from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
-from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.checkpoint_timer import CheckpointTimer
+from pipeline.run.groups.group import Group
 from pipeline.run.manifest import RunManifest
-from pipeline.run.progress import Progress
-from pipeline.run.surroundings import Group
+from pipeline.run.rank_of_run import RankOfRun
 from pipeline.run.uploads.uploads import Uploads
-from pipeline.runtime.faults.watchdog import Watchdog
-from pipeline.runtime.metrics.console import TrainingDisplay
-from pipeline.runtime.metrics.sinks import Sinks
 from pipeline.runtime.metrics.step_clock import Stopwatch
+
+
+@dataclass
+class Progress:
+    """Progress of a run, in steps: one value that the loop and its saves share.
+
+    Attributes:
+        step: the last finished step.
+        begun: the last step that was begun; the ranks' flags that come with it are of that moment.
+        advanced: the last step begun when a save was advanced; flags of steps until then are out of date.
+    """
+
+    step: int
+    begun: int = 0
+    advanced: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,34 +39,24 @@ class CheckpointSaves:
     """Saves the state of an engine, a stepper and a group.
 
     Attributes:
-        every: `run.checkpoint_every`.
-        last: the run's last step.
-        engine: hands out its state.
+        here: this rank of the run.
         stepper: runs the steps; its skips and its statistics of loss spikes are saved, too.
         writer: writes the files.
         manifest: writes the run's manifest, and describes a checkpoint for its own.
         uploads: copies checkpoints to an object store.
         timer: tells when a checkpoint is due by time.
         progress: the run's progress, which is told of saves that advanced.
-        watchdog: is told the phase this rank is in.
-        sinks: journal and tracking services, which take the events.
-        display: messages.
         group: an island or a replica, whose state is saved with the engine's; None in an ordinary run.
         blocked: the time in which training waited for checkpoints.
     """
 
-    every: int | Literal["auto"] | None
-    last: int
-    engine: Engine
+    here: RankOfRun
     stepper: GuardedStepper
     writer: CheckpointWriter
     manifest: RunManifest
     uploads: Uploads
     timer: CheckpointTimer
     progress: Progress
-    watchdog: Watchdog
-    sinks: Sinks
-    display: TrainingDisplay
     group: Group | None = None
     blocked: Stopwatch = field(default_factory=Stopwatch)
 
@@ -71,7 +72,8 @@ class CheckpointSaves:
 
     def due(self, step: int) -> bool:
         """Whether the config wants a checkpoint after a step, whatever the time."""
-        return self.every != "auto" and bool(self.every and step % self.every == 0)
+        every = self.here.run.config.run.checkpoint_every
+        return every != "auto" and bool(every and step % every == 0)
 
     def save(self, step: int) -> None:
         """Starts writing a checkpoint once the previous one is written. Collective.
@@ -79,10 +81,10 @@ class CheckpointSaves:
         A failure is reported, and training goes on.
         """
         with self.blocked.running():
-            self.watchdog.enter_phase("saving", step)
+            self.here.watchdog.enter_phase("saving", step)
             self.timer.restart()
             self._report(self.writer.wait())
-            self.sinks.flush()  # a checkpoint has the rows of its steps, even if the process is killed next
+            self.here.sinks.flush()  # a checkpoint has the rows of its steps, even if the process is killed next
             try:
                 self.writer.begin(self._described(step), self._state)
             except CheckpointError as error:
@@ -90,7 +92,7 @@ class CheckpointSaves:
 
     def advance(self, *, busy: bool) -> None:
         """Commits the checkpoint that is being written once no rank is busy with it. Collective."""
-        self.uploads.report(self.sinks.event, self.display.say)
+        self.uploads.report(self.here.record, self.here.say)
         if self.pending and not busy:
             self.progress.advanced = self.progress.begun
             self._report(self.writer.advance())
@@ -101,6 +103,15 @@ class CheckpointSaves:
             self._report(self.writer.wait())
         self.writer.wait_for_copy()
 
+    @contextmanager
+    def finished_before_an_error(self) -> Iterator[None]:
+        """Lets a TrainingError, which all ranks raise alike, wait for a checkpoint that is being written."""
+        try:
+            yield
+        except TrainingError:
+            self.wait()
+            raise
+
     def save_last(self, step: int) -> None:
         """Writes the checkpoint after which the run ends, unless it is written already. Collective.
 
@@ -109,22 +120,22 @@ class CheckpointSaves:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self.group is not None and step < self.last:
+        if self.group is not None and step < self.here.run.steps:
             self.group.leave()
         with self.blocked.running():
             self._write_last(step)
-        if step == self.last:
+        if step == self.here.run.steps:
             self.writer.stop_copy()
         else:
             self.writer.wait_for_copy()
 
     def _write_last(self, step: int) -> None:
-        self.watchdog.enter_phase("saving", step)
+        self.here.watchdog.enter_phase("saving", step)
         previous = self.writer.wait()
         self._report(previous)
         if previous is not None and previous.step == step and previous.checkpoint is not None:
             return
-        self.sinks.flush()
+        self.here.sinks.flush()
         self.writer.begin(self._described(step), self._state)
         saved = self.writer.wait()
         assert saved is not None
@@ -138,25 +149,25 @@ class CheckpointSaves:
 
     @property
     def _state(self) -> Callable[[], State]:
-        return self.engine.state if self.group is None else self.group.state
+        return self.here.engine.state if self.group is None else self.group.state
 
     def _report(self, saved: SaveResult | None, *, last: bool = False) -> None:
         if saved is None:
             return
         times = {"seconds": saved.seconds, "waited_seconds": saved.waited_s, "blocked_seconds": self.blocked.take()}
         if saved.checkpoint is not None:
-            self.manifest.write_if_possible(saved.step, self.display.say)
-            self.sinks.event(saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
+            self.manifest.write_if_possible(saved.step, self.here.say)
+            self.here.record(saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
             self._report_not_copied(saved)
             decision = self.timer.saved(waited_s=saved.waited_s, seconds=saved.seconds)
             if decision is not None:
-                self.sinks.event(saved.step, event="checkpoint_interval", **decision.row())
-                self.display.say(f"step {saved.step}: {decision}")
-            self.sinks.flush()
+                self.here.record(saved.step, event="checkpoint_interval", **decision.row())
+                self.here.say(f"step {saved.step}: {decision}")
+            self.here.sinks.flush()
             return
-        self.sinks.event(saved.step, event="checkpoint_failed", why=saved.failure, **times)
+        self.here.record(saved.step, event="checkpoint_failed", why=saved.failure, **times)
         if not last:  # that one is an error
-            self.display.say(
+            self.here.say(
                 f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
                 f"  training goes on; nothing since the checkpoint before is safe: free space there"
             )
@@ -165,6 +176,6 @@ class CheckpointSaves:
         if saved.not_copied:
             ranks = sorted(saved.not_copied)
             why = saved.not_copied[ranks[0]]
-            self.sinks.event(saved.step, event="checkpoint_not_copied", ranks=ranks, why=why)
+            self.here.record(saved.step, event="checkpoint_not_copied", ranks=ranks, why=why)
             files = f"warning: {len(ranks)} checkpoint files were not copied into memory (rank {ranks[0]}: {why})"
-            self.display.say(f"{files}; a restart reads them from the run's directory")
+            self.here.say(f"{files}; a restart reads them from the run's directory")

@@ -44,7 +44,7 @@ class CheckpointTimer:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is due; False on all ranks but the one that decides."""
+        """Whether a checkpoint is due; False on all ranks but the deciding one."""
         return self._decides and self._clock() - self._last >= self._seconds
 
     @property

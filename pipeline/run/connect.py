@@ -1,4 +1,4 @@
-"""The start of a rank: refuses what its node and its device cannot do, then connects the ranks."""
+"""The start of a rank: refuses features that its node or device lacks, then connects the ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.build import pick_device
 from pipeline.engines.deepspeed.machine import check_machine
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.engines.parallel.fp8 import check_fp8_device, experts_in_fp8
@@ -16,16 +17,32 @@ from pipeline.engines.parallel.mesh import Mesh, build_mesh
 from pipeline.models.flash_attention import check_flash_attention
 from pipeline.run.memory_checkpoints import memory_folder
 from pipeline.run.preflight import preflight
-from pipeline.run.prepare import PreparedRun
+from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.resume import check_shared
 from pipeline.run.staged_data import check_stage_space, open_cache
 from pipeline.run.uneven.balance_shares import check_compiled_shares
 from pipeline.run.uneven.measure_stages import MeasuredStages, measure_stages
 from pipeline.runtime.launch import Launch, Rendezvous, process_group
+from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocator
+
+
+def check_and_prepare(run: ResolvedRun, launch: Launch) -> tuple[PreparedRun, torch.device, list[str]]:
+    """Checks config, data, model, node and device, and opens them: nothing has been touched when this refuses.
+
+    Returns:
+        The run, this rank's device, and notes for people.
+    """
+    gpu = has_gpu(run.config.launch)
+    prepared = prepare(run)
+    check_node(prepared)
+    notes = prepared.notes + set_up_allocator(gpu=gpu)
+    device = pick_device(launch, run.config.launch)
+    check_device(prepared, device)
+    return prepared, device, notes + bind_to_gpu(device.index, run.config.launch)
 
 
 def check_node(prepared: PreparedRun) -> None:
-    """Refuses what this node cannot do, before anything is touched."""
+    """Refuses features that this node lacks, before anything is touched."""
     config = prepared.run.config
     if config.engine == "deepspeed":
         check_machine(config.zero_optimization, config.fp16)
@@ -40,7 +57,7 @@ def check_node(prepared: PreparedRun) -> None:
 
 
 def check_device(prepared: PreparedRun, device: torch.device) -> None:
-    """Refuses what this rank's device cannot compute."""
+    """Refuses features that this rank's device cannot compute."""
     run, fp8 = prepared.run, prepared.run.config.fp8
     check_fp8_device(fp8, device, experts=experts_in_fp8(fp8, prepared.model))
     check_exchange_device(run, device)

@@ -8,19 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.data.dataset import TokenDataset
-from pipeline.engines.base import Engine, EvaluationSums
+from pipeline.engines.base import EvaluationSums
+from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_saves import CheckpointSaves
-from pipeline.run.surroundings import HeldOutBatches
-from pipeline.runtime.faults.agreement import Agreement
-from pipeline.runtime.faults.stop_signals import Stop, StopSignals
-from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.run.rank_of_run import RankOfRun
+from pipeline.runtime.faults.stop_signals import Stop
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.launch.host_copy import HostCopy
-from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.journal import read_rows
 from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity, show_bits_per_byte
-from pipeline.runtime.metrics.sinks import HELD_OUT, TASK, Sinks
+from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
 
 if TYPE_CHECKING:
     from pipeline.evaluation.tasks.encode import EncodedTask
@@ -34,34 +36,25 @@ class HeldOutEvaluation:
     """Scores the held-out splits and the tasks.
 
     Attributes:
-        every: `evaluation.every`.
-        last: the run's last step.
-        engine: computes the losses.
+        here: this rank of the run; its engine computes the losses.
         batches: the splits, and this rank's batches of them.
         saves: writes checkpoints; one under way is committed meanwhile.
-        signals: stop signals of this process.
-        agreement: all-reduces small numbers over all ranks.
-        watchdog: is told the phase this rank is in.
-        sinks: journal and tracking services, which take the results.
-        display: messages.
         tasks: evaluates the run's tasks on this rank; None without any.
     """
 
-    every: int | None
-    last: int
-    engine: Engine
-    batches: HeldOutBatches
+    here: RankOfRun
+    batches: RankBatches
     saves: CheckpointSaves
-    signals: StopSignals
-    agreement: Agreement
-    watchdog: Watchdog
-    sinks: Sinks
-    display: TrainingDisplay
     tasks: TaskEvaluation | None = None
 
     def due(self, step: int) -> bool:
         """Whether there is an evaluation after a step; never without held-out data and tasks."""
-        return bool(self.kinds) and (step == self.last or bool(self.every and step % self.every == 0))
+        every, last = self.here.run.config.evaluation.every, self.here.run.steps
+        return bool(self.kinds) and (step == last or bool(every and step % every == 0))
+
+    def written(self, step: int) -> set[str]:
+        """Kinds of rows of an evaluation that the journal has of a step. Collective."""
+        return on_rank_zero(partial(_written, self.kinds, self.here.prepared.run_dir, step))
 
     @property
     def kinds(self) -> list[str]:
@@ -72,7 +65,7 @@ class HeldOutEvaluation:
     def evaluate(self, step: int, *, written: Collection[str] = ()) -> Stop:
         """Evaluates the held-out splits, then task after task. Collective.
 
-        Ends early when the run is asked to stop, without a result of what was under way.
+        Ends early when the run is asked to stop, without the result of the running evaluation.
 
         Args:
             step: the last finished step.
@@ -92,8 +85,8 @@ class HeldOutEvaluation:
         figures = self.tasks.figures(task, interruptible.batches)
         if figures is not None:
             seconds = time.perf_counter() - started
-            self.sinks.write(f"{TASK}{task.name}", step, **figures, seconds=seconds)
-            self.display.say(f"step {step}: {self.tasks.line(task, figures)}, {seconds:.1f} s")
+            self.here.sinks.write(f"{TASK}{task.name}", step, **figures, seconds=seconds)
+            self.here.say(f"step {step}: {self.tasks.line(task, figures)}, {seconds:.1f} s")
         return interruptible.stop
 
     def _evaluate_heldout(self, step: int) -> Stop:
@@ -106,7 +99,7 @@ class HeldOutEvaluation:
         scored: list[tuple[TokenDataset, EvaluationSums]] = []
         interruptible = _Interruptible(self)
         for dataset in self.batches.heldout:
-            sums = self.engine.evaluate(interruptible.batches(self.batches.evaluation(dataset)))
+            sums = self.here.engine.evaluate(interruptible.batches(self.batches.evaluation(dataset)))
             if interruptible.cut_short:
                 return interruptible.stop
             scored.append((dataset, sums))
@@ -123,9 +116,9 @@ class HeldOutEvaluation:
                 if len(names) == len(self.batches.heldout)
                 else "the means are of the others"
             )
-            self.sinks.event(step, event="no_targets", datasets=names)
+            self.here.record(step, event="no_targets", datasets=names)
             why = f"the loss mask leaves no target in the held-out windows of {', '.join(names)}"
-            self.display.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
+            self.here.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
 
     def _report(self, step: int, scored: Sequence[tuple[TokenDataset, EvaluationSums]], *, seconds: float) -> None:
         targets = sum(sums.targets for _, sums in scored)
@@ -133,8 +126,8 @@ class HeldOutEvaluation:
         row = {"loss": loss, "perplexity": perplexity(loss)}
         if per_byte is not None:
             row["bits_per_byte"] = per_byte
-        self.sinks.write(HELD_OUT, step, **row, targets=targets, seconds=seconds)
-        self.display.say(
+        self.here.sinks.write(HELD_OUT, step, **row, targets=targets, seconds=seconds)
+        self.here.say(
             f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
             f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
         )
@@ -153,13 +146,13 @@ class _Interruptible:
     def batches(self, batches: Iterator[T]) -> Iterator[T]:
         """Yields batches until the run is asked to stop; a stop during the last one cuts nothing short."""
         for batch in batches:
-            self._evaluation.watchdog.enter_phase("evaluation")
+            self._evaluation.here.watchdog.enter_phase("evaluation")
             self._listen()
             if self.stop:
                 self.cut_short = True
                 return
-            own = (self._evaluation.signals.requested, self._evaluation.saves.busy)
-            self._said = self._evaluation.agreement.begin_max(*own)
+            own = (self._evaluation.here.signals.requested, self._evaluation.saves.busy)
+            self._said = self._evaluation.here.agreement.begin_max(*own)
             yield batch
         self._listen()
 
@@ -170,8 +163,12 @@ class _Interruptible:
             self._evaluation.saves.advance(busy=bool(busy))  # a save under way is committed before the evaluation ends
 
 
+def _written(kinds: Sequence[str], run_dir: Path, step: int) -> set[str]:
+    return {row["kind"] for row in read_rows(run_dir, kind=kinds) if row["step"] == step}
+
+
 def _bits_per_byte(scored: Sequence[tuple[TokenDataset, EvaluationSums]]) -> float | None:
-    """Bits per byte over all datasets; None where one has a loss mask, whose loss is not that of the whole text."""
+    """Bits per byte over all datasets; None where a loss mask leaves out a part of a dataset's text."""
     if any(dataset.masked for dataset, _ in scored):
         return None
     nats = sum(sums.nats / sums.targets * dataset.tokens for dataset, sums in scored)

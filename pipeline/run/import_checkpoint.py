@@ -122,7 +122,7 @@ def import_checkpoint(
         CheckpointError: the checkpoint is of another model or optimizer, or does not tell its step.
     """
     settings, wanted = prepared.run.config, TargetModel.of(prepared.model, prepared.hf_config)
-    source = _told_step(open_checkpoint(folder, wanted), step)
+    source = _with_step(open_checkpoint(folder, wanted), step)
     if not 0 < source.step < prepared.run.steps:
         why = f"{source.path} is of step {source.step:,}"
         raise ConfigError("run.steps", prepared.run.steps, why=why, remedy=f"use more than {source.step:,}")
@@ -164,7 +164,7 @@ def _lines(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> Ite
     dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in source.weights.values()})
     states = ", ".join(source.states) or "no optimizer state"
     counter = "" if source.optimizer_step is None else f", optimizer step {source.optimizer_step:g}"
-    masters = "" if dtypes == ["float32"] else " (no fp32 master weights: what rounding has lost is lost)"
+    masters = "" if dtypes == ["float32"] else " (no fp32 master weights: their rounding stays)"
     decays = _decays(prepared)
     yield f"taken: {len(decays)} weights in {', '.join(dtypes)}{masters}, {states}{counter}"
     settings, lr = prepared.run.config.optimizer, prepared.run.schedule.lr(source.step + 1)
@@ -182,8 +182,8 @@ def _decays(prepared: PreparedRun) -> dict[str, float]:
     return {name: decay if is_decayed(prepared.model, name, parameter) else 0.0 for name, parameter in named}
 
 
-def _told_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
-    """The checkpoint with the step that the user gives, or else the one that it records.
+def _with_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
+    """The checkpoint with the step that the user gives, or else its recorded step.
 
     Raises:
         CheckpointError: it records none, or several.

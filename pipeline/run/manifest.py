@@ -1,4 +1,4 @@
-"""The manifests that training writes: the run directory's, and what a checkpoint's says of the run."""
+"""The manifests that training writes: the run directory's, and a checkpoint's details about the run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunManifest:
     def checkpoint(
         self, step: int, *, skips: Skips, anomalies: Mapping[str, Any], groups: dict[str, Any] | None = None
     ) -> CheckpointInfo:
-        """Returns what the manifest of the checkpoint of `step` records besides its files.
+        """Returns the details, besides its files, for the manifest of the checkpoint of `step`.
 
         Args:
             step: the last step the checkpoint holds.

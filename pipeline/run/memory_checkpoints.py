@@ -49,7 +49,7 @@ class KeptCopies:
 
 @contextmanager
 def kept_copies(section: RunSection, say: Callable[[str], None]) -> Iterator[KeptCopies]:
-    """Uses the folder of a run on this node, and removes what dead runs of this user have left beside it.
+    """Uses the folder of a run on this node, and removes leftovers of this user's dead runs beside it.
 
     At the end the last process that uses the folder removes it, unless an error ends the block: the launcher may start
     the ranks again.

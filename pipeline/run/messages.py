@@ -9,11 +9,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.data.skips import Skips
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.partition import stage_lines
+from pipeline.run.anomalies.guarded_step import Rollback
 from pipeline.run.before.advice import advice
 from pipeline.run.before.task_cost import task_lines
 from pipeline.run.prepare import PreparedRun
+from pipeline.run.rank_of_run import RankOfRun
+from pipeline.run.resume import changes_since, describe_changes, learning_rate_change
+from pipeline.run.uneven.measure_stages import MeasuredStages
 from pipeline.runtime.faults.stop_signals import Stop
 from pipeline.runtime.launch import Launch
 
@@ -42,6 +47,41 @@ def opening_lines(
         yield f"resuming after step {checkpoint.step} from {checkpoint.path}"
 
 
+def announce(
+    here: RankOfRun, launch: Launch, rollback: Rollback | None, *, skips: Skips, stages: MeasuredStages | None
+) -> None:
+    """Prints and records how an attempt begins: started, resumed (and what has changed since), or rolled back.
+
+    Args:
+        rollback: the rollback that led back to the checkpoint; None without one.
+        skips: data that is left out.
+        stages: speeds of the pipeline stages, where they were measured.
+    """
+    checkpoint, curve = here.checkpoint, here.curve
+    if rollback is not None:
+        assert checkpoint is not None
+        here.say(rollback.message(checkpoint.step))
+        here.record(checkpoint.step, **rollback.event(skips))
+        return
+    for line in opening_lines(here.prepared, here.engine, launch, checkpoint):
+        here.say(line)
+    if stages is not None:
+        here.say(stages.line())
+        here.record(here.done, event="stages", **stages.row())
+    if checkpoint is None:
+        here.record(0, event="started", world_size=launch.world_size)
+        return
+    here.record(checkpoint.step, event="resumed", world_size=launch.world_size)
+    fields = changes_since(checkpoint, curve)
+    for line in describe_changes(fields):  # what `run.allow_change` allows leaves a trace
+        here.say(f"changed since the checkpoint: {line}")
+    rates = learning_rate_change(checkpoint, checkpoint.manifest.details["curve"], curve)
+    if rates:
+        here.say(rates)
+    if fields:
+        here.record(checkpoint.step, event="changed", fields=[list(row) for row in fields])
+
+
 def loaded_line(read: Mapping[str, int]) -> str:
     """Says how many bytes of the checkpoint came from where; see `checkpoint.memory.shard_files.ReadBytes`."""
     memory, others, files = (read[name] / 1e6 for name in ("memory", "other_nodes", "run_dir"))
@@ -50,14 +90,14 @@ def loaded_line(read: Mapping[str, int]) -> str:
 
 
 def closing_line(stop: Stop, *, step: int, steps: int, run_dir: Path) -> str:
-    """Says that the run has finished, or which signal stopped it and what to do."""
+    """The last line of a run: that it has finished, or which signal stopped it and how to go on."""
     if stop:
         return f"stopped by {stop} after step {step}: start it again to go on"
     return f"finished: {steps} steps, in {run_dir}"
 
 
 def quiet_libraries(launch: Launch) -> None:
-    """Silences what libraries log on every rank; their errors, and rank 0's warnings, are still shown."""
+    """Silences libraries' logs on every rank; their errors, and rank 0's warnings, are still shown."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torch 2.13 deprecates collectives that DeepSpeed 0.19 calls at every step
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -64,7 +64,7 @@ def explained_out_of_memory(prepared: PreparedRun, device: torch.device) -> Iter
 
 
 def fitting_change(run: ResolvedRun, model: nn.Module, *, memory: float) -> Fitting | None:
-    """The first change that fits: micro-batch, activation checkpointing, ZeRO stage, offload, then several of them.
+    """The first change that fits: micro-batch, activation checkpointing, ZeRO stage, offload, then combinations.
 
     Args:
         run: the run that did not fit.
@@ -91,7 +91,7 @@ def own_peak(run: ResolvedRun, model: nn.Module) -> float | None:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes of a GPU's memory; on the CPU those of the host or its cgroup, divided by this host's ranks."""
+    """Bytes of a GPU's memory; on the CPU the host's or its cgroup's memory, divided by this host's ranks."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -159,7 +159,7 @@ def _message(error: BaseException, prepared: PreparedRun, memory: float) -> str:
         peak = own_peak(prepared.run, prepared.model)
         found = fitting_change(prepared.run, prepared.model, memory=_MARGIN * min(memory, peak or memory))
     if peak is not None:
-        besides = "" if peak > memory else ", beside what other processes, libraries and fragments take"
+        besides = "" if peak > memory else ", beside the memory of other processes, libraries and fragmentation"
         needs = f"a rank needs {shown_bytes(peak)} of {shown_bytes(memory)} by the formulas of 'headrace check'"
         lines.append(f"  why: {needs}{besides}")
     advice = f"{found}; or " if found is not None else f"{_ALL}; more ranks; "

@@ -60,7 +60,7 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
 
 
 def _timed(groups: Iterable[dist.ProcessGroup], device: torch.device) -> float:
-    """Milliseconds that an all-reduce over each group takes, all of them together."""
+    """Milliseconds that one all-reduce over each group takes, summed over the groups."""
     started = time.perf_counter()
     for group in groups:
         dist.all_reduce(torch.ones(1, device=device), group=group)

@@ -10,7 +10,7 @@ from headrace.base.quick_imports import quick_imports
 
 
 def preload(modules: Iterable[str], engines: Collection[str], model_types: Iterable[str]) -> None:
-    """Imports the modules that every rank would otherwise import itself, some of them only at the first step.
+    """Imports the modules that every rank would otherwise import itself, some only at the first step.
 
     Args:
         modules: further ones, by name.

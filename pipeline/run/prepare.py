@@ -30,10 +30,10 @@ from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import experts_in_fp8
 from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import find_parametrization
-from pipeline.models import attention, attention_logits
-from pipeline.models.build.initial_values import InitByName, ParameterValues
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors, left_out_line
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.initial_values import InitByName, ParameterValues
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors, left_out_line
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.folder.beside_weights import read_generation
 from pipeline.models.folder.model_folder import ModelFolder
@@ -107,7 +107,7 @@ class PreparedRun:
 
 
 def prepare(run: ResolvedRun) -> PreparedRun:
-    """Opens the data, builds the model on meta and compares both with what the run's directory holds.
+    """Opens the data, builds the model on meta and compares both with the run's directory.
 
     Raises:
         ConfigError, DataError, CheckpointError: the run cannot be made; the message says why and what works.
@@ -191,14 +191,6 @@ def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True
     for field, other in run.layouts.items():
         with naming_fallback(field, run.config):
             check_layout(other, model, packages=packages)
-
-
-def attention_of(run: ResolvedRun) -> str:
-    """Attention implementation that transformers gets: our own for "sdpa", except in the plain reference."""
-    given: str = run.config.model.attn_implementation
-    if run.plain and run.config.optimizer.params.qk_clip is not None:
-        return attention_logits.REFERENCE_NAME
-    return attention.ATTENTION_NAME if given == "sdpa" and not run.plain else given
 
 
 def first_values(section: ModelSection, model: nn.Module, *, seed: int) -> ParameterValues:

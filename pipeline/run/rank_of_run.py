@@ -1,8 +1,7 @@
-"""A rank that trains, as one value: for the island or the replica of the model that it belongs to."""
+"""A rank that trains, as one value: for the loop, its hooks, and the island or the replica it belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,13 @@ from typing import Any
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.base import Engine
+from pipeline.run.attempts import Attempt
+from pipeline.run.prepare import PreparedRun
 from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
+from pipeline.runtime.metrics.console import TrainingDisplay
+from pipeline.runtime.metrics.sinks import Sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,26 +23,50 @@ class RankOfRun:
     """One rank of a run that trains.
 
     Attributes:
-        run: the resolved config.
+        prepared: the run: its config, its data, its model on meta, its checkpoints.
         rank: rank of this process in the run.
-        curve: the fields that decide the loss curve: what all groups of one run must agree on.
         engine: executes the steps.
         agreement: all-reduces small numbers over the ranks of the run.
         signals: stop signals of this process.
-        record: takes a step and the values of an event of the journal; ignored on all ranks but rank 0.
-        say: prints a line on rank 0.
+        watchdog: is told the phase and step this rank is in.
+        attempt: journal of the attempts of the run.
+        sinks: journal and tracking services, for metrics and events; empty on all ranks but rank 0.
+        display: progress bar and messages; silent on all ranks but rank 0.
         checkpoint: the checkpoint that the run resumes from; None at the start.
         stack: closes what is opened for the run.
     """
 
-    run: ResolvedRun
+    prepared: PreparedRun
     rank: int
-    curve: dict[str, Any]
     engine: Engine
     agreement: Agreement
     signals: StopSignals
     watchdog: Watchdog
-    record: Callable[..., None]
-    say: Callable[[str], None]
+    attempt: Attempt
+    sinks: Sinks
+    display: TrainingDisplay
     checkpoint: Checkpoint | None
     stack: ExitStack
+
+    @property
+    def run(self) -> ResolvedRun:
+        """The resolved config."""
+        return self.prepared.run
+
+    @property
+    def curve(self) -> dict[str, Any]:
+        """The fields that decide the loss curve: what all groups of one run must agree on."""
+        return self.prepared.curve
+
+    @property
+    def done(self) -> int:
+        """Number of finished steps at the start of this attempt."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def record(self, step: int, **values: Any) -> None:
+        """Hands an event to the journal and to tracking services."""
+        self.sinks.event(step, **values)
+
+    def say(self, line: str) -> None:
+        """Prints a line on rank 0."""
+        self.display.say(line)

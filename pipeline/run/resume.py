@@ -81,15 +81,15 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: Curve, *, allowed: Sequenc
     changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
     _refuse_miscounting(checkpoint, was, curve, differing, changed)
     if was.get("islands") and not curve.get("islands"):
-        why = "the checkpoint is of islands, whose place in the data is counted in their rounds"
+        why = "islands made the checkpoint, and count their place in the data in rounds"
         remedy = 'keep the section, with "count": 1, or start another run.dir from this model'
         raise ConfigError("islands", why=why, remedy=remedy)
     if changed:
         listed = "\n".join(f"    {line}" for line in describe_changes(changed)[:8])
         names = ", ".join(f'"{name}"' for name in _names(changed))
         raise CheckpointError(
-            f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
-            f"{_rates(checkpoint, was, curve)}{_states(checkpoint, curve)}"
+            f"{checkpoint.path}: the config differs from the checkpoint's in keys that change the loss curve:\n"
+            f"{listed}\n{_rates(checkpoint, was, curve)}{_states(checkpoint, curve)}"
             f"  try: choose another run.dir, put the fields back{_words_back(changed)}, or, if it is meant,"
             f" run.allow_change: [{names}]"
         )
@@ -126,8 +126,8 @@ def _refuse_miscounting(
         listed += "\n  and these differ, too:\n" + "\n".join(f"    {line}" for line in others)
     export = f"headrace export {shlex.quote(str(checkpoint.path.parent.parent))} MODEL"
     raise CheckpointError(
-        f"{checkpoint.path} was trained with other fields of the data, by which the steps, samples and tokens until"
-        f" there are counted and looked up; run.allow_change cannot allow that:\n{listed}\n"
+        f"{checkpoint.path}: the config differs from the checkpoint's in keys that count past steps, samples and"
+        f" tokens; run.allow_change cannot allow that:\n{listed}\n"
         f"  try: put the fields back{_words_back(wrong)}{later}, or train its weights on in another run: {export},"
         " then train with --set model.config=auto --set model.path=MODEL --set run.dir=..."
     )
@@ -156,7 +156,7 @@ def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
     before, after = (kind_of(curve.get("optimizer") or {}) for curve in (checkpoint.manifest.details["curve"], now))
     if before == after:
         return None
-    return f"the optimizer's state starts at zero: the checkpoint has that of {before}, and the run that of {after}"
+    return f"the optimizer's state starts at zero: the checkpoint has a state of {before}, the run needs one of {after}"
 
 
 def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
@@ -191,17 +191,17 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
     """
     if rendezvous.world_size == 1:
         return
-    with deadline(rendezvous, "when it was asked for what it sees of the run's directory", extra_s=_PATIENCE_S):
-        blind = _blind(run_dir)
+    with deadline(rendezvous, "when it was asked whether it sees the run's directory", extra_s=_PATIENCE_S):
+        blind = _ranks_without_view(run_dir)
     if blind:
-        why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
+        why = f"{', '.join(blind[:8])} do not see the file that rank 0 has written there"
         remedy = "choose a directory that all hosts share"
         if run_dir.is_relative_to(cache_root()):
             remedy = f"set {CACHE} to a directory that all hosts share"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)
 
 
-def _blind(run_dir: Path) -> list[str]:
+def _ranks_without_view(run_dir: Path) -> list[str]:
     """The ranks that do not see what rank 0 writes into a directory, with their hosts."""
     token = on_rank_zero(lambda: _leave_token(run_dir))
     deadline = time.monotonic() + _PATIENCE_S
@@ -242,14 +242,14 @@ def _names(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
 
 
 def _parents(key: str) -> Iterator[str]:
-    """Yields a dotted path, then those of the sections that it is in."""
+    """Yields a dotted path, then the paths of its sections."""
     while key:
         yield key
         key = key.rpartition(".")[0]
 
 
 def _off(name: str, *curves: Curve) -> bool:
-    """Whether a field's section is null in one of the curves, such as that of fp16's scale in bf16."""
+    """Whether a field's section is null in one of the curves, such as fp16's in a bf16 run."""
     parents = [name.rpartition(".")[0][: len(name)]]
     while parents[-1]:
         parents.append(parents[-1].rpartition(".")[0])

@@ -59,7 +59,7 @@ def open_cache(run: ResolvedRun, mixture: DataMixture) -> None:
         remedy = f"--set data.cache_gb={math.ceil(needed / 1e6) / 1e3:g}" if needed <= free else place
         raise ConfigError("data.cache_gb", f"{limit / 1e9:,.3f}", why=why, remedy=remedy)
     if limit > free:
-        why = f"{free / 1e9:,.3f} GB are free in {folder} on {socket.gethostname()}, what the cache has included"
+        why = f"{free / 1e9:,.3f} GB are free in {folder} on {socket.gethostname()}, the cache included"
         raise ConfigError("data.cache_gb", data.cache_gb, why=why, remedy=f"a number below that, or {place}")
     cache.limit = limit - indexes
     order = fingerprint_of([remote.fingerprints, run.config.run.seed, run.batch.samples, data.sequence_length])

@@ -98,7 +98,7 @@ def check_tasks(run: ResolvedRun, model: nn.Module, tasks: tuple[EncodedTask, ..
         why = "fp8 rounds with scales over the tokens of a pass: a continuation would depend on the others of its pass"
         raise ConfigError("fp8.enabled", True, why=why, remedy=f"{without} bf16 alone")
     if (name := expert_exchange(config)) != "all_to_all" and topology.ep > 1:
-        why = "its buffers are for the tokens of a micro-batch, and a continuation has other numbers of them"
+        why = "its buffers have the size of a micro-batch, and a continuation needs other sizes"
         raise ConfigError("parallel.ep_exchange", name, why=why, remedy=f"{without} all_to_all")
     why_not = kv_cache_problem(model, mask_documents=True, sequence_length=config.data.sequence_length)
     if why_not is not None:

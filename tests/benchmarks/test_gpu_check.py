@@ -20,7 +20,7 @@ from benchmarks.gpu_check.meter import Meter
 from benchmarks.gpu_check.page import append
 from benchmarks.gpu_check.process import environment, install_wheels, missing_packages, run
 from benchmarks.gpu_check.tests import gpu_test_files
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.count import measure as count
 from tests import warm_python
 from tests.conftest import ROOT

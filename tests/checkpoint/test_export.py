@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from headrace.base.directory import read_manifest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.export import export as export_module
-from pipeline.models.build import materialize as model_materialize
+from pipeline.models.construction import materialize as model_materialize
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 from tests.models.architectures import config_of

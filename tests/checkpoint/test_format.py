@@ -45,7 +45,7 @@ from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.division import Division, divide
 from pipeline.checkpoint.write.locations import Locations, MetadataWriter
 from pipeline.checkpoint.write.plan import Coordinator
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 from tests import warm
 from tests.support import output_of, refusal_of
 

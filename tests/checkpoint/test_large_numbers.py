@@ -19,7 +19,7 @@ from pipeline.checkpoint.format.shard_table import (
     encode_table,
 )
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 
 def table(*cuts: int, columns: int = 4) -> ShardTable:

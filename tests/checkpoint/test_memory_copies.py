@@ -117,7 +117,7 @@ def test_the_next_save_does_not_wait_for_a_copy(memory: MemoryFolder, monkeypatc
     second = save(writer, 2)
     assert second.checkpoint is not None
     assert time.monotonic() - began < 50  # the copy takes 100 s
-    assert second.not_copied == {0: "it was not done when the next checkpoint began"}
+    assert second.not_copied == {0: "the copy was not finished when the next checkpoint began"}
     writer.stop_copy()
     assert copied(memory) == {}
 
@@ -126,7 +126,7 @@ def test_without_room_nothing_is_copied_which_is_told(memory: MemoryFolder, monk
     monkeypatch.setattr(memory_copies, "room", lambda _path: 1000)
     result = save(writer_of(memory), 1)
     assert result.checkpoint is not None
-    assert "may be used" in result.not_copied[0]
+    assert "are free for them" in result.not_copied[0]
     assert copied(memory) == {}
 
 

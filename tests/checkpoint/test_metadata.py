@@ -17,7 +17,7 @@ from pipeline.checkpoint.format.coverage import coverage_error, unevenly_covered
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.format.shard_table import ShardTable, StoredTensor, padded
 from pipeline.checkpoint.format.shards import split_flat_range
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 
 def table(shape: tuple[int, ...], shards: Sequence[Rectangle]) -> ShardTable:

@@ -21,7 +21,7 @@ from pipeline.checkpoint.format.metadata import METADATA, encode_metadata, read_
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.optimizers import ADAMW
-from pipeline.models.build.meta import build_meta, parameter_shapes
+from pipeline.models.construction.meta import build_meta, parameter_shapes
 from tests import warm
 from tests.parity.matrix import model_of
 from tests.support import flip_a_byte

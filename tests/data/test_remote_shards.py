@@ -134,7 +134,7 @@ def test_what_is_not_as_the_manifest_says_is_refused_before_work(store: Any, tok
     store.rm_file(f"{URL}/{name}")
     with pytest.raises(DataError, match=rf"{name} is missing"):
         mixture_of(URL)
-    with pytest.raises(DataError, match="there is no object of that prefix"):
+    with pytest.raises(DataError, match="no object has this prefix"):
         mixture_of("s3://store/tokens/other")
 
 

@@ -132,7 +132,7 @@ def test_what_an_abandoned_job_left_is_refused_to_another_and_cleaned_by_a_verb(
     store.pipe_file(f"{URL}/notes.txt", b"of a person")
     with monkeypatch.context() as patch:
         patch.setenv(CACHE, str(work / "another"))
-        with pytest.raises(DataError, match=f"unfinished job of other settings.*\n  try: headrace prep clean {URL}"):
+        with pytest.raises(DataError, match=f"unfinished job with other settings.*\n  try: headrace prep clean {URL}"):
             run_job(write_config("other.json", output=URL, seed=7))
         faults.requests.clear()
         stop_at_the_end(config, patch)  # the same job, on a host that has nothing of it

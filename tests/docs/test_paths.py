@@ -12,13 +12,13 @@ import pytest
 from headrace.base.config_kinds import KINDS, keys
 from tests.conftest import ROOT
 
-PACKAGES = ("pipeline", "data_prep", "headrace", "tests", "benchmarks")
+PACKAGES = ("pipeline", "data_prep", "headrace", "tests", "benchmarks", "examples")
 NAMED = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", ".ci/run")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(path for folder in ("slurm", "k8s", "demo", "examples") for path in (ROOT / folder).rglob("*")),
 )
-FOLDERS = (*PACKAGES, "ds_configs", "slurm", "k8s", "demo", "examples", "docs")
+FOLDERS = (*PACKAGES, "ds_configs", "slurm", "k8s", "demo", "docs")
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)+/?")
 SOURCE = re.compile(r"(?<![\w./${-])(?:[\w.-]+/)*\w+\.(?:py|sbatch)\b")
 MODULE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.[a-z_]\w*)+")
@@ -33,7 +33,8 @@ KEYS = ("pipeline.stages", "pipeline.activation_checkpoint_interval")
 
 def texts() -> list[tuple[str, str]]:
     found = [(str(path.relative_to(ROOT)), path) for path in NAMED if path.is_file()]
-    return [(name, path.read_text(errors="ignore")) for name, path in found if name not in PAST]
+    named = [(name, path) for name, path in found if name not in PAST and path.suffix != ".pyc"]
+    return [(name, path.read_text(errors="ignore")) for name, path in named]
 
 
 def is_path(name: str) -> bool:

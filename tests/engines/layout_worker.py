@@ -38,11 +38,11 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion
-from pipeline.models.build.initial_values import InitByName, OwnBuffers, ParameterValues
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.initial_values import InitByName, OwnBuffers, ParameterValues
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.run.prepare import attention_of
 from pipeline.run.task_evaluation import TaskEvaluation
 from tests.parity.matrix import model_of
 

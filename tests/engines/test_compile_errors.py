@@ -83,6 +83,6 @@ def test_what_a_killed_compiler_has_left_is_named(tmp_path: Path, monkeypatch: p
     for compiled in (tmp_path / "cache").rglob("*.so"):
         compiled.write_bytes(b"")
     told = output_of(warm.run("-c", _COMPILES))
-    assert f"try: rm -r {tmp_path / 'cache'} (what a killed compilation leaves there is not whole), or set" in told
+    assert f"try: rm -r {tmp_path / 'cache'} (a killed compilation left incomplete files there), or set" in told
     shutil.rmtree(tmp_path / "cache")
     assert output_of(warm.run("-c", _COMPILES)) == ""

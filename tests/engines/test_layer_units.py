@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
 from pipeline.engines.torch_native.fsdp_units import layer_units, prefetch_explicitly, units_of
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from tests.sweeps.families import tiny_fields
 
 _HEADS = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 64}

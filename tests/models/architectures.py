@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
 
 V, T = 96, 24
 

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
-from pipeline.models.build.buffers import buffer_shapes, computed_buffers, parameters_declared_fp32, persistent_buffers
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta, parameter_shapes
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.construction.buffers import (
+    buffer_shapes,
+    computed_buffers,
+    parameters_declared_fp32,
+    persistent_buffers,
+)
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta, parameter_shapes
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.plan.proof.case import Case
 from pipeline.plan.proof.tokens import write_tokens
 from tests.parity.run import launch

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.models.build.counter import normal, philox, table, uniform
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.counter import normal, philox, table, uniform
+from pipeline.models.construction.rectangle import Rectangle
 
 MASK = 0xFFFFFFFF
 

@@ -12,7 +12,7 @@ from transformers import GPTJConfig, LlamaConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.flash_attention import check_flash_attention, unfit
 from pipeline.models.sdpa_order import ordered_sdpa, sdpa_order
 from tests.conftest import ROOT

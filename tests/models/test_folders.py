@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from headrace.base.errors import ConfigError, DataError
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors, left_out_line
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors, left_out_line
 from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.folder.weight_files import INDEX, SINGLE
@@ -292,4 +292,4 @@ def test_a_missing_head_is_never_drawn_at_random_by_a_remedy(tmp_path: Path) -> 
     config_changed(folder, tie_word_embeddings=True)
     values(folder)
     rewritten(folder / SINGLE, lambda tensors: tensors.pop("model.norm.weight"))
-    said = refused(folder, "model.norm.weight", "draw what is missing at random", readers=("training",))
+    said = refused(folder, "model.norm.weight", "draw missing tensors at random", readers=("training",))

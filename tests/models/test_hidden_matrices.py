@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.common import matrices_of
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices, unknown_fused
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from pipeline.models.build import counter
-from pipeline.models.build.initial_values import InitByName, Zeros
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta, parameter_shapes
-from pipeline.models.build.recorded_init import Fill, recorded_fills
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction import counter
+from pipeline.models.construction.initial_values import InitByName, Zeros
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta, parameter_shapes
+from pipeline.models.construction.recorded_init import Fill, recorded_fills
+from pipeline.models.construction.rectangle import Rectangle
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers, has_experts
 from tests.sweeps.families import families, tiny_fields

@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import RandomValues
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.resize.scale import scale, section_of
 from pipeline.models.resize.shrink import not_reached, shrink
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from headrace.base.errors import DataError
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta, parameter_shapes
-from pipeline.models.build.stored_names import groups_of_model
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta, parameter_shapes
+from pipeline.models.construction.stored_names import groups_of_model
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.hf_config import read_hf_config
 
 _HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 4}

@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 from headrace.base.errors import ConfigError
 from pipeline.config.sections.run import ModelSection
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.folder.text_part import TEXT_ALONE
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from tests import warm

@@ -16,11 +16,11 @@ from headrace.base.directory import Manifest
 from headrace.base.errors import ConfigError, DataError
 from pipeline.checkpoint.export.trained_model import trained_config
 from pipeline.config.sections.run import ModelSection
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.rectangle import Rectangle
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.rectangle import Rectangle
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.count import measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import attention_widths, keep_layers, original_name

@@ -179,7 +179,7 @@ def test_prepare_refuses_a_sharded_adafactor_before_any_work(config: dict[str, A
 
 def test_prepare_refuses_muon_by_name_since_hidden_matrices_are_those_of_hugging_face_models() -> None:
     section = {"type": "Muon", "params": {"lr": 1e-3}}
-    with pytest.raises(ConfigError, match="which parameters are hidden matrices"):
+    with pytest.raises(ConfigError, match="hidden matrices are known only in"):
         prepare(nn.Linear(4, 4), config={"optimizer": section, "train_batch_size": 4})
 
 

@@ -71,9 +71,9 @@ def test_all_are_the_gpus_that_are_known() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--machine", "h100", "--deadline", "3"], "where machines are compared"),
-        (["--machine", "h100", "--price", "h100=2"], "those of several machines"),
-        (["--machine", "all", "--search"], "--search is of one machine"),
+        (["--machine", "h100", "--deadline", "3"], "only when machines are compared"),
+        (["--machine", "h100", "--price", "h100=2"], "prices by name are for several machines"),
+        (["--machine", "all", "--search"], "--search is for one machine"),
         (["--machine", "all", "--deadline", "3", "--nodes", "2"], "give one of the two"),
         (["--machine", "all", "--price", "h100=cheap"], "not a finite number above 0"),
         (["--machine", "h100", "--memory-margin", "1"], "a share of a device's memory"),

@@ -93,7 +93,7 @@ def test_a_run_whose_host_is_too_small_does_not_fit_and_gets_more_nodes() -> Non
 def test_a_host_that_the_machine_does_not_know_is_said_and_not_checked() -> None:
     found = report("llama_70b_zero3.json", *OFFLOAD, machine="h100-pcie", processes=8)
     assert found.plan.memory.fits == (found.plan.memory.peak.typical <= found.plan.memory.device)
-    assert "the machine's file does not say what a node has" in "\n".join(lines(found))
+    assert "the machine's file does not give a node's memory" in "\n".join(lines(found))
 
 
 def test_offload_to_nvme_takes_the_disks_time_and_room() -> None:

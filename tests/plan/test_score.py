@@ -114,7 +114,7 @@ def test_a_changed_prediction_is_named(runs: list[Path], tmp_path: Path, capsys:
     before = record_of(runs[0])["predicted_memory_bytes"][0]
     old = rewritten(runs[0], tmp_path / "old", predicted_memory_bytes=[2 * before])
     assert score_command([str(old)], None, save=None, as_json=False) == 0
-    assert "-50.0% of the memory that was predicted" in capsys.readouterr().out
+    assert "-50.0% of the memory predicted" in capsys.readouterr().out
 
 
 def test_a_fitted_machine_predicts_the_runs_that_it_was_made_from(runs: list[Path], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_end_of_text_that_is_padding_too_is_named_since_its_embedding_stays_as_i
     eos = prepare(resolved(tokens, tmp_path)).mixture.sources[0].manifest.details["tokenizer"]["eos_id"]
     model["config"]["pad_token_id"] = eos
     (line,) = warnings(tokens, tmp_path, model=model)
-    assert line.startswith(f"the padding id is that of end-of-text ({eos})")
+    assert line.startswith(f"the padding id is also the end-of-text id ({eos})")
     model["config"]["pad_token_id"] = None  # the remedy
     assert warnings(tokens, tmp_path, model=model) == []
 

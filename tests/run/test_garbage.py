@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.run.garbage import GarbageCollector
+from pipeline.run.hooks.garbage import GarbageCollector
 
 
 class Cycle:
@@ -36,9 +36,9 @@ def test_a_cycle_lives_until_a_step_at_which_it_is_time() -> None:
         assert not gc.isenabled()
         cycle = left_behind()
         for step in (1, 2, 4, 5):
-            garbage.collect(step)
+            garbage.after_step(step)
             assert cycle() is not None, step
-        garbage.collect(6)
+        garbage.after_step(6)
         assert cycle() is None
     assert gc.isenabled()
 
@@ -47,7 +47,7 @@ def test_what_is_there_at_the_start_is_not_looked_at_again_until_the_end() -> No
     with GarbageCollector(every=1) as garbage:
         frozen = gc.get_freeze_count()
         assert frozen > 0
-        garbage.collect(1)
+        garbage.after_step(1)
         assert frozen - 100 < gc.get_freeze_count() <= frozen  # some may have died meanwhile, of their own
     assert gc.get_freeze_count() == 0
 
@@ -56,7 +56,7 @@ def test_0_leaves_collections_to_python() -> None:
     with GarbageCollector(every=0) as garbage:
         assert gc.isenabled()
         cycle = left_behind()
-        garbage.collect(1)
+        garbage.after_step(1)
         assert cycle() is not None
     gc.collect()
     assert cycle() is None

@@ -65,7 +65,7 @@ def test_another_optimizer_is_refused_and_starts_from_zero_where_allowed(tokens:
     lion = f"optimizer={json.dumps(LION)}"
     said = refusal_of(start("train.py", config, "run.steps=10", lion))
     assert "optimizer.type: was 'AdamW', now 'Lion'" in said
-    starts = "the optimizer's state starts at zero: the checkpoint has that of AdamW (exp_avg, exp_avg_sq), and the run"
+    starts = "the optimizer's state starts at zero: the checkpoint has a state of AdamW (exp_avg, exp_avg_sq), the run"
     assert starts in said
     assert 'run.allow_change: ["optimizer.params.lr", "optimizer.type"]' in said
     allow = 'run.allow_change=["optimizer.type", "optimizer.params.lr", "run.steps", "scheduler"]'
@@ -85,4 +85,4 @@ def test_momentum_that_is_switched_on_starts_from_zero(tokens: Path, tmp_path: P
     sets = ("run.steps=6", "scheduler=null", "optimizer.params.momentum=0.9")
     assert 'run.allow_change: ["optimizer.params.momentum"]' in refusal_of(start("train.py", config, *sets))
     output = launch("train.py", config, *sets, 'run.allow_change=["optimizer.params.momentum"]', processes=2)
-    assert "has that of SGD (no state), and the run that of SGD (momentum_buffer)" in output
+    assert "has a state of SGD (no state), the run needs one of SGD (momentum_buffer)" in output

@@ -104,7 +104,7 @@ def test_what_past_steps_are_counted_by_does_not_change(
 @pytest.mark.parametrize("before", [(TWO,), stages((0, 3)), stages((0, 3), (25, 7))])
 def test_a_mixture_may_change_in_steps_to_come(tmp_path: Path, before: tuple[str, ...]) -> None:
     was, now = curve(tmp_path, *before, "run.steps=40"), curve(tmp_path, *stages((0, 3), (20, 1)), "run.steps=40")
-    with pytest.raises(CheckpointError, match="belongs to another run"):
+    with pytest.raises(CheckpointError, match="in keys that change the loss curve"):
         refuse_other_curve(Saved(was), now, allowed=[])
     refuse_other_curve(Saved(was), now, allowed=["data"])
 
@@ -180,7 +180,7 @@ def test_an_ordinary_run_refuses_a_checkpoint_of_islands_whatever_is_allowed(tmp
     """Its place in the data would be counted in steps, and samples that other islands had would come again."""
     island, plain = curve(tmp_path, 'islands={"name": "a"}'), curve(tmp_path)
     refuse_other_curve(Saved(plain), island, allowed=["islands"])
-    with pytest.raises(ConfigError, match=r"islands\n  why: the checkpoint is of islands"):
+    with pytest.raises(ConfigError, match=r"islands\n  why: islands made the checkpoint"):
         refuse_other_curve(Saved(island), plain, allowed=["islands"])
 
 

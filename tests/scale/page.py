@@ -92,27 +92,34 @@ def lines(judged: Sequence[Judged], skipped: Sequence[str] = ()) -> list[str]:
     for group in dict.fromkeys(each.part.group for each in judged):
         own = [each for each in judged if each.part.group == group]
         made += ["", f"## {group[0].upper()}{group[1:]}", ""]
-        made += [wrapped(f"- *{_title(each.part)}*: {each.part.what} {each.part.note}".rstrip()) for each in own]
-        made += ["", f"| part | size | {' | '.join(_HEADINGS.values())} |", "|---|---:|" + "---:|" * len(_HEADINGS)]
-        made += [row for each in own for row in _rows(each)]
+        notes = ["" if each in over else each.part.note for each in own]
+        about = [f"- *{_title(each.part)}*: {each.part.what} {note}" for each, note in zip(own, notes, strict=True)]
+        made += [wrapped(each.rstrip()) for each in about]
+        names = [name for name in _HEADINGS if any(name in each.growths for each in own)]
+        headings = " | ".join(_HEADINGS[name] for name in names)
+        made += ["", f"| part | size | {headings} | growth from |", "|---|---:|" + "---:|" * (len(names) + 1)]
+        made += [row for each in own for row in _rows(each, names)]
     made += ["", "## Beyond 2^31", "", wrapped(_LARGE)]
     return [*made, "", "## Not measured", "", *(wrapped(f"- {each}") for each in (*_NOT_MEASURED, *skipped))]
 
 
-def _rows(each: Judged) -> list[str]:
+def _rows(each: Judged, names: Sequence[str]) -> list[str]:
+    """A part's figures at its largest size, with their exponents of growth, and at its target where that is another."""
     part = each.part
-    measured = part.target in part.sizes
-    values = {name: shown(name, growth.at(part.target)) for name, growth in each.growths.items()}
     powers = {
-        name: f"^{growth.exponent:.2f}" for name, growth in each.growths.items() if growth.exponent == growth.exponent
+        name: f" ^{growth.exponent:.2f}" for name, growth in each.growths.items() if not math.isnan(growth.exponent)
     }
-    largest = {name: shown(name, growth.values[-1]) for name, growth in each.growths.items()}
-    rows = [(_title(part), f"{part.sizes[-1]:,} {part.unit}", largest)]
-    rows += [] if measured else [("", f"**{part.target:,}**, from there", values)]
-    rows += [("", f"growth from {part.sizes[0]:,}", powers)]
-    return [
-        f"| {title} | {size} |" + "".join(f" {row.get(name, '')} |" for name in _HEADINGS) for title, size, row in rows
-    ]
+    largest = {name: shown(name, growth.values[-1]) + powers.get(name, "") for name, growth in each.growths.items()}
+    at_target = {name: shown(name, growth.at(part.target)) for name, growth in each.growths.items()}
+    rows = [(_title(part), f"{part.sizes[-1]:,} {part.unit}", largest, f"{part.sizes[0]:,}")]
+    if part.target not in part.sizes:
+        rows.append(("", f"**{part.target:,}**, from there", at_target, ""))
+    cells = ((title, size, *(figures.get(name, "") for name in names), start) for title, size, figures, start in rows)
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
+def _power(growth: Growth) -> str:
+    return "" if math.isnan(growth.exponent) else f" ^{growth.exponent:.2f}"
 
 
 def _title(part: Part) -> str:

@@ -55,7 +55,7 @@ def test_what_is_over_a_limit_and_what_grows_faster_than_linearly_is_named() -> 
     shared = judge(part(per_process=False), figures(file_operations=[1e6, 1e6, 1e6, 1e6]))
     assert shared.exceeded() == []
     text = "\n".join(lines([slow, square, shared]))
-    assert "| the leader | 800 hosts | 8 s |  | 1 MB |" in text
+    assert "| the leader | 800 hosts | 8 s ^1.00 | 1 MB ^-0.00 |  | 100 |" in text
     assert "**8,000**, from there" in text
 
 

@@ -32,8 +32,9 @@ def main() -> int:
         batches = [wanted[start : start + sweep.batch] for start in range(0, len(wanted), sweep.batch)]
         if asked.sample is not None:
             random.Random(asked.sample).shuffle(batches)
-        left = set(sweep.remaining())
-        run_cells(sweep, [cell for batch in batches for cell in batch if cell in left][: asked.cells])
+        left, ran = set(sweep.remaining()), sweep.results()
+        cells = [cell for batch in batches for cell in batch if cell in left]
+        run_cells(sweep, sorted(cells, key=ran.__contains__)[: asked.cells])  # those that failed run again, last
     sweep.write_table()
     print(f"{sweep.table_file} written")
     return int(any(not result.passed for result in sweep.results().values()))

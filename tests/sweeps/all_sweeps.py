@@ -24,8 +24,9 @@ from tests.runtime.faults.campaign.injections import FAULTS
 from tests.runtime.faults.campaign.layouts import LAYOUTS
 from tests.scale import cells as cells_of_scale
 from tests.sweeps.families import families as every_family
-from tests.sweeps.mutations import mutations as every_mutation
-from tests.sweeps.mutations import run_mutation
+from tests.sweeps.mutants import drawn as drawn_mutants
+from tests.sweeps.mutations import body as killed_mutants
+from tests.sweeps.mutations import run_mutant
 from tests.sweeps.run_families import run_family
 from tests.sweeps.sweep import STATE, Sweep
 from tests.virtual_cluster import strikes, struck_chain
@@ -221,8 +222,8 @@ def islands() -> Sweep:
         " one joins at a random moment. All processes must end, the survivor must have made all rounds (but for three"
         " at most in which it was silent and done without, which its cell says), what its weights contain and what was"
         " lost must be every sample once, and one that came late or back must have trained and have the held-out loss"
-        " of the others. The loss is compared with those of three seeds of undisturbed runs: it is said"
-        " whether it lies within their range and its width on both sides. Seconds are of the run.",
+        " of the others. A loss that lies outside of the range of three undisturbed seeds by more than the range's"
+        " width says so. Seconds are of the run.",
         groups=struck.cells(),
         run=lambda cells: {cell: struck.run_cell(cell, STATE / "islands-undisturbed.json") for cell in cells},
         passed="Runs",
@@ -266,16 +267,14 @@ def mutations() -> Sweep:
     return Sweep(
         name="mutations",
         title="small faults in the code, and the tests that find them",
-        what="A cell is a fault that a person might make, put into a copy of the code: a swapped sign, a missing"
-        " all-reduce, a factor left out. Narrow files of tests are run on it, then all that mirror the room of the"
-        " fault. A cell passes if a test fails, which passes again without the fault. Besides the first test that"
-        " fails, the table says whether `make test` runs it or only `.ci/run` (the integration tests), and how many"
-        " seconds it took to find.",
-        groups={group: [each.name for each in found] for group, found in every_mutation().items()},
-        run=lambda cells: {cell: run_mutation(cell) for cell in cells},
-        failed="Not found",
-        passed="Found",
-        columns=("fault", "where", "by", "first test that fails", "s"),
+        what="A cell is a mutant: one comparison, operator, whole number, order of arguments or statement is changed in"
+        " a copy of the code, drawn by a seed over eight subjects. CI's tests in the folder that mirrors its module run"
+        " until one fails, and the parity matrix where none does. A cell passes if a test fails that passes again"
+        " without the mutant, or if the tests hang.",
+        groups={subject: [each.name for each in found] for subject, found in drawn_mutants().items()},
+        run=lambda cells: {cell: run_mutant(cell) for cell in cells},
+        failed="Survived",
+        body=killed_mutants,
     )
 
 

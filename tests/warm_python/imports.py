@@ -8,6 +8,9 @@ from pathlib import Path
 
 _TRAINING = (
     "pipeline.run.session",
+    "pipeline.run.hooks.measured",
+    "pipeline.run.hooks.metrics",
+    "pipeline.run.hooks.step_time",
     "pipeline.compress.quantization.run",
     "pipeline.compress.pruning.run",
     "pipeline.evaluation.heldout.command",

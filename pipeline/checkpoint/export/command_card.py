@@ -22,9 +22,9 @@ from pipeline.models.card.lineage import corpus_of, lineage_of, training_lineage
 _TEXT = """\
 Writes the papers of a directory, from its manifest and those of its parents.
 
-Of a tokens directory: README.md (dataset card), croissant.json (Croissant 1.1), sbom.cdx.json (CycloneDX 1.6). Of a run
+Tokens directory: README.md (dataset card), croissant.json (Croissant 1.1), sbom.cdx.json (CycloneDX 1.6). A run
 or a model: README.md (model card), training-content-summary.md (the EU's template for Article 53(1)(d) of the AI Act),
-sbom.cdx.json. What only a person knows comes from --facts; what is missing is marked in the papers and listed."""
+sbom.cdx.json. Facts that only a person knows come from --facts; missing ones are marked in the papers and listed."""
 Papers = dict[str, str | dict[str, Any]]
 
 
@@ -136,7 +136,7 @@ def _check_place(out: Path, directory: Path) -> None:
     if not manifest.is_file() or directory.resolve().is_relative_to(out.resolve()):
         return
     if manifest.read_bytes() != (directory / MANIFEST).read_bytes():
-        why = f"{out} is another finished directory than {directory}, and the papers would seem to be its own"
+        why = f"{out} is a finished directory itself: the papers of {directory} would be taken for its own"
         raise DataError(f"{why}\n  try: headrace card {directory}, or another folder as second argument")
 
 

@@ -35,15 +35,15 @@ from pipeline.checkpoint.export.trained_model import (
 )
 from pipeline.checkpoint.export.write_safetensors import write_weights
 from pipeline.data.permutation import permute
-from pipeline.models.build.buffers import computed_buffers
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.card.card import commit_with_card
 from pipeline.models.card.facts import KEY as FACTS
 from pipeline.models.card.facts import CardFacts, known_sources
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import training_lineage
 from pipeline.models.card.training_summary import distinct_sources
+from pipeline.models.construction.buffers import computed_buffers
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import parameter_shapes
 from pipeline.models.folder.beside_weights import GENERATION, read_generation, with_end
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.padding import longest_sequence

@@ -11,8 +11,8 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.named_state import buffer_key, weight_key
 from pipeline.checkpoint.read_shards import ShardReader
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.rectangle import Rectangle, part
 
 
 class CheckpointWeights:

@@ -47,7 +47,7 @@ class TrainedState:
             raise CheckpointError(f"{checkpoint.path} cannot be exported: {why}\n  try: a checkpoint of headrace train")
         curve = manifest.details["curve"]
         if kind_of(curve["optimizer"]) != KINDS[0]:
-            why = f"its optimizer is {kind_of(curve['optimizer'])}, and AdamW's states are what other trainers exchange"
+            why = f"its optimizer is {kind_of(curve['optimizer'])}, and other trainers exchange AdamW's states only"
             raise CheckpointError(f"{checkpoint.path}: {why}\n  try: headrace export without --format, the model alone")
         self.step, self.samples = checkpoint.step, int(manifest.details["samples"])
         self.model: nn.Module = trained_model(manifest, dtype=torch.float32)

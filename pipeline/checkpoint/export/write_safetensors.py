@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
-from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.folder.weight_files import INDEX, SINGLE
 
 SHARD_BYTES = 4 << 30

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.checkpoint.format.shard_table import Ints, ShardTable, StoredTensor
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 _PRIME = 2**31 - 1
 _ROUNDS = 2

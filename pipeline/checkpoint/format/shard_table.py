@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 Ints = npt.NDArray[np.int64]
 State = Mapping[str, NamedShard | Tensor]

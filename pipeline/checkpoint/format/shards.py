@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 
 def split_flat_range(shape: tuple[int, ...], start: int, length: int) -> list[Rectangle]:
@@ -76,7 +76,7 @@ class NamedShard:
 
     @classmethod
     def like(cls, other: NamedShard, values: Tensor) -> NamedShard:
-        """Other values for the same part of a tensor.
+        """Returns a shard of the same part of a tensor with other values.
 
         Args:
             other: the shard.

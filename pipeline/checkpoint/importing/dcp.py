@@ -176,7 +176,7 @@ def _put(tensors: dict[str, LazyTensor], name: str, value: LazyTensor, where: Pa
         CheckpointError: there is already one with this name.
     """
     if name in tensors:
-        raise CheckpointError(f"{where} holds two tensors that are {name}\n  try: save it with one model, by one name")
+        raise CheckpointError(f"{where} holds two tensors named {name}\n  try: save it with one model, by one name")
     tensors[name] = value
 
 

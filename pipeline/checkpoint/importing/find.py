@@ -36,7 +36,7 @@ def check_known(folder: Path) -> Reader:
     for marks, read in _READERS:
         if all(any(folder.glob(mark)) for mark in marks):
             return read
-    raise CheckpointError(f"{folder} holds no checkpoint that is taken{what_it_is(folder, KNOWN)}")
+    raise CheckpointError(f"{folder} holds no checkpoint that can be imported{what_it_is(folder, KNOWN)}")
 
 
 def open_checkpoint(folder: Path, wanted: TargetModel) -> SourceCheckpoint:

@@ -40,7 +40,7 @@ def compare_rates(
     if not groups:
         return
     if None in (rate for rate, _ in groups) or not rates:
-        yield "learning rate: that of the checkpoint is not readable; compare it with the scheduler section"
+        yield "learning rate: the checkpoint's is not readable; compare it with the scheduler section"
         return
     of = {rate: [name for each, names in groups if each == rate for name in names] for rate in rates}
     named = len(rates) > 1 and all(of.values())
@@ -78,7 +78,7 @@ def _compare_decays(source: SourceCheckpoint, decays: Mapping[str, float], *, l2
     every = [(group, names) for group, names in _groups(source, [*decays]) if "weight_decay" in group]
     groups = [(_number(group["weight_decay"]), group, names) for group, names in every]
     if None in (decay for decay, *_ in groups):
-        yield "weight decay: that of the checkpoint is not readable; compare it with optimizer.params.weight_decay"
+        yield "weight decay: the checkpoint's is not readable; compare it with optimizer.params.weight_decay"
         return
     theirs = {name: decay for decay, _, names in groups for name in names}
     if groups and not theirs:  # of two groups one usually has no weight decay: norms and biases
@@ -113,10 +113,12 @@ def _plain(value: Any) -> Any:
     """The value in a form that can be compared and hashed."""
     if isinstance(value, Tensor):
         value = value.tolist()
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else str(value) if _odd(value) else value
+    return (
+        tuple(map(_plain, value)) if isinstance(value, list | tuple) else str(value) if _is_not_plain(value) else value
+    )
 
 
-def _odd(value: Any) -> bool:
+def _is_not_plain(value: Any) -> bool:
     return not isinstance(value, int | float | str | None)
 
 

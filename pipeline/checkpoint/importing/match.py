@@ -13,8 +13,8 @@ from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.config.sections.optimizers import OptimizerKind
-from pipeline.models.build.stored_names import TensorGroup, groups_of_files
-from pipeline.models.build.stored_values import COMPUTED
+from pipeline.models.construction.stored_names import TensorGroup, groups_of_files
+from pipeline.models.construction.stored_values import COMPUTED
 
 _SHOWN = 8
 _COMPUTED_WITH = (
@@ -64,7 +64,7 @@ def matched_state(
     if lines := _differences({**_without_weight(states, needed), **weights}, needed):
         raise CheckpointError(
             f"{source.path} holds another model than the config's:\n{_listed(lines)}\n"
-            f"  try: the model that it is of, as model.config, or model.path with its config.json"
+            f"  try: its own model as model.config, or model.path with its config.json"
         )
     state = {weight_key(name): weights[name].to(torch.float32) for name in wanted.parameters}
     for name in wanted.parameters:
@@ -101,7 +101,7 @@ def check_config(source: SourceCheckpoint, wanted: TargetModel) -> None:
     ]
     if lines:
         raise CheckpointError(
-            f"{source.path} is of a model that computes otherwise than the config's:\n{_listed(lines)}\n"
+            f"{source.path} was trained with another model than the config's; these keys differ:\n{_listed(lines)}\n"
             f"  try: these values in model.config, or model.path with its config.json"
         )
 
@@ -122,7 +122,7 @@ def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel, source: Sou
 
 
 def _same(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have the same values, in the dtype of the one that is rounded more."""
+    """Whether two tensors have the same values, in the coarser of their dtypes."""
     if one is other or one.shape != other.shape:
         return one is other
     dtype = min((one.dtype, other.dtype), key=lambda each: each.itemsize)
@@ -173,8 +173,8 @@ def _other_optimizer(
 ) -> CheckpointError:
     has = ", ".join(moment for moment in states if name in states[moment]) or "none"
     return CheckpointError(
-        f"{source.path} has of {name} the optimizer states: {has}; the config's {kind.name} keeps"
+        f"{source.path} has these optimizer states of {name}: {has}; the config's {kind.name} keeps"
         f" {', '.join(kind.states) or 'none'}\n"
         "  try: the optimizer.type that it was trained with; a run that has resumed may change it by run.allow_change."
-        " Of an optimizer that is not offered (amsgrad) take the weights alone, as model.path"
+        " For an optimizer that is not offered (amsgrad), take the weights alone, as model.path"
     )

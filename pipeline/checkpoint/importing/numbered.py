@@ -54,7 +54,7 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
         CheckpointError: no rule gives every number a parameter of its shape, or two rules give different ones.
     """
     own, groups = state["state"], state["param_groups"]
-    names = _told(groups) or _found(own, groups, parameters, where)
+    names = _recorded_names(groups) or _found(own, groups, parameters, where)
     found: dict[str, dict[str, LazyTensor]] = {}
     for number, name in names.items():
         for kind, value in own.get(number, {}).items():
@@ -64,7 +64,7 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
     return NamedStates(found, [each.get("step") for each in own.values()], members)
 
 
-def _told(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+def _recorded_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
     """Number -> name, where the optimizer records names; FSDP's full state has them in place of numbers."""
     numbers = [number for group in groups for number in group["params"]]
     named = [name for group in groups for name in group.get("param_names") or group["params"]]
@@ -85,7 +85,7 @@ def _found(
         raise CheckpointError(
             f"{where} numbers its parameters ({' + '.join(map(str, sizes))} in {len(groups)} groups), and "
             f"{'more than one' if fitting else 'none'} of the usual groups of the model's {len(parameters)} parameters"
-            " (all in one; norms and biases by themselves) fits: which state is of which parameter would be a guess\n"
+            " (all in one; norms and biases by themselves) fits: matching states with parameters would be a guess\n"
             "  try: give the optimizer named_parameters(), or save it by dcp.save with the names of"
             " get_optimizer_state_dict (torch.distributed.checkpoint)"
         )

@@ -35,7 +35,7 @@ def read_replicated(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
         why = "it has no optimizer state that torch.optim would load"
         if head.get("optimizer") is None and head.get("param_shapes"):
-            why = "it is of ZeRO, and its optimizer states (*_optim_states.pt) are missing"
+            why = "ZeRO saved it, and its optimizer states (*_optim_states.pt) are missing"
         raise CheckpointError(f"{tag}: {why}\n  try: copy the files of all ranks, or save it with ZeRO stage 1")
     found = states_of(optimizer, wanted.parameters, tag)
     return SourceCheckpoint(

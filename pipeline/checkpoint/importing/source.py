@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.write.streamed import LazyTensor
-from pipeline.models.build.buffers import buffer_shapes
-from pipeline.models.build.meta import parameter_shapes
+from pipeline.models.construction.buffers import buffer_shapes
+from pipeline.models.construction.meta import parameter_shapes
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed; readers also take

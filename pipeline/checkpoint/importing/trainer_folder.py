@@ -46,8 +46,8 @@ _SECOND = re.compile(r"_\d+\.bin$")
 """Name ending of accelerate's files of a second model, whose weights may have the names of the first one's."""
 _LEFT_OUT = {
     "scheduler.[pb]*": "scheduler.pt, .bin: the config's schedule goes on at the step",
-    "rng_state*.pth": "rng_state*.pth: nothing in a run is drawn but first weights and the order of samples",
-    "random_states_*.pkl": "random_states_*.pkl: nothing in a run is drawn but first weights and the order of samples",
+    "rng_state*.pth": "rng_state*.pth: a run draws random numbers for first weights and sample order only",
+    "random_states_*.pkl": "random_states_*.pkl: a run draws random numbers for first weights and sample order only",
     "*_1.[bs]*": "the files of a second model or optimizer",
     "training_args.bin": "training_args.bin: batch, schedule and precision are the config's",
 }

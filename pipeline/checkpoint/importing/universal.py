@@ -85,7 +85,9 @@ def _tensor(path: Path, shape: tuple[int, ...] | None) -> LazyTensor:
     found = _param(path)
     shape = tuple(found.shape) if found.ndim > 1 or shape is None else shape
     if found.numel() != math.prod(shape):
-        raise CheckpointError(f"{path} has {found.numel():,} elements, and {shape} is wanted\n  try: convert it again")
+        raise CheckpointError(
+            f"{path} has {found.numel():,} elements, and the config's model needs {shape}\n  try: convert it again"
+        )
     # opened again when it is read: a mapping for every file of a large model would be too many
     return LazyTensor(shape, found.dtype, lambda: _param(path).reshape(shape))
 

@@ -161,12 +161,12 @@ def _check_ranks(tag: Path, ranks: Mapping[int, str], world: int) -> None:
     if missing:
         listed = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise CheckpointError(
-            f"{tag} is of {world} ranks, and {len(missing)} of their files are missing: {listed}\n"
+            f"{tag} was saved by {world} ranks, and {len(missing)} of their files are missing: {listed}\n"
             f"  try: copy them here, from the disks of all nodes"
         )
     if more := sorted(there - set(wanted)):
         raise CheckpointError(
-            f"{tag} is of {world} ranks, and has files of more: {', '.join(more[:4])}\n"
+            f"{tag} was saved by {world} ranks, and has files of more ranks: {', '.join(more[:4])}\n"
             f"  try: remove what an older checkpoint of more ranks has left there, or another step"
         )
 
@@ -191,7 +191,7 @@ def _refuse_others(tag: Path, head: Mapping[str, Any], state: Mapping[str, Any],
         raise CheckpointError(f"{tag}: {why}\n  try: merge adapters, and take the weights alone, as model.path")
     if stage == 3:
         if not state.get("fp32_flat_groups"):
-            why = "its optimizer state is on NVMe, not in it"
+            why = "its optimizer state is on NVMe, not in the folder"
             raise CheckpointError(f"{tag}: {why}\n  try: save it with zero_optimization.offload_optimizer on cpu")
     elif "param_slice_mappings" not in state or not isinstance(state.get("base_optimizer_state"), Mapping):
         why = f"deepspeed {state.get('ds_version') or head.get('ds_version')} wrote no param_slice_mappings into it"

@@ -72,7 +72,7 @@ class MemoryCopies:
         if not self._wanted:
             self._failure = (
                 f"the copies of this node take {need / 1e9:.3g} GB, and {max(0, free) / 1e9:.3g} GB of"
-                f" {self._memory.root.parent} and of the host's memory may be used"
+                f" {self._memory.root.parent} and of the host's memory are free for them"
             )
 
     def start(self, step: int, plan: WritePlan, lookup: Lookup, sha256: Mapping[str, str]) -> None:
@@ -135,7 +135,7 @@ class MemoryCopies:
             for name in written.sha256:
                 (partial / name).replace(folder / name)
         except _StoppedError:
-            self._failure = "it was not done when the next checkpoint began"
+            self._failure = "the copy was not finished when the next checkpoint began"
         except (OSError, RuntimeError, CheckpointError) as error:
             self._failure = (str(error) or repr(error)).splitlines()[0]
         finally:

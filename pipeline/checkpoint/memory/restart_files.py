@@ -152,7 +152,7 @@ class RestartFiles:
         self._say(f"warning: {line}")
 
     def _elsewhere(self, stack: ExitStack, found: _VerifiedCopies, folder: Path) -> dict[str, ShardSource]:
-        """Serves this rank's verified copies, and connects to those of other nodes when they are first read."""
+        """Serves this rank's verified copies, and connects to other nodes' copies when they are first read."""
         own: MemoryServerAddress | None = None
         try:
             if found.own:

@@ -76,7 +76,7 @@ class MetadataWriter:
         for rank in range(division.ranks):
             rows, found = division.written_by(rank), self._known.get(rank)
             if found is None or len(found.places) != len(rows):
-                raise CheckpointError(f"rank {rank} has not said where its {len(rows)} shards lie")
+                raise CheckpointError(f"rank {rank} has not reported where its {len(rows)} shards lie")
             if found.file is not None:
                 file[rows] = files.setdefault(found.file, len(files))
                 position[rows], length[rows] = found.places.T

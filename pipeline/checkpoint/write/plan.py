@@ -75,7 +75,7 @@ class Planner:
         offered = self._gather(encoded.digests)
         asked = self._scatter(lambda: self._coordinator.missing(offered))
         if asked is None:
-            assert self._plan is not None, "the plan that rank 0 has is of all ranks"
+            assert self._plan is not None, "rank 0's plan covers all ranks"
             return self._plan
         self._plan = None
         sent = self._gather(tuple(part if ask else None for part, ask in zip(encoded, asked, strict=True)))

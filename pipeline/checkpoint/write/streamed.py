@@ -15,7 +15,7 @@ from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.write.locations import MetadataWriter
 from pipeline.checkpoint.write.plan import make_write_plan
 from pipeline.checkpoint.write.write_shards import write_shards
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 Progress = Callable[[int, int], None]
 """Callback that takes (bytes written, all bytes)."""

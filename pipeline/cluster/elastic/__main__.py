@@ -104,28 +104,45 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         metavar="DIR",
         type=LOCAL,
-        help="for the agents' files: shared by all hosts, new for every job",
+        help="directory for the agents' files: shared by all hosts, new for every job",
     )
     add("--tasks", type=int, default=1, metavar="N", help="ranks of each host: its GPUs; default: %(default)s")
     add("--least", type=int, default=1, metavar="N", help="fewest hosts to go on with; default: %(default)s")
-    add("--restarts", type=int, default=20, metavar="N", help="without a new checkpoint; default: %(default)s")
-    add("--join", type=float, default=120.0, metavar="S", help="seconds in which all hosts have to come; default: 120")
-    add("--dead", type=float, default=DEAD_S, metavar="S", help="seconds of silence of a dead host; default: 20")
+    add(
+        "--restarts",
+        type=int,
+        default=20,
+        metavar="N",
+        help="most starts in a row without a new checkpoint; default: %(default)s",
+    )
+    add("--join", type=float, default=120.0, metavar="S", help="seconds that all hosts have to join; default: 120")
+    add(
+        "--dead",
+        type=float,
+        default=DEAD_S,
+        metavar="S",
+        help="seconds of silence after which a host counts as dead; default: 20",
+    )
     add(
         "--node-checks",
         action="store_true",
-        help="check the hosts that have come before the first start, leave bad ones out",
+        help="check the hosts before the first start, and leave bad ones out",
     )
     add("--output", metavar="FILE", type=LOCAL, help="log of rank 0 and of the agents; default: this terminal")
     add("--no-warm-ranks", action="store_true", help="keep no processes for the next start with their imports done")
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
-    add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
+    add("--guest", metavar="ADDRESS", help="take part as one more host; the others reach it at this address")
     slurm = parser.add_argument_group("under Slurm (slurm/ranks.sh sets them)")
     slurm.add_argument("--slurm-job", metavar="ID", help="queue this job again when the run asks for it")
-    slurm.add_argument("--batch-host", metavar="NAME", help="host of its batch script")
-    slurm.add_argument("--stopped", action="store_true", help="the job was asked to stop before this began")
-    slurm.add_argument("--join-script", metavar="FILE", type=LOCAL, help="submit this to replace a host that is lost")
-    add("module", choices=("pipeline.train", "pipeline.distill"), help="what the ranks run")
+    slurm.add_argument("--batch-host", metavar="NAME", help="host that runs the job's batch script")
+    slurm.add_argument("--stopped", action="store_true", help="the job was asked to stop before the agent began")
+    slurm.add_argument(
+        "--join-script",
+        metavar="FILE",
+        type=LOCAL,
+        help="batch script to submit for a host that replaces a lost one",
+    )
+    add("module", choices=("pipeline.train", "pipeline.distill"), help="module that the ranks run")
     add("arguments", nargs=argparse.REMAINDER, help="--config FILE [--set KEY=VALUE ...]")
     args = parser.parse_args(argv)
     for name in ("tasks", "least"):

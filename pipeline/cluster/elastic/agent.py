@@ -81,7 +81,7 @@ class Agent:
                 self.tick()
                 self._look()
                 time.sleep(_POLL_S)
-            self._linger()
+            self._wait_for_readers()
         finally:
             if self._ranks is not None:
                 self._ranks.end(tick=self.tick)
@@ -236,7 +236,7 @@ class Agent:
         if self._ranks is not None and (plan.growing or self._stop is not None):
             self._ranks.send(self._stop or signal.SIGUSR1)
 
-    def _linger(self) -> None:
+    def _wait_for_readers(self) -> None:
         """Keeps this node's file until all know the outcome: the leader looks at the others, they look at it."""
         deadline, untold = time.monotonic() + _LINGER_S, [node for node in self.files.nodes if node != self.node]
         while time.monotonic() < deadline:

@@ -159,7 +159,7 @@ class StateFiles:
         return {path.name: path.read_text() for path in names}
 
     def add(self, nodes: Iterable[str]) -> None:
-        """Adds nodes after those that are known."""
+        """Adds nodes after the known ones."""
         self.nodes = tuple(dict.fromkeys([*self.nodes, *nodes]))
 
     def read(self, node: str) -> NodeState | None:

@@ -131,7 +131,7 @@ def newest(plans: Sequence[RanksPlan]) -> tuple[RanksPlan, tuple[str, ...]]:
 
 
 def reconciled(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], rivals: Sequence[str]) -> RanksPlan:
-    """A start on all nodes that are there, in the place of plans that several leaders made at once.
+    """A start on all living nodes, which replaces plans that several leaders made at once.
 
     Args:
         terms: limits and callbacks of the job.

@@ -1,4 +1,4 @@
-"""The Slurm job of a run: queued again, ended where its batch script is gone, and given nodes for those that it lost.
+"""The Slurm job of a run: queued again, ended where its batch script is gone, and given nodes to replace lost ones.
 
 Slurm knows the end of a job by its batch script alone, which lives on the job's first node. slurm/ranks.sh says what a
 start of the script reads and writes.
@@ -99,11 +99,11 @@ class SlurmJob:
                 self._failed.update(nodes)
                 log = self.records / f"{self._join_name}-{number}.log"
                 why = (log.read_text(errors="replace") if log.exists() else "").strip().rpartition("\n")[2]
-                say(f"job {number} for another node failed on {', '.join(nodes)}, which is asked no more: {why}")
+                say(f"job {number} for another node failed on {', '.join(nodes)}, which are not asked for again: {why}")
         self._joining = {number for number, state, *_ in jobs if state in ("PENDING", "RUNNING", "COMPLETING")}
 
     def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:
-        """Returns what becomes of the job after its agents have got a SIGTERM.
+        """Says whether the job runs on, was preempted or ends, after its agents have got a SIGTERM.
 
         It `ends` where Slurm cancels it, ends it at its time limit, or takes it back into the queue by itself. A job
         that is `preempted` with a grace period is taken back only at its end: a run that has saved has to ask for it.
@@ -183,7 +183,7 @@ class SlurmJob:
             time.sleep(1)
 
     def _excluded(self, plan: RanksPlan) -> str:
-        """The nodes that the user excludes, and those that were left out."""
+        """Nodes excluded by the user, and bad nodes that were left out."""
         shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
         found = re.search(r" ExcNodeList=(\S+)", shown)
         before = [] if found is None or found[1] == "(null)" else [found[1]]

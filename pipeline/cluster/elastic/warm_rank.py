@@ -47,7 +47,11 @@ def _import() -> None:
         given = parse_arguments("")
         config = load_config(given.config, given.overrides)
         kinds = [kind for kind in [(config.model.config or {}).get("model_type")] if kind]
-        preload(["pipeline.run.session", "pipeline.engines.objective"], [config.engine], kinds)
+        preload(
+            ["pipeline.run.session", "pipeline.run.hooks.measured", "pipeline.engines.objective"],
+            [config.engine],
+            kinds,
+        )
 
 
 if __name__ == "__main__":

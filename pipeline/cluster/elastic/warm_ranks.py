@@ -64,7 +64,7 @@ class WarmRanks:
         return RankProcess(number, process, output, error)
 
     def end(self) -> None:
-        """Ends the processes that wait."""
+        """Ends the processes that wait for a start."""
         for process in self._waiting.values():
             process.kill()
             process.wait()

@@ -143,13 +143,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", required=True, metavar="NAME=ADDRESS,...|@FILE", help="all nodes, in the same order on each")
     name = socket.gethostname().partition(".")[0]
     add("--node", default=name, metavar="NAME", help="this node; default: %(default)s")
-    add("--directory", required=True, type=LOCAL.as_path(), metavar="DIR", help="for the records, shared by all nodes")
-    add("--attempt", default="1", metavar="TEXT", help="another one for every time that DIR is used; default: 1")
+    add(
+        "--directory",
+        required=True,
+        type=LOCAL.as_path(),
+        metavar="DIR",
+        help="directory for the records, shared by all nodes",
+    )
+    add("--attempt", default="1", metavar="TEXT", help="name of this use of DIR, new for each; default: 1")
     add(
         "--run-dir",
         type=LOCAL.as_path(),
         metavar="DIR",
-        help="whose file system is checked; default: the config's, or --directory",
+        help="run directory whose file system is checked; default: the config's, or --directory",
     )
     add("--devices", type=int, metavar="N", help="accelerators that each node has to have; default: any number")
     add("--config", metavar="FILE", type=LOCAL, help="the run's config, for launch.node_checks; default: its defaults")

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--leave-out", metavar="NODE", help="leave a node out")
     group.add_argument("--forgive", metavar="NODE", help="take a node back")
-    parser.add_argument("--reason", default="by hand", help="of --leave-out; default: %(default)s")
+    parser.add_argument("--reason", default="by hand", help="reason for --leave-out; default: %(default)s")
     args = parser.parse_args(argv)
     if not args.run_dir.is_dir():
         raise ConfigError("RUN", str(args.run_dir), why="there is no such directory", remedy="name a run's directory")

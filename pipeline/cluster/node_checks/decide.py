@@ -69,7 +69,7 @@ def decide(nodes: Sequence[str], records: Mapping[str, NodeRecord], *, terms: No
 
 
 def _local(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Iterator[str]:
-    """Adds to `bad` the problems that nodes have found on themselves; yields those that every node has."""
+    """Adds to `bad` the problems that nodes found on themselves; yields problems that every node has."""
     for check in dict.fromkeys(chain.from_iterable(record.problems for record in finished.values())):
         having = {node: record.problems[check] for node, record in finished.items() if check in record.problems}
         if len(having) == len(finished) > 1:
@@ -80,7 +80,7 @@ def _local(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Ite
 
 
 def _devices(finished: Mapping[str, NodeRecord], bad: dict[str, list[str]]) -> Iterator[str]:
-    """Adds to `bad` the nodes with fewer accelerators than most; yields a warning where no number is that of most."""
+    """Adds to `bad` the nodes with fewer accelerators than most; yields a warning where there is no usual number."""
     counts = {node: record.devices for node, record in finished.items() if record.devices is not None}
     if len(set(counts.values())) < 2:
         return
@@ -103,7 +103,7 @@ def _silence(record: NodeRecord | None, timeout_s: float) -> str:
 
 
 def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[NodeLink]]:
-    """Node -> its links, those that the other end measured included."""
+    """Node -> its links, including links measured from the other end."""
     links: dict[str, list[NodeLink]] = {node: [] for node in finished}
     for node, record in finished.items():
         for link in record.links:

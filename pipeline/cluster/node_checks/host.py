@@ -122,7 +122,7 @@ def _file_system(found: Findings, run_dir: Path, most_s: float) -> None:
     took = time.monotonic() - began
     found.facts["file_system_s"] = round(took, 4)
     if not same:
-        found.problems["file system"] = f"{there} gives back other bytes than were written"
+        found.problems["file system"] = f"{there} returns other bytes than were written"
     elif took > most_s:
         found.problems["file system"] = (
             f"{there} took {took:.1f} s to write, sync and read 1 MB, and {most_s:g} are allowed"

@@ -123,7 +123,7 @@ def _measure(other: str, connection: socket.socket, *, attempt: str, payload: in
     if answer != b"G":
         if answer == b"B":
             raise BusyError
-        raise OSError("it makes the checks of another start")
+        raise OSError("it runs the checks of another start")
     offset_s, trip_s = _clock(connection)
     speeds = []
     for _ in range(_REPEATS):
@@ -196,7 +196,7 @@ def measure_links(
     measure: Callable[[str, tuple[str, int]], NodeLink],
     deadline: float,
 ) -> list[NodeLink]:
-    """Measures links in order; what cannot be measured yet is tried again until a deadline.
+    """Measures links in order, and tries failed ones again until a deadline.
 
     Args:
         pending: names of the other nodes, in order; a measured one is removed.

@@ -70,7 +70,7 @@ def write_record(directory: Path, record: NodeRecord) -> None:
 
 
 def read_records(directory: Path, nodes: Iterable[str], *, attempt: str) -> dict[str, NodeRecord]:
-    """Node -> record of those that have written one in this attempt."""
+    """Node -> its record, for nodes that have written one in this attempt."""
     found: dict[str, NodeRecord] = {}
     for node in nodes:
         try:

@@ -44,7 +44,7 @@ class Agents:
 
 
 def folders_of(run_dir: Path) -> list[Path]:
-    """The directories in which agents of a run have written: those of its Slurm jobs, and `.agents` itself."""
+    """Directories in which a run's agents have written: one per Slurm job, and `.agents` itself."""
     top = run_dir / FOLDER
     return [top, *sorted(path for path in top.glob("*") if path.is_dir())]
 

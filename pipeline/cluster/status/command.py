@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", type=LOCAL, help="the run's config file, in place of RUN, as job scripts have it"
     )
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="with --config"
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with --config: override one field",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, once")
     parser.add_argument("--once", action="store_true", help="print once; otherwise a terminal shows a running run live")
@@ -54,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = arguments.run or arguments.config
     if given is None:
         if arguments.reason or arguments.log:
-            raise ConfigError("RUN", why="--reason and --log are of one run", remedy="give its directory or config")
+            raise ConfigError("RUN", why="--reason and --log show one run", remedy="give its directory or config")
         show_runs(Path.cwd(), as_json=arguments.json)
         return 0
     run_dir = run_dir_of(Path(given), arguments.overrides)
@@ -77,7 +82,7 @@ def show_run(run_dir: Path, *, as_json: bool, once: bool) -> None:
     console = Console(highlight=False)
     if as_json:
         print(json.dumps({**status.plain(), "reason": reason_of(status)}))
-    elif once or not console.is_terminal or not _moves(status):
+    elif once or not console.is_terminal or not _may_change(status):
         for text in lines_of(status):
             print(text)
     else:
@@ -137,7 +142,7 @@ def _opened(run_dir: Path) -> tuple[RunReader, RunStatus]:
     return reader, reader.read()
 
 
-def _moves(status: RunStatus) -> bool:
+def _may_change(status: RunStatus) -> bool:
     """Whether the status is going to change by itself."""
     return bool(status.training) or any(job.state in ("PENDING", "RUNNING", "CONFIGURING") for job in status.jobs)
 
@@ -146,7 +151,7 @@ def _follow(
     console: Console, reader: RunReader, status: RunStatus, lines: Callable[[RunStatus], Iterator[str]]
 ) -> None:
     with Live(_text(lines(status)), console=console, auto_refresh=False) as live:
-        while _moves(status):
+        while _may_change(status):
             time.sleep(_INTERVAL_S)
             status = reader.read()
             live.update(_text(lines(status)), refresh=True)

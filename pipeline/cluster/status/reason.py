@@ -51,7 +51,7 @@ def agents_ended(status: RunStatus) -> bool:
 
 
 def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The reason to print at the end of a job's output: that of this job's last attempt, never of an earlier job.
+    """The reason to print at the end of a job's output: from this job's last attempt, never from an earlier job's.
 
     Args:
         run_dir: the run's directory.

@@ -224,7 +224,7 @@ class RunReader:
         )
 
     def _job_ids(self, attempts: Sequence[RecordedAttempt]) -> list[str]:
-        """The newest job that has started, the newest that Slurm has started, and those that are to train here."""
+        """The newest job that has started here, the newest that Slurm has started, and jobs that will train here."""
         started = [attempt.job for attempt in attempts if attempt.job][-1:]
         starts = self._dir / SLURM_STARTS
         noted = [line.split()[0] for line in starts.read_text().splitlines() if line.strip()] if starts.exists() else []

@@ -96,7 +96,7 @@ class QueuedJob:
 
 
 def find_jobs(ids: Sequence[str]) -> list[QueuedJob]:
-    """The jobs of these numbers that Slurm still knows; sacct has those that the controller has forgotten."""
+    """Jobs with these numbers that Slurm still knows; sacct lists jobs that the controller has forgotten."""
     if not ids or shutil.which("squeue") is None:
         return []
     found = _queue("--states=all", f"--jobs={','.join(ids)}")
@@ -134,7 +134,7 @@ def run_dir_of_job(job: QueuedJob) -> Path | None:
 
 
 def output_files(ids: Sequence[str]) -> list[Path]:
-    """The files that jobs write their output to, of those that the controller still knows."""
+    """Output files of the jobs that the controller still knows."""
     found = [_output("scontrol", "show", "job", "--oneliner", each) for each in ids if shutil.which("scontrol")]
     names = [re.search(rf" StdOut=(/.*?){_FIELD_END}", text or "") for text in found]
     return [Path(name[1]) for name in names if name is not None]

@@ -123,11 +123,11 @@ def _checkpoint(status: RunStatus) -> str:
 
 
 def _uploads(uploads: Uploading) -> Iterator[str]:
-    """The newest checkpoint in the object store, what waits, and what fails."""
+    """Uploads: the newest checkpoint in the object store, the backlog, and errors."""
     durable, age = uploads.durable_step, uploads.durable_age_seconds
     newest = "no checkpoint yet" if durable is None else f"newest checkpoint of step {durable:,}"
     since = "" if age is None else f", there since {ago(age)}"
-    told = "" if uploads.released else f"; told by {uploads.host} {ago(uploads.age_seconds)}"
+    told = "" if uploads.released else f"; reported by {uploads.host} {ago(uploads.age_seconds)}"
     yield line("uploaded", f"{newest}{since}{told}")
     if uploads.waiting:
         steps = ", ".join(f"{step:,}" for step in uploads.waiting)

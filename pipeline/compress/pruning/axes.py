@@ -222,7 +222,7 @@ def anatomy_of(source: ModelFolder) -> Anatomy:
         raise ConfigError(
             "model",
             str(source.path),
-            why=f"it is a {kind}, and which of its tensors belong together is not known here",
+            why=f"it is a {kind}: headrace does not know which of its tensors belong together",
             remedy=f"use one of {', '.join(ARCHITECTURES)}, or model.keep_layers of a training run, which cuts layers",
         )
     architecture = ARCHITECTURES[kind]
@@ -259,7 +259,7 @@ def _sizes(keys: Mapping[str, str], source: ModelFolder) -> dict[str, int]:
 def _tensor(architecture: Architecture, source: ModelFolder, name: str, sizes: Mapping[str, int]) -> PrunableTensor:
     found, stored = architecture.matching(name), source.tensors[name].shape
     if found is None:
-        why = f"the tensor {name} is not known of a {source.config['model_type']}"
+        why = f"a {source.config['model_type']} has no known tensor {name}"
         remedy = "load the folder with transformers and save it with save_pretrained, or use another model"
         raise ConfigError("model", str(source.path), why=why, remedy=remedy)
     match, axes = found

@@ -150,7 +150,7 @@ def shape_for_latency(plan: PruningPlan) -> tuple[Shape, float]:
     found = search(plan.choices, cost, limit, grow=False)
     if found is None:
         least = cost(plan.choices.smallest)
-        why = f"with the smallest sizes a forward pass takes still {least:.2f} of the original's time here"
+        why = f"at the smallest sizes a forward pass still takes {least:.2f} of the original's time here"
         more = "" if LAYERS in plan.choices.allowed else ", or add num_hidden_layers to axes"
         near = f"{least * 1.1:.2f} or more, " if least * 1.1 < 1 else ""
         remedy = f"use {near}a smaller multiple_of{more}"

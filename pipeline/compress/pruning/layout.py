@@ -72,12 +72,12 @@ def _check_processes(config: PruneConfig, world_size: int) -> None:
 def _check_architecture(config: PruneConfig, architecture: Architecture) -> None:
     how = config.importance
     if how.tp > 1 and not architecture.tensor_parallel:
-        why = "tensor parallelism is not there for this architecture"
+        why = "this architecture cannot be pruned with tensor parallelism"
         raise ConfigError("importance.tp", how.tp, why=why, remedy="use importance.zero_stage 3")
     if architecture.soft_cap and (how.cp > 1 or config.data.mask_documents):
         field, value = ("importance.cp", how.cp) if how.cp > 1 else ("importance.zero_stage", how.zero_stage)
         what = "context parallelism" if how.cp > 1 else "sharding with data.mask_documents"
-        why = f"{what} needs our own attention, which does not cap its scores, as this architecture's does"
+        why = f"this architecture caps attention scores, and headrace's attention, which {what} needs, does not"
         raise ConfigError(field, value, why=why, remedy=f"use {field} {1 if how.cp > 1 else 0}")
 
 

@@ -145,7 +145,7 @@ def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices:
         remedy = f"use {needed} or more, a smaller multiple_of" + (
             f", or add {' or '.join(more)} to axes" if more else ""
         )
-        raise ConfigError(f"target.{name}", limit, why=f"with {sizes} it has still {needed:,}", remedy=remedy)
+        raise ConfigError(f"target.{name}", limit, why=f"with {sizes} the model still has {needed:,}", remedy=remedy)
     return anatomy.completed(found)
 
 
@@ -192,7 +192,7 @@ def _with_hidden(given: dict[str, int], anatomy: Anatomy) -> dict[str, int]:
     """Adds the hidden size that follows from the heads, in an architecture in which the two are tied."""
     hidden = given[GROUPS] * anatomy.head_size
     if given.setdefault(HIDDEN, hidden) != hidden:
-        why = f"its heads have {anatomy.head_size} features each, and as many of them as the hidden size together"
+        why = f"its heads have {anatomy.head_size} features each, and together they make up the hidden size"
         remedy = f"use hidden_size {hidden}, or leave one of the two out"
         raise ConfigError(f"target.shape.{GROUPS}", given[GROUPS], why=why, remedy=remedy)
     return given

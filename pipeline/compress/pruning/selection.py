@@ -95,11 +95,11 @@ def unseen_experts(sums: Mapping[str, Tensor], kept: Kept) -> list[tuple[int, in
     return [
         (layer, expert)
         for (layer, expert), count in tokens.items()
-        if expert is not None and count is not None and count[expert] == 0 and _stays(kept, layer, expert)
+        if expert is not None and count is not None and count[expert] == 0 and _is_kept(kept, layer, expert)
     ]
 
 
-def _stays(kept: Kept, layer: int, expert: int) -> bool:
+def _is_kept(kept: Kept, layer: int, expert: int) -> bool:
     experts = kept.experts.get(layer)
     return layer in kept.layers and (experts is None or expert in experts)
 

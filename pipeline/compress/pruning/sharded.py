@@ -23,11 +23,11 @@ from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.architecture_limits import check_layout
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.decoder_layers import decoder_layers
 from pipeline.models.hf_config import read_hf_config
-from pipeline.run.prepare import attention_of
 
 
 def open_model(run: ResolvedRun) -> nn.Module:

@@ -79,7 +79,7 @@ def plan_budget(
     least = budget.total(budget.smallest())
     if least > limit:
         key = "bytes" if config.budget.bytes else "bits_per_weight"
-        why = f"{limit:,} bytes, and the smallest choice of every layer makes {least:,}: {fixed:,} are of what stays"
+        why = f"the smallest choice of every layer takes {least:,} bytes, not {limit:,}; {fixed:,} stay unquantized"
         least_given = f"{least:,}" if key == "bytes" else f"{ceil(8000 * least / source.parameters) / 1000:.3f}"
         remedy = f"use {least_given} or more, or smaller candidates"
         if gguf is None and "lm_head" not in layers and not source.tied:
@@ -87,7 +87,7 @@ def plan_budget(
         raise ConfigError(f"budget.{key}", getattr(config.budget, key), why=why, remedy=remedy)
     whole = budget.total(dict.fromkeys(budget.units, UNCHANGED))
     if whole <= limit:
-        why = f"{limit:,} bytes, and {whole:,} are enough for the model as it is"
+        why = f"the model as it is takes {whole:,} bytes, which the {limit:,} allow"
         raise ConfigError("budget", config.budget.model_dump(), why=why, remedy="use less, or leave the model as it is")
     return budget
 
@@ -111,10 +111,10 @@ def check_keys(config: QuantizeConfig) -> None:
         raise ConfigError("budget", config.budget.model_dump(), why=why, remedy="give one of them")
     folder = [name in SCHEMES for name in config.budget.candidates]
     if any(folder) and not all(folder):
-        why = "some are of Hugging Face folders, and some are types of GGUF files"
+        why = "some are schemes of Hugging Face folders, and some are types of GGUF files"
         raise ConfigError("budget.candidates", config.budget.candidates, why=why, remedy=f"use {', '.join(SCHEMES)}")
     if len(set(config.budget.candidates)) < len(folder):
-        raise ConfigError("budget.candidates", config.budget.candidates, why="one is there twice", remedy="remove it")
+        raise ConfigError("budget.candidates", config.budget.candidates, why="one is given twice", remedy="remove it")
 
 
 def _folder_units(

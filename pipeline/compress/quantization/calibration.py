@@ -143,7 +143,7 @@ def _round(
     found: dict[str, Tensor] = {}
     for names, hessian in moments.pop():
         scales = {name: method.scale(_linear(linear[name])) for name in names}
-        for alike, rounding in _alike(method, scales):
+        for alike, rounding in _by_rounding(method, scales):
             weights = [_linear(linear[name]).weight for name in alike]
             stacked = torch.cat(weights), torch.cat([scales[name].float() for name in alike])
             rounded = gptq(stacked[0], hessian, stacked[1], rounding=rounding)
@@ -153,7 +153,7 @@ def _round(
     return found
 
 
-def _alike(method: Method, scales: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Rounding]]:
+def _by_rounding(method: Method, scales: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Rounding]]:
     """Groups layers with the same rounding and the same number of scale groups."""
     assert method.rounding is not None
     found: dict[tuple[Rounding, int], list[str]] = {}

@@ -70,7 +70,7 @@ def check_imatrix(config: QuantizeConfig) -> None:
         weighted = FILE_TYPES[config.scheme].weighted
     shown = ", ".join(names)
     if not weighted:
-        why = f"the numbers of {shown} do not depend on what the errors weigh"
+        why = f"an importance matrix changes nothing in {shown}"
         raise ConfigError("imatrix", True, why=why, remedy="leave it out, or use Q4_K_M, say")
     if not libllama.installed():
         why = f"{shown} with an importance matrix is computed by llama.cpp's library, which is not installed"

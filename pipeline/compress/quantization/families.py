@@ -21,7 +21,7 @@ class Family:
         attention_norm: name of the norm that only the query, key and value projections read.
         mlp_norm: name of the norm that only gate and up projections and the router read.
         offset: number added to a norm's weight before it multiplies; 1 for Gemma.
-        norms_outputs: whether there are norms behind the layers, too, with which a rotation does not commute.
+        norms_outputs: whether norms follow the layers, too: a rotation does not commute with them.
     """
 
     attention_norm: str = "input_layernorm"
@@ -51,6 +51,6 @@ def family_of(config: HfFields, *, key: str, value: object) -> Family:
     """
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        why = f"which layers read which norm is known for {', '.join(sorted(FAMILIES))}, and this model is {kind}"
+        why = f"the layers that read a norm are known for {', '.join(sorted(FAMILIES))}, not for {kind}"
         raise ConfigError(key, value, why=why, remedy="leave it out, or use method gptq alone")
     return FAMILIES[kind]

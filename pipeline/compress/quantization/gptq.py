@@ -57,7 +57,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
 
 
 def _without_zeros(diagonal: Tensor) -> Tensor:
-    """Replaces zeros (inputs that are always 0) by the mean of the others, of which damping is a share."""
+    """Replaces zeros (inputs that are always 0) by the mean of the others; damping is a share of that mean."""
     zero = diagonal == 0
     mean = diagonal.sum() / (~zero).sum().clamp(min=1)
     return torch.where(zero, torch.where(mean == 0, 1.0, mean), diagonal)

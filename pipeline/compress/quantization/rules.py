@@ -151,7 +151,7 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
     _check_method(config)
     if config.imatrix:
-        why = f"{config.scheme} is written to a Hugging Face folder, and an importance matrix is of GGUF types"
+        why = f"{config.scheme} is written to a Hugging Face folder, and importance matrices are for GGUF types"
         remedy = 'use "method": "gptq", which is calibrated on the same text, or a GGUF type'
         raise ConfigError("imatrix", True, why=why, remedy=remedy)
     if config.smoothing is not None:
@@ -198,10 +198,10 @@ def routers(source: ModelFolder) -> list[str]:
 def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
     remedy = "leave it out; smoothing helps against outliers, too"
     if family_of(source.config, key="rotation", value=True).norms_outputs:
-        why = f"{source.config['model_type']} has norms behind its layers, with which a rotation does not commute"
+        why = f"{source.config['model_type']} has norms after its layers, and a rotation does not commute with them"
         raise ConfigError("rotation", True, why=why, remedy=remedy)
     if source.tied:
-        why = f"the head of {config.model} is its embedding, and takes the weight of the last norm, which that must not"
+        why = f"the head of {config.model} is its embedding, into which the last norm must not be folded"
         raise ConfigError("rotation", True, why=why, remedy=remedy)
 
 

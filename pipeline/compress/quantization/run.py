@@ -68,7 +68,9 @@ def _quantized(plan: QuantizationPlan) -> Manifest:
     Console(file=sys.stdout).print(table(manifest))
     if "mixed" in manifest.details:
         Console(file=sys.stdout).print(mixed_table(manifest.details["mixed"]))
-    Console(file=sys.stdout).print(consumer_table(manifest.details["consumers"], title="scored by what serves it"))
+    Console(file=sys.stdout).print(
+        consumer_table(manifest.details["consumers"], title="scored by the programs that serve it")
+    )
     return manifest
 
 
@@ -106,7 +108,9 @@ def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan
 def _check_budget(mixed: Details, written: int) -> None:
     if written > mixed["budget_bytes"]:
         why = f"{written:,} bytes were written, and the budget is {mixed['budget_bytes']:,}"
-        raise DataError(f"the result was not accepted, and was deleted: {why}\n  try: a budget that is larger by that")
+        raise DataError(
+            f"the result was not accepted, and was deleted: {why}\n  try: a budget larger by the difference"
+        )
 
 
 def _score(

@@ -109,7 +109,7 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A linear layer and the one that reads its outputs: heads of `block` features, each repeated for its group."""
+    """A linear layer and the layer that reads its outputs: heads of `block` features, each repeated for its group."""
 
     writer: nn.Linear
     reader: nn.Linear

@@ -36,8 +36,8 @@ from pipeline.compress.quantization.weights import (
     weight_args,
 )
 from pipeline.compress.quantization.work import CalibrationWork
-from pipeline.models.build.buffers import fill_buffers
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.construction.buffers import fill_buffers
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.folder.loading import empty_model, pick_device
 from pipeline.models.folder.weight_files import INDEX, read_header
 
@@ -127,14 +127,14 @@ class _PartwiseModel:
         """Inputs of the layers, as `layer_inputs` returns them."""
         head = self.model.get_output_embeddings()
         outside = [module for module in self._outside() if module is not head]
-        with self._lent(outside), _passing(self.layers):
+        with self._loaded(outside), _passing(self.layers):
             self._turn_outside()
             return layer_inputs(self.model, self.layers, calibration_batches(self._plan))
 
     @contextmanager
     def loaded(self, layer: nn.Module) -> Iterator[nn.Module]:
         """Loads the weights of a layer, in fp32 on the CPU, until the block ends."""
-        with self._lent(list(layer.modules())):
+        with self._loaded(list(layer.modules())):
             if self._rotation is not None:
                 self._rotation.layer(layer)
             yield layer
@@ -150,7 +150,7 @@ class _PartwiseModel:
         """Packed tensors outside of the decoder layers: name -> tensor."""
         outside = self._outside()
         found: dict[str, Tensor] = {}
-        with self._lent(outside):
+        with self._loaded(outside):
             self._turn_outside()
             seen: set[int] = set()
             for module in outside:
@@ -176,7 +176,7 @@ class _PartwiseModel:
         return [module for module in self.model.modules() if id(module) not in inside]
 
     @contextmanager
-    def _lent(self, modules: list[nn.Module]) -> Iterator[None]:
+    def _loaded(self, modules: list[nn.Module]) -> Iterator[None]:
         """Loads the values of modules' own parameters (not their submodules'), until the block ends."""
         owned = [(module, key, p) for module in modules for key, p in module._parameters.items() if p is not None]
         values: dict[int, nn.Parameter] = {}

@@ -40,8 +40,8 @@ from pipeline.compress.quantization.rules import QuantizationPlan
 from pipeline.compress.quantization.signround import SignRound
 from pipeline.compress.quantization.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
-from pipeline.models.build.buffers import declared_fp32
-from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.construction.buffers import declared_fp32
+from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.folder.loading import pick_device
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
 

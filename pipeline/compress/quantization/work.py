@@ -60,7 +60,7 @@ class CalibrationWork:
         return self.path / f"layer-{number:05d}.safetensors"
 
     def finish(self, number: int, tensors: Mapping[str, Tensor], hidden: Sequence[Tensor]) -> None:
-        """Writes a layer's tensors, and the hidden states behind it (none for the last layer)."""
+        """Writes a layer's tensors, and the hidden states after it (none for the last layer)."""
         if hidden:
             _save({str(at): states for at, states in enumerate(hidden)}, self._hidden(number + 1))
         _save(tensors, self.layer(number))

@@ -29,7 +29,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 Fingerprint = Callable[[Path], str]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
-_OF_SHAPE = ("group_size", "calibration.samples", "target", "budget.bytes", "budget.bits_per_weight")
+_SHAPE_FIELDS = ("group_size", "calibration.samples", "target", "budget.bytes", "budget.bits_per_weight")
 """Beginnings of field names whose values may fit the pruned model but not the original."""
 
 
@@ -68,7 +68,7 @@ def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
             before = smallest.get((name, dtype))
             smallest[name, dtype] = size
             if before is not None and (size > before or (size == before and "shape" not in name)):
-                why = f"it is of round {number}, and a round before leaves {before:,} at most"
+                why = f"round {number} cannot reach it: an earlier round leaves {before:,} at most"
                 raise ConfigError(f"prune.{name}", size, why=why, remedy=f"use less than {before} there")
 
 
@@ -109,14 +109,14 @@ def _problems(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[
     made = is_folder(step.source)
     try:
         if step.verb == "quantize":
-            compress.prepare(parse(QuantizeConfig, _here(step, recipe)))
+            compress.prepare(parse(QuantizeConfig, _with_existing_model(step, recipe)))
         elif step.verb == "prune":
-            pruning.prepare(parse(PruneConfig, _here(step, recipe)))
+            pruning.prepare(parse(PruneConfig, _with_existing_model(step, recipe)))
         elif step.verb == "distill":
             _check_distill(step, recipe)
     except ConfigError as error:
         for each in problems_in(error):
-            if made or not recipe.config.rounds or not each.field.startswith(_OF_SHAPE):
+            if made or not recipe.config.rounds or not each.field.startswith(_SHAPE_FIELDS):
                 yield ConfigError(f"{_place(recipe, step)}{each.field}", each.value, why=each.why, remedy=each.remedy)
 
 
@@ -127,7 +127,7 @@ def _place(recipe: Recipe, step: Step) -> str:
     return "prune." if step.verb == "prune" else f"{step.verb}.{step.name}."
 
 
-def _here(step: Step, recipe: Recipe) -> ConfigTree:
+def _with_existing_model(step: Step, recipe: Recipe) -> ConfigTree:
     """A step's config with a model that exists, and an output that does not."""
     model = step.source if is_folder(step.source) else recipe.original
     return {**step.config, "model": str(model), "output": str(recipe.output / ".check")}
@@ -155,7 +155,7 @@ def _unmade_student(step: Step, recipe: Recipe, folder: Path) -> Path:
     """Makes a folder with a future pruned model's config and no weights; the original's if its shape is not known."""
     before = next((other for other in recipe.steps if other.output == step.source and other.verb == "prune"), None)
     try:
-        plan = None if before is None else pruning.prepare(parse(PruneConfig, _here(before, recipe)))
+        plan = None if before is None else pruning.prepare(parse(PruneConfig, _with_existing_model(before, recipe)))
     except ConfigError:  # which the pruning's own check says
         plan = None
     if plan is None or plan.shape is None:
@@ -179,7 +179,7 @@ def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[C
     if _is_of_another_model(step, fingerprint):
         places = f"{step.result} and {step.output}" if step.verb == "distill" else step.result
         remedy = f"remove {places} to do the step again, or choose another output"
-        yield ConfigError(str(step.result), why=f"it was made of another {step.source}", remedy=remedy)
+        yield ConfigError(str(step.result), why=f"it was made from another {step.source}", remedy=remedy)
 
 
 def _is_of_another_model(step: Step, fingerprint: Fingerprint) -> bool:

@@ -1,4 +1,4 @@
-"""`"auto"` in DeepSpeed's sections: what the Hugging Face Trainer fills in by default, as far as it has a meaning here.
+"""`"auto"` in DeepSpeed's sections: values as the Hugging Face Trainer fills them in, where they have a meaning here.
 
 The Trainer takes such values from its command line. There is none here, so each becomes the default of that argument,
 and every one is listed when a run is checked and started. Source: transformers `integrations/deepspeed.py` and

@@ -24,7 +24,7 @@ def check_gradient_dtype(config: Config, topology: Topology, batch: BatchSizes) 
         raise ConfigError(field, given, why="one process reduces no gradients over ranks", remedy=remedy)
     if config.engine == "deepspeed":
         if stage < 2:
-            why = f"at ZeRO stage {stage} gradients are reduced in the fp32 in which they were accumulated"
+            why = f"at ZeRO stage {stage} gradients are accumulated in fp32, and reduced in it"
             raise ConfigError(field, given, why=why, remedy=f"{remedy}, or use zero_optimization.stage 2 or 3")
         return
     once = stage < 2 or config.parallel.hybrid_shard_size is not None or (topology.pp > 1 and stage < 3)
@@ -32,7 +32,7 @@ def check_gradient_dtype(config: Config, topology: Topology, batch: BatchSizes) 
         more = " (or more, with parallel.shares auto)" if config.parallel.shares == "auto" else ""
         why = (
             f"gradients of the {batch.accumulation} micro-batches of a step{more} are summed before they are reduced,"
-            " and FSDP2 sums them in the dtype in which it reduces them"
+            " and FSDP2 sums them in the dtype of its reduction"
         )
         others = "zero_optimization.stage 3 without hybrid_shard_size" if topology.pp > 1 else "stage 2 or 3"
         raise ConfigError(field, given, why=why, remedy=f"{remedy}, or use {others}, or one micro-batch per step")
@@ -64,5 +64,5 @@ def check_secondary_shards(config: Config, topology: Topology) -> None:
             why = f"{other} gathers weights in another way, and the two do not combine"
             raise ConfigError(field, size, why=why, remedy=f"{remedy}, or {other}")
     if config.engine == "deepspeed" and topology.tp > 1:
-        why = "DeepSpeed 0.19 makes its groups of neighbouring global ranks, of which tp ranks hold different weights"
+        why = "DeepSpeed 0.19 groups neighbouring global ranks, and tp ranks among them hold different weights"
         raise ConfigError(field, size, why=why, remedy=f"{remedy}, or use engine torch")

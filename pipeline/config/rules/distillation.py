@@ -37,7 +37,7 @@ def check_features(distill: DistillSection | None, *, attn_implementation: str, 
         return
     for field in features_of(distill):
         if distill.logits is not None:
-            why = "cached logits hold what the teacher says, not what it computes on the way"
+            why = "cached logits hold the teacher's output, not its hidden states and attentions"
             raise ConfigError(field, why=why, remedy="use distill.teacher without distill.logits, or remove it")
     if distill.attentions is None:
         return
@@ -178,7 +178,7 @@ def check_distillation(section: DistillSection | None, data: DataSection) -> Non
         why = "fill-in-the-middle rearranges a sample differently in every run, and cached logits are of one order"
         raise ConfigError("distill.logits", section.logits, why=why, remedy="use distill.teacher, or remove data.fim")
     if section.logits is not None and section.on_policy is not None:
-        why = "cached logits are of the data's tokens, and what the student will sample is not known before"
+        why = "cached logits cover the data's tokens, and the student's samples are not known before the training"
         raise ConfigError("distill.on_policy", why=why, remedy="use distill.teacher without distill.logits")
     if section.logits is not None and section.shard_teacher:
         why = "with cached logits no teacher is in memory"

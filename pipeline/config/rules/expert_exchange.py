@@ -1,4 +1,4 @@
-"""Rules of the exchange of tokens between expert-parallel ranks: its key, and what a package's kernels combine with."""
+"""Rules of the token exchange between expert-parallel ranks: its key, and features that a package's kernels support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expert_exchange(config: Config) -> str:
 
 
 def check_expert_exchange(config: Config) -> None:
-    """Refuses what the kernels of DeepEP and HybridEP do not combine with, in a run with expert parallelism.
+    """Refuses features that the kernels of DeepEP and HybridEP do not support, in a run with expert parallelism.
 
     Raises:
         ConfigError: names the field and what works.
@@ -40,10 +40,10 @@ def check_expert_exchange(config: Config) -> None:
         remedy = "use bf16.enabled true, or all_to_all"
         raise ConfigError(_KEY, name, why=f"its kernels take bf16, and this run is in {given}", remedy=remedy)
     if config.memory.activation_checkpointing == "selective":
-        why = "selective activation checkpointing keeps results of torch's operators, and its kernels are none"
+        why = "selective activation checkpointing keeps results of torch's operators, not of these kernels"
         raise ConfigError(_KEY, name, why=why, remedy="use memory.activation_checkpointing full or none, or all_to_all")
     if config.distill is not None and config.distill.on_policy is not None:
-        why = "its buffers are for the tokens of a micro-batch, and a student that samples has other numbers of them"
+        why = "its buffers have the size of a micro-batch, and a sampling student needs other sizes"
         raise ConfigError(_KEY, name, why=why, remedy="use all_to_all, or remove distill.on_policy")
 
 
@@ -64,10 +64,10 @@ def check_overlap(config: Config, topology: Topology, batch: BatchSizes, *, elas
     if topology.ep == 1:
         raise ConfigError(_OVERLAP, True, why="there is no expert parallelism: parallel.ep is 1", remedy="remove it")
     if config.parallel.shares is not None:
-        why = "ranks with uneven shares run different numbers of micro-batches, and these run in pairs"
+        why = "ranks with uneven shares run different numbers of micro-batches, and the overlap needs pairs"
         raise ConfigError(_OVERLAP, True, why=why, remedy="remove it, or parallel.shares")
     if (name := expert_exchange(config)) != "all_to_all":
-        why = f"parallel.ep_exchange is {name}, for whose kernels the layers wait"
+        why = f"layers wait for the kernels of parallel.ep_exchange {name}"
         raise ConfigError(_OVERLAP, True, why=why, remedy="remove it, or use parallel.ep_exchange all_to_all")
     if topology.pp > 1 and not config.parallel.schedule_kind.overlaps:
         why = f"schedule {config.parallel.schedule} runs no forward pass beside a backward pass"

@@ -20,12 +20,12 @@ def refuse_remote_groups(config: Config) -> None:
     """
     if is_url(config.run.dir) and (config.islands or config.replicas):
         field = "islands" if config.islands else REPLICAS
-        why = f"with {field}, run.dir is a path: processes find each other's files there"
+        why = f"with {field}, run.dir has to be a path, where processes find each other's files"
         raise ConfigError("run.dir", config.run.dir, why=why, remedy=f"a path, or remove the section {field}")
 
 
 def check_islands(config: Config) -> None:
-    """Checks the section `islands`, and what it combines with.
+    """Checks the section `islands`, and the features used beside it.
 
     Raises:
         ConfigError: an address without a secret, or a feature that an island cannot have.
@@ -39,10 +39,10 @@ def check_islands(config: Config) -> None:
         remedy = f"islands.overlap below islands.steps, e.g. {section.steps // 2}"
         raise ConfigError("islands.overlap", section.overlap, why=why, remedy=remedy)
     if section.overlap and section.mode == "asynchronous":
-        why = "islands that do not wait for each other have nothing to do beside an exchange but to send it"
+        why = "asynchronous islands never wait for an exchange, so there is nothing to overlap"
         raise ConfigError("islands.overlap", section.overlap, why=why, remedy="0 with islands.mode asynchronous")
     if section.outer.momentum_follows_lr and section.mode == "asynchronous":
-        why = "pseudo-gradients of different rounds, and so of different learning rates, come together there"
+        why = "asynchronous islands mix pseudo-gradients of different rounds and learning rates"
         raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or mode synchronous")
     if section.outer.momentum_follows_lr and not section.outer.momentum:
         why = "there is no momentum that could follow"
@@ -98,7 +98,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_replicas_section(config: Config) -> None:
-    """Checks the section `replicas`, and what it combines with.
+    """Checks the section `replicas`, and the features used beside it.
 
     Raises:
         ConfigError: an address without a secret, or a feature that replicas cannot have.
@@ -124,7 +124,7 @@ def check_replicas_section(config: Config) -> None:
         why = "the load of experts is counted over the ranks of one replica"
         raise ConfigError("moe.balance", config.moe.balance, why=why, remedy='use "none", or remove replicas')
     if config.optimizer.params.qk_clip is not None:
-        why = "the largest attention logits are those of the ranks of one replica, and each would scale other weights"
+        why = "each replica sees its own largest attention logits, and would scale other weights"
         given = config.optimizer.params.qk_clip
         raise ConfigError("optimizer.params.qk_clip", given, why=why, remedy="remove it, or remove replicas")
     batch = config.train_batch_size

@@ -74,7 +74,7 @@ def _expert_size(config: Config) -> int:
 
 
 def _size(config: Config, axis: str, key: str, value: int | None) -> int:
-    """The size of an axis: ours, or that of DeepSpeed's key for it."""
+    """The size of an axis, by our key or by DeepSpeed's."""
     own: int | None = getattr(config.parallel, axis)
     if own is not None and value is not None and own != value:
         raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
@@ -167,9 +167,9 @@ def _check_sequence(config: Config, topology: Topology) -> None:
     ring = cp > 1 and config.parallel.cp_method == "ring"
     unit = cp * (lcm(2, tp) if ring else tp)
     if length % unit:
-        why = f"cp {cp} x tp {tp} ranks each hold an equal part of the sequence between decoder layers"
+        why = f"the cp {cp} x tp {tp} ranks divide a sequence into equal parts"
         if ring:
-            why += f", and with ring attention {2 * cp} equal chunks, two for each cp rank, make its work equal"
+            why += f", and ring attention needs {2 * cp} equal chunks, two for each cp rank"
         below = length // unit * unit
         near = f"{below} or {below + unit}" if below else str(unit)
         raise ConfigError("data.sequence_length", length, why=why, remedy=f"use {near}")
@@ -210,20 +210,18 @@ def _check_expert_parallel(config: Config, topology: Topology) -> None:
     check_expert_exchange(config)
     if parallel.hybrid_shard_size is not None and parallel.hybrid_shard_size * topology.tp % ep:
         ranks = parallel.hybrid_shard_size * topology.tp
-        why = (
-            f"the experts are within a replica, of {ranks} ranks (hybrid_shard_size x tp), and it does not divide them"
-        )
+        why = f"experts are split within a replica of {ranks} ranks (hybrid_shard_size x tp), which it does not divide"
         near = largest_divisor(ranks, most=ep)
         raise ConfigError("parallel.ep", ep, why=why, remedy=f"use {near}, or hybrid_shard_size {ep}")
     if parallel.shares is not None and topology.cp * topology.tp % ep:
-        why = "ranks with uneven shares run different numbers of micro-batches, and those of an ep group run each"
+        why = "ranks with uneven shares run different numbers of micro-batches, and an ep group runs them"
         raise ConfigError("parallel.ep", ep, why=f"{why} together", remedy="remove parallel.shares, or parallel.ep")
     if config.engine == "deepspeed":
         _check_zero_of_experts(config.zero_optimization)
 
 
 def _check_zero_of_experts(zero: ZeroSection) -> None:
-    """Refuses what DeepSpeed's ZeRO does not do with experts, and fails at with an assertion after the start."""
+    """Refuses ZeRO options that DeepSpeed would fail on with experts, by an assertion after the start."""
     at, of = "zero_optimization.", "with expert parallelism (parallel.ep) DeepSpeed's ZeRO"
     if zero.stage == 3 and (zero.zero_hpz_partition_size or 1) > 1:
         why = f"{of} has no second copy of the weights within a node"
@@ -232,7 +230,7 @@ def _check_zero_of_experts(zero: ZeroSection) -> None:
     needed = {"reduce_scatter": zero.stage in (1, 2), "contiguous_gradients": zero.stage == 2}
     for name, is_needed in needed.items():
         if is_needed and getattr(zero, name) is False:
-            raise ConfigError(f"{at}{name}", False, why=f"{of} works with true alone", remedy="remove it")
+            raise ConfigError(f"{at}{name}", False, why=f"{of} needs true", remedy="remove it")
 
 
 def _check_offload(zero: ZeroSection, optimizer: OptimizerSection) -> None:

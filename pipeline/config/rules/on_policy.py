@@ -22,7 +22,7 @@ def check_on_policy(
     _check_engine(topology, fp8)
     for name in ("hidden_states", "attentions"):
         if getattr(distill, name) is not None:
-            why = f"what is matched is that of the data, and with {_KEY} some samples have another text"
+            why = f"features are matched on the data's text, and {_KEY} replaces it in some samples"
             raise ConfigError(f"distill.{name}", why=why, remedy=f"remove it, or {_KEY}")
 
 
@@ -45,7 +45,9 @@ def _check_engine(topology: Topology, fp8: Fp8Section) -> None:
         ("cp", topology.cp, "the next token follows the last, which one of the ranks of a sequence holds"),
     ):
         if size > 1:
-            raise ConfigError(f"parallel.{axis}", size, why=f"{why}: {_KEY} has none", remedy=others.format(axis=axis))
+            raise ConfigError(
+                f"parallel.{axis}", size, why=f"{why}: {_KEY} does not support it", remedy=others.format(axis=axis)
+            )
     if fp8.enabled:
         why = "fp8 rounds with scales over the tokens of a pass: the student would sample from another distribution"
         raise ConfigError("fp8.enabled", True, why=why, remedy=f"use bf16 alone, or remove {_KEY}")

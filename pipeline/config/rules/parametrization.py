@@ -20,10 +20,12 @@ def check_parametrization(model: ModelSection, optimizer: OptimizerSection) -> N
         return
     if model.base is None or not model.base.model_dump(exclude_none=True):
         why = "completep scales from a base model, whose sizes are not given"
-        remedy = 'give those at which the learning rate was tuned, e.g. {"hidden_size": 256, "num_hidden_layers": 4}'
+        remedy = (
+            'give the sizes at which the learning rate was tuned, e.g. {"hidden_size": 256, "num_hidden_layers": 4}'
+        )
         raise ConfigError("model.base", why=why, remedy=remedy)
     if not optimizer.kind.sign_like:
-        why = f"CompleteP's rules are those of Adam: {optimizer.type}'s update grows with the gradient"
+        why = f"CompleteP's rules are derived for Adam: {optimizer.type}'s update grows with the gradient"
         remedy = "use AdamW, or the standard parametrization"
         raise ConfigError("optimizer.type", optimizer.type, why=why, remedy=remedy)
     if model.keep_layers is not None:

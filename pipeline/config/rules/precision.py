@@ -40,13 +40,13 @@ def check_fp8_precision(section: Fp8Section, *, bf16: Bf16Section, engine: str, 
     if not section.enabled:
         return
     if not bf16.enabled:
-        why = "weights, gradients and all that is not a matrix product need a 16-bit type beside it, and bf16 is off"
+        why = "everything but matrix products needs a 16-bit type, and bf16 is off"
         raise ConfigError("fp8.enabled", True, why=why, remedy='add "bf16": {"enabled": true}')
     if not section.fsdp_all_gather:
         return
     field, remedy = "fp8.fsdp_all_gather", "set it to false"
     if section.recipe != "tensorwise":
-        why = f"a shard of a weight has no scale of its own with recipe {section.recipe}"
+        why = f"with recipe {section.recipe} a weight's shard has no scale of its own"
         raise ConfigError(field, True, why=why, remedy=f"{remedy}, or use fp8.recipe tensorwise")
     if engine != "torch" or stage not in (2, 3):
         why = f"engine {engine} at ZeRO stage {stage} does not gather weights by FSDP2"
@@ -74,7 +74,7 @@ def check_fp8_tokens(section: Fp8Section, topology: Topology, batch: BatchSizes)
 
 
 def check_quantization_aware(section: QuantizationAwareSection | None, topology: Topology, *, fp8: Fp8Section) -> None:
-    """Checks what quantization-aware training combines with.
+    """Checks the features used beside quantization-aware training.
 
     Raises:
         ConfigError: fp8 products, tensor parallelism, or a group size where the scheme has none.
@@ -85,7 +85,7 @@ def check_quantization_aware(section: QuantizationAwareSection | None, topology:
         why = "both round the operands of the same products"
         raise ConfigError(_QUANTIZATION_AWARE, section.scheme, why=why, remedy="set fp8.enabled to false")
     if topology.tp > 1:
-        why = f"a scale is of whole rows and tokens, which tp {topology.tp} shards"
+        why = f"a scale covers a whole row or token, and tp {topology.tp} shards these"
         raise ConfigError(_QUANTIZATION_AWARE, section.scheme, why=why, remedy="use parallel.tp 1, with ZeRO, pp or cp")
     if section.group_size is not None and section.scheme in ("W8A8", "FP8"):
         why = f"{section.scheme} has one scale for each row of weights"

@@ -201,7 +201,7 @@ class ResolvedRun:
 
     @property
     def shard_size(self) -> int | None:
-        """Data ranks over which engine torch shards parameters; None for all of them."""
+        """Number of data ranks over which engine torch shards parameters; None for all."""
         unsharded = self.config.engine == "torch" and self.config.zero_optimization.stage == 0
         return 1 if unsharded else self.config.parallel.hybrid_shard_size
 

@@ -117,7 +117,7 @@ def check_optimizer(optimizer: OptimizerSection) -> None:
 
 
 def check_checkpoints(section: RunSection) -> None:
-    """Checks what belongs to `run.checkpoint_every` "auto" and to a `run.dir` that is a URL, and what contradicts them.
+    """Checks the keys that only go, or do not go, with `run.checkpoint_every` "auto" or a `run.dir` that is a URL.
 
     Raises:
         ConfigError: a key has no meaning beside them, or without them.
@@ -131,6 +131,6 @@ def check_checkpoints(section: RunSection) -> None:
         remedy = 'set run.checkpoint_every to "auto", or remove it'
         raise ConfigError("run.node_mtbf_hours", section.node_mtbf_hours, why=why, remedy=remedy)
     if section.keep_every is not None and auto:
-        why = "checkpoints by time are of any steps, seldom of its multiples"
+        why = "checkpoints by time fall on any step, seldom on a multiple"
         remedy = "remove it, or set run.checkpoint_every to a number that divides it"
         raise ConfigError("run.keep_every", section.keep_every, why=why, remedy=remedy)

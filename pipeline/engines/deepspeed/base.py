@@ -34,7 +34,7 @@ from pipeline.engines.deepspeed.state import (
 from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.groups import set_learning_rate
 from pipeline.engines.parallel.assemble import LocalModel
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.runtime.launch.errors_on_all_ranks import raise_on_all_ranks
 from pipeline.runtime.launch.host_copy import to_device
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own config, derived from a resolved run: complete, without what the training loop does itself."""
+"""DeepSpeed's own config, derived from a resolved run: complete but for the training loop's own duties."""
 
 from __future__ import annotations
 

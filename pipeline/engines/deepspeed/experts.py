@@ -22,7 +22,7 @@ from pipeline.engines.parallel.mesh import Mesh
 
 
 def set_expert_groups(mesh: Mesh | None) -> None:
-    """Gives DeepSpeed the groups of a mesh for experts, in place of those of an engine built earlier."""
+    """Gives DeepSpeed a mesh's groups for experts, which replace an earlier engine's."""
     by_name = {
         "ep": (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
         "edp": (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),

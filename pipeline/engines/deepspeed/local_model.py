@@ -18,9 +18,9 @@ from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemb
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.stages import StageLayers
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.rectangle import Rectangle
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ fails if it is gone by then. On a busy machine more than a second has passed bet
 
 
 def remove_stale_locks(root: Path | None = None, *, old_s: float = OLD_S) -> None:
-    """Removes locks of dead processes, and waits for those that another host may hold.
+    """Removes locks of dead processes, and waits for locks that another host may hold.
 
     Every rank calls it. Locks of live processes on this host are kept.
 

@@ -41,7 +41,7 @@ from pipeline.engines.parallel.assemble import LocalModel
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.partition import pipeline_stages
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.initial_values import ParameterValues
 
 _EVALUATION_MICRO_BATCHES = 32
 """Micro-batches per pipeline schedule in an evaluation, with a bubble of pp - 1."""
@@ -90,7 +90,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         return self._result(step, means)
 
     def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
-        for part in self._alike(batches):
+        for part in self._by_shape(batches):
             self._engine.reset_activation_shape()  # these batches may have another shape than those before
             self._stage_module.begin(part, objective, 1.0)
             self._engine.eval_batch(
@@ -99,7 +99,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
             yield self._stage_module.sums[0], part
         self._engine.reset_activation_shape()
 
-    def _alike(self, batches: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
+    def _by_shape(self, batches: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
         """Groups the batches by shape: a schedule has one."""
         for _, alike in groupby(batches, key=lambda micro: micro.input_ids.shape):
             while part := [micro.to(self._device) for micro in islice(alike, _EVALUATION_MICRO_BATCHES)]:

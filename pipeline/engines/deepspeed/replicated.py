@@ -96,7 +96,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         return master.grad
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Returns what DeepSpeed averages over the data ranks once per step: (gradients, expert gradients by group)."""
+        """Returns gradients that DeepSpeed averages over the data ranks once per step: (dense, experts' by group)."""
         tensor = self._local_model.tensor
         if tensor is not None:
             partial = sorted(tensor.partial_gradients & self.masters.keys())

@@ -133,7 +133,7 @@ def _weight_and_states(optimizer: Any, index: int, kind: OptimizerKind) -> dict[
 
 
 def _kind_of(optimizer: Any, index: int, kind: OptimizerKind) -> OptimizerKind:
-    """The kind of a flat tensor: that of its parameter group."""
+    """The optimizer kind of a flat tensor, by its parameter group."""
     groups = wrapped(optimizer).param_groups
     if isinstance(optimizer, ReplicatedOptimizer):
         flat = flat_tensors(optimizer)[index]

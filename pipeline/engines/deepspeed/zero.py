@@ -29,7 +29,7 @@ from pipeline.engines.deepspeed.local_model import Zero3, build_local_model
 from pipeline.engines.parallel.activation_checkpointing import not_restored
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.engines.parallel.conditional_modules import conditional_blocks
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.initial_values import ParameterValues
 
 
 class DeepSpeedZero(DeepSpeedBase):

@@ -1,8 +1,8 @@
-"""Whole matrices from the shards that ranks hold of them, and back, in any layout.
+"""Collects whole matrices from the ranks' shards, and returns them, in any layout.
 
 An update that depends on whole matrices (Muon's) is computed once per matrix, by an owner: shards of matrices go to
 their owners in one all-to-all, results come back to everyone who holds a part in another. Matrices are dealt over the
-ranks by their work. One that a rank holds whole is computed there and not sent, unless that rank would then have more
+ranks by their FLOPs. One that a rank holds whole is computed there and not sent, unless that rank would then have more
 than its share.
 
 The exchange knows of a layout only what every rank holds: a flat range of a box of a parameter. That names a shard of
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.checkpoint.format.shards import split_flat_range
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.hidden_matrices import MatrixForm
 
 _ELEMENTS_AT_ONCE = 1 << 27
 """Elements of a rank's shards that one exchange moves: each copy is 256 MiB in bf16."""
 _OVER_SHARE = 1.1
-"""Multiple of a rank's share of the work up to which it computes the matrices it holds whole."""
+"""Multiple of a rank's share of the FLOPs up to which it computes the matrices it holds whole."""
 
 
 Form = TypeVar("Form")
@@ -93,7 +93,7 @@ class MatrixExchange:
     Args:
         tensors: this rank's shards by tensor; an empty list for a tensor in which it has none.
         group: the ranks that together hold every matrix; None for this process alone.
-        work: form of a parameter -> work of each of its stored matrices, e.g. FLOPs, by which they are dealt.
+        flops: form of a parameter -> FLOPs of one update of each of its stored matrices.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class MatrixExchange:
         tensors: Sequence[Sequence[HeldShard[MatrixForm]]],
         group: dist.ProcessGroup | None,
         *,
-        work: Callable[[MatrixForm], float],
+        flops: Callable[[MatrixForm], float],
     ) -> None:
-        self._group, self._work = group, work
+        self._group, self._flops = group, flops
         self._held: list[list[list[HeldShard[MatrixForm]]]] = [[list(each) for each in tensors]]
         self._rank = 0
         if group is not None:
@@ -127,7 +127,7 @@ class MatrixExchange:
             each.run(flat, compute, group=self._group)
 
     def shares(self, indices: Sequence[int]) -> list[float]:
-        """The work of every rank."""
+        """FLOPs that every rank gets."""
         return [*self._made(indices)][-1].load
 
     def _made(self, indices: Sequence[int]) -> Iterator[_Round]:
@@ -165,8 +165,8 @@ class MatrixExchange:
                 forms[shard.name] = shard.form
                 for stored, part in _parts_of(shard, index):
                     holders.setdefault(stored, {}).setdefault(rank, []).append(part)
-        work = {name: self._work(form) for name, form in forms.items()}
-        return _Round(holders, forms, work, rank=self._rank, load=load)
+        flops = {name: self._flops(form) for name, form in forms.items()}
+        return _Round(holders, forms, flops, rank=self._rank, load=load)
 
 
 def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored, _HeldRectangle]]:
@@ -182,45 +182,45 @@ def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored
 
 
 class _Round:
-    """One exchange: what this rank sends, computes and receives.
+    """One exchange: the parts that this rank sends, computes and receives.
 
     Args:
         holders: stored matrix -> rank -> its parts there.
         forms: form of each parameter, by name.
-        work: parameter name -> work of each of its stored matrices, e.g. FLOPs.
+        flops: parameter name -> FLOPs of one update of each of its stored matrices.
         rank: this process's rank within the group.
-        load: the work of every rank in the rounds before.
+        load: FLOPs of every rank in the rounds before.
 
     Attributes:
-        load: the work of every rank so far.
+        load: FLOPs of every rank so far.
     """
 
     def __init__(
         self,
         holders: dict[Stored, dict[int, list[_HeldRectangle]]],
         forms: dict[str, MatrixForm],
-        work: dict[str, float],
+        flops: dict[str, float],
         *,
         rank: int,
         load: list[float],
     ) -> None:
         self._holders, self._forms, self._rank = holders, forms, rank
         self.load, ranks = list(load), len(load)
-        owners = self._deal(work)
+        owners = self._deal(flops)
         # in an order that is the same on all ranks
         self._there = _Leg(rank, ranks, (row for each in owners.items() for row in self._senders(*each, ranks=ranks)))
         self._back = _Leg(rank, ranks, (row for each in owners.items() for row in self._receivers(*each)))
         self._owned = [stored for stored, owner in owners.items() if owner == rank]
 
-    def _deal(self, work: dict[str, float]) -> dict[Stored, int]:
+    def _deal(self, flops: dict[str, float]) -> dict[Stored, int]:
         """Assigns every stored matrix to an owner, the largest first. The same on all ranks."""
-        total = sum(self.load) + sum(work[name] for name, _ in self._holders)
+        total = sum(self.load) + sum(flops[name] for name, _ in self._holders)
         limit = _OVER_SHARE * total / len(self.load)
         least = [(load, rank) for rank, load in enumerate(self.load)]
         heapq.heapify(least)
         owners: dict[Stored, int] = {}
-        for stored in sorted(self._holders, key=lambda stored: (-work[stored[0]], stored)):
-            cost = work[stored[0]]
+        for stored in sorted(self._holders, key=lambda stored: (-flops[stored[0]], stored)):
+            cost = flops[stored[0]]
             whole = (rank for rank in self._holders[stored] if self._is_whole(rank, stored))
             allowed = [rank for rank in whole if self.load[rank] + cost <= max(limit, cost)]
             while least[0][0] < self.load[least[0][1]]:  # it got more since it was put there
@@ -324,7 +324,7 @@ class _Leg:
         like: Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Sends what `read` returns for every part, and passes what arrives to `write`, in the shape of the part."""
+        """Sends `read`'s value for every part, and passes received values to `write`, in the part's shape."""
         if not self._used:
             return
         sent = [read(stored, part).reshape(-1) for stored, part in self._out]

@@ -80,7 +80,7 @@ class Muon(torch.optim.AdamW):
             group: the ranks that together have every matrix; None for one process.
         """
         self._index = {id(tensor): index for index, (tensor, _) in enumerate(held)}
-        self._exchange = MatrixExchange([shards for _, shards in held], group, work=self._work)
+        self._exchange = MatrixExchange([shards for _, shards in held], group, flops=self._flops)
 
     def bind_whole(self, parameters: Mapping[str, Tensor], matrices: Mapping[str, MatrixForm]) -> None:
         """Calls `bind_matrices` for a process that has all parameters whole.
@@ -162,5 +162,5 @@ class Muon(torch.optim.AdamW):
         for (form, matrix), parts in zip(stored, split, strict=True):
             form.write([next(done) * update_scale(*part.shape, rule=self._rule) for part in parts], matrix)
 
-    def _work(self, form: MatrixForm) -> float:
+    def _flops(self, form: MatrixForm) -> float:
         return float(sum(flops(*each, steps=self._steps) for each in form.matrices))

@@ -37,7 +37,7 @@ def newton_schulz(matrices: Tensor, *, steps: int) -> Tensor:
 
 
 def orthogonalize(matrices: Sequence[Tensor], *, steps: int) -> list[Tensor]:
-    """Orthogonalizes many matrices [..., m, n], those of equal shape in one batch of products."""
+    """Orthogonalizes many matrices [..., m, n]; matrices of equal shape share a batch of products."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(tuple(matrix.shape[-2:]), []).append(index)

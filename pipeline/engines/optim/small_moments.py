@@ -156,7 +156,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Moment:
-    """A flat piece of a moment, as views of what is held: bf16 numbers, or codes and their scales."""
+    """A flat piece of a moment, as views of its storage: bf16 numbers, or codes and their scales."""
 
     held: tuple[Tensor, ...]
     signed: bool

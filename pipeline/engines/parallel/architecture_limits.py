@@ -30,9 +30,9 @@ from pipeline.engines.parallel.quantization_aware import check_quantization_awar
 from pipeline.engines.parallel.random_numbers import check_random_numbers
 from pipeline.engines.parallel.stages import StageLayers, layer_list
 from pipeline.engines.parallel.tensor import check_tp_plan
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import one_line, read_hf_config
 from pipeline.models.padding import check_padded_positions
 from pipeline.models.resize.shrink import shrink
@@ -104,10 +104,10 @@ def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequenc
 def _refuse_router_loss(config: PretrainedConfig) -> None:
     if getattr(config, "output_router_logits", False):
         why = (
-            "transformers' load-balancing loss is of each micro-batch alone, so that it depends on the layout;"
-            " it is not computed here"
+            "transformers' load-balancing loss is computed over each micro-batch, and so depends on the layout;"
+            " headrace does not compute it"
         )
-        remedy = "set it to false, and moe.balance to aux_loss, which is of the global batch"
+        remedy = "set it to false, and moe.balance to aux_loss, which is computed over the global batch"
         raise ConfigError("model.config.output_router_logits", True, why=why, remedy=remedy)
 
 

@@ -29,11 +29,11 @@ from pipeline.engines.parallel.stages import keep_stage, split_layers
 from pipeline.engines.parallel.tensor import check_tp_plan
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.initial_values import OwnBuffers
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.initial_values import OwnBuffers
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import shrink
@@ -99,7 +99,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
 
 
 def _check_own_attention(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayout) -> None:
-    """Tries our attention, and ring attention where the config names it; Ulysses computes what ours does."""
+    """Tries our attention, and ring attention where the config names it; Ulysses computes the same as ours."""
     topology, attention = run.topology, run.config.model.attn_implementation
     also = [
         text

@@ -29,9 +29,9 @@ from pipeline.engines.parallel.ring import RingAttention
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
 from pipeline.engines.parallel.tensor import TensorParallel, apply_tensor_parallel
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.rectangle import Rectangle
 
 
 @dataclass(frozen=True)

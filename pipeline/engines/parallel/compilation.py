@@ -68,7 +68,7 @@ def check_compile(section: CompileSection) -> None:
 
 
 def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
-    """Returns what inductor would not find at the first step, and the package that has it; None if nothing."""
+    """Returns the tool that inductor would miss at the first step, and its package; None if none is missing."""
     if on_gpu and importlib.util.find_spec("triton") is None:
         return "inductor writes GPU kernels in Triton, which is not installed", "triton"
     if on_gpu and "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
@@ -80,7 +80,7 @@ def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
         Path(sysconfig.get_path("include", scheme)) for scheme in (sysconfig.get_default_scheme(), "posix_prefix")
     ]
     if not any((folder / "Python.h").exists() for folder in headers):
-        return f"what inductor compiles includes Python.h, which is not in {headers[0]}", "python3-dev"
+        return f"code of inductor includes Python.h, which is not in {headers[0]}", "python3-dev"
     return None
 
 
@@ -215,4 +215,4 @@ def _without_incomplete_files(error: str) -> str:
     from torch._inductor.runtime.runtime_utils import cache_dir  # noqa: PLC0415
 
     folder = cache_dir()
-    return f"rm -r {folder} (what a killed compilation leaves there is not whole), or " if f"{folder}/" in error else ""
+    return f"rm -r {folder} (a killed compilation left incomplete files there), or " if f"{folder}/" in error else ""

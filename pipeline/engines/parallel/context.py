@@ -68,7 +68,7 @@ class UlyssesAttention:
 
 
 def _kv_repeats(heads: int, kv_heads: int, *, ranks: int) -> int:
-    """Number of copies of key/value heads with which every rank gets those of its query heads."""
+    """Copies of each key/value head that every rank needs to have the heads for its queries."""
     return next(n for n in range(1, heads // kv_heads + 1) if heads % (kv_heads * n) == 0 and kv_heads * n % ranks == 0)
 
 

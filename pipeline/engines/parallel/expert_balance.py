@@ -70,7 +70,7 @@ class ExpertBalancer:
         self._exchanges: list[ExpertExchange] | None = [] if exchanged else None
 
     def attach(self, causal: nn.Module) -> None:
-        """Observes the routers of this rank's part of the model; call it after parameters are replaced, or before."""
+        """Observes the routers of this rank's part of the model; parameters may be replaced before or after."""
         for router in find_routers(causal):
             index = self._layers[router.name]
             router.module.register_forward_hook(partial(self._observe, index, router.logits))

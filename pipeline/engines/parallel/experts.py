@@ -36,7 +36,7 @@ from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.activation_checkpointing import restores_results
 from pipeline.engines.parallel.collectives import functional, host_sizes
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.routers import has_experts
 
 NAME = "headrace_ep"

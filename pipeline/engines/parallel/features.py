@@ -55,7 +55,7 @@ class FeatureLoss(Protocol):
     """Layers of the student that are recorded."""
 
     def matched(self, features: Features, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the loss to add to the total, and the parts to report after those of the logits, detached."""
+        """Returns the loss to add to the total, and the detached parts to report after the logits' parts."""
         ...
 
 
@@ -68,7 +68,7 @@ class Recorded(Protocol):
 
 @contextmanager
 def recording(decoder: Recorded, wanted: WantedFeatures) -> Iterator[Features]:
-    """Records the features of forward passes in this context; after several, those of the last."""
+    """Records the features of forward passes in this context; after several, the last pass's."""
     features, layers = Features(), decoder_layers(decoder.causal)
     still = [True]
 

@@ -42,7 +42,7 @@ _INSTALL = "pip install torchao (or headrace[fp8])"
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """Division of linear layers and stacked experts within decoder layers into those that multiply in fp8 and others.
+    """Linear layers and stacked experts within decoder layers, divided into layers that multiply in fp8 and others.
 
     Attributes:
         converted: names of the linear layers that multiply in fp8.

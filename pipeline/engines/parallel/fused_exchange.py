@@ -1,4 +1,4 @@
-"""Expert parallelism by kernels that send rows, and add up at each rank what goes back to one token (DeepEP's way).
+"""Expert parallelism by kernels that send rows, and sum at each rank the rows that return to one token (DeepEP).
 
 `RowKernels` is what such a package has to do; `fused_kernels` has those there are. A kernel's handle is its record of a
 routing: each backward pass is the other kernel, with the handle of the forward pass. Rows of one expert may be in
@@ -35,7 +35,7 @@ class RowKernels(Protocol):
     dtype: torch.dtype
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> what this rank's experts get.
+        """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> the rows of this rank's experts.
 
         Returns:
             Rows [M, D] sorted by expert, their weights [M], rows of each expert int64 [L] on the device, and a handle.

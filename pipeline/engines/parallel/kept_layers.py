@@ -1,4 +1,4 @@
-"""Pre-flight check of `model.keep_layers`: a tiny model with the layers left out computes what the whole one does then.
+"""Pre-flight check of `model.keep_layers`: a tiny model without layers computes the same as one that skips them.
 
 A config may name layers by their position in more ways than are known here (GPT-2 divides attention by the number of
 the layer). So it is tried: the logits of the kept layers are those of the original whose other layers do nothing.
@@ -15,10 +15,10 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues, random_model
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.decoder_layers import decoder_layers
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import keep_layers, original_name
@@ -59,7 +59,9 @@ def check_kept_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     except Exception as error:
         raise _refused(config, layers, f"a tiny model with only these fails: {one_line(error)}") from None
     if not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max()):
-        raise _refused(config, layers, "a tiny model with only these computes something else than the original's")
+        raise _refused(
+            config, layers, "a tiny model with only these computes other logits than the original without the others"
+        )
 
 
 def _refused(config: PretrainedConfig, layers: Sequence[int], what: str) -> ConfigError:

@@ -71,7 +71,7 @@ def attention_backward(
     scale: float,
     mask: AttentionMask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from one block of the keys; those of keys and values are fp32.
+    """Gradients of query, key and value from one block of the keys; in fp32 for keys and values.
 
     Args:
         grad: gradient of `out`.

@@ -74,7 +74,7 @@ class Mesh:
         )
 
     def link_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of this rank's pipeline ranks, one for each number of `link_of`; the first is that of pp. Collective.
+        """Groups of this rank's pipeline ranks, one for each number of `link_of`; the first is pp's. Collective.
 
         Under NCCL a group sends and receives in the order of the calls, one message at a time, as groups split from a
         connected one have no communicators of their own for pairs of ranks. A receive that waits for one neighbour
@@ -94,7 +94,7 @@ class Mesh:
         return self._device_mesh["replicate", "shard"]
 
     def expert_sharding_mesh(self) -> DeviceMesh:
-        """The device mesh for FSDP2 of the experts: that of the ranks that hold the same ones, as `sharding_mesh`."""
+        """The device mesh for FSDP2 of the experts: ranks that hold the same experts, as in `sharding_mesh`."""
         assert self._experts is not None
         axes = ("edp_replicate", "edp_shard")
         return self._experts[axes] if self._experts[axes[0]].size() > 1 else self._experts[axes[1]]

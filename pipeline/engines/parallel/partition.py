@@ -1,4 +1,4 @@
-"""Divides a model's decoder layers into the pipeline stages of a run: by cost, and by what the devices are like.
+"""Divides a model's decoder layers into the pipeline stages of a run: by cost, and by the devices' speed and memory.
 
 The schedule says which pipeline rank a stage is on. Its time is taken to be its cost / the speed of that rank,
 `parallel.stage_speeds`; the time of the slowest stage is minimized. With limits of memory (`parallel.stage_memory_gb`)
@@ -148,7 +148,7 @@ def _shown(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `high` that holds; `low` where none above it does. What holds for n holds below."""
+    """The largest number up to `high` for which the monotone condition holds; `low` where none above it does."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import random_model
-from pipeline.models.build.own_init import seeded
+from pipeline.models.construction.own_init import seeded
 from pipeline.models.resize.shrink import shrink
 
 _V, _T = 32, 16

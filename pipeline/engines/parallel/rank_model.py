@@ -1,4 +1,4 @@
-"""Numbers of what a rank holds and computes: inputs of the formulas for memory (`memory`) and traffic (`traffic`).
+"""Sizes of a rank's tensors and computation: inputs of the formulas for memory (`memory`) and traffic (`traffic`).
 
 Shapes: B samples, T positions of this rank, D hidden size, H heads, K key/value heads, d head size, I intermediate
 size, V ids, E experts, k of them per token.
@@ -244,7 +244,7 @@ def rank_model(
     before: tuple[str, ...],
     tp: int,
 ) -> RankModel:
-    """Counts what a rank holds with some of the (virtual) stages of a model.
+    """Counts a rank's tensors and computation for its (virtual) stages of a model.
 
     Args:
         model: the full model, on meta.

@@ -248,7 +248,7 @@ class _RingFunction(torch.autograd.Function):
 
 
 def _keys_and_values(key_value: Tensor, block: _Block, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the keys of a block, whose head size is that of the queries, and of their values."""
+    """Views of a block's keys, with the queries' head size, and of its values."""
     part, size = key_value[:, :, block.keys], query.shape[-1]
     return part[..., :size], part[..., size:]
 
@@ -262,14 +262,14 @@ def _circulating(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
 
 
 def _watch_block(watch: LogitWatch, query: Tensor, key: Tensor, block: _Block, *, rank: int, ranks: int) -> None:
-    """Watches the logits of a hop; the queries are all of this rank's, the keys those of the block."""
+    """Watches the logits of a hop: all of this rank's queries against the block's keys."""
     of_rank = partial(sequence_chunks, query.shape[2] * ranks, cp=ranks, zigzag=True)
     queries, keys = _chosen(of_rank(cp_rank=rank), block.queries), _chosen(of_rank(cp_rank=block.source), block.keys)
     watch.see(query[:, :, block.queries], key, queries=queries, keys=keys)
 
 
 class _RingTransfer:
-    """Asynchronous transfer of a tensor to the next rank, while that of the previous rank is received."""
+    """Asynchronous transfer: sends a tensor to the next rank while receiving the previous rank's."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -25,7 +25,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.vocabulary import VocabularyShard
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 
 _SEQUENCE = 1
 """The dim of hidden states [B, T, D] that is sharded between blocks."""

@@ -1,4 +1,4 @@
-"""Kinds of parameters by Hugging Face name: what an architecture's parameters are to a parametrization.
+"""Kinds of parameters by Hugging Face name: the role of each parameter in a parametrization.
 
 Only architectures whose residual stream is `x + branch(norm(x))` are here: a norm after the branch, a multiplier in the
 config or experts would change the rules.

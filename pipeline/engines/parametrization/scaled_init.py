@@ -1,4 +1,4 @@
-"""Initial values of a parametrized model: those of the base model, scaled (law 2 holds as without)."""
+"""Initial values of a parametrized model: the base model's, scaled (law 2 holds here too)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.parametrization.scales import Parametrization, base_name
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.recorded_init import Fill
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.recorded_init import Fill
 
 
 class ScaledInit(InitByName):

@@ -32,7 +32,7 @@ from pipeline.config.sections.run import ModelSection
 from pipeline.engines.optim.groups import UpdateScale
 from pipeline.engines.optim.newton_schulz import update_scale
 from pipeline.engines.parametrization.kinds import ParameterKind, kind_of
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 

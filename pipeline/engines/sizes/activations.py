@@ -60,7 +60,7 @@ class StepSizes:
 
     @cached_property
     def load(self) -> float:
-        """Rows of experts on the fullest rank over those that a rank sends."""
+        """Expert rows on the fullest rank, divided by the rows that a rank sends."""
         return expert_load(self.run, self.widths).factor
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Numbers of what every rank of a pipeline holds, in the stages into which a run divides its model."""
+"""Tensor sizes of every pipeline rank, for a run's division of its model into stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.engines.parallel.rank_model import Footprint, counts_of, first_pre
 
 
 def footprint_of(run: ResolvedRun, model: nn.Module) -> Footprint | None:
-    """Counts what every rank of the pipeline holds, from the full model on meta.
+    """Counts the tensors of every pipeline rank, from the full model on meta.
 
     Returns:
         None for an architecture that is not built like Llama's.

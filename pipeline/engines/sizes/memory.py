@@ -36,7 +36,7 @@ MATRIX_ELEMENTS, MATRIX_COPIES = 1 << 27, 6
 the iteration."""
 
 TABLES = 2 * 4 * 8192
-"""Bytes of the tables by which weights are drawn (`models.build.counter`), which stay in the host's memory."""
+"""Bytes of the tables by which weights are drawn (`models.construction.counter`), which stay in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def peak_memory(
 def phases(
     run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
 ) -> dict[str, Bytes]:
-    """Phase -> bytes at its largest moment; the arguments are those of `peak_memory`.
+    """Phase -> bytes at its largest moment; arguments as in `peak_memory`.
 
     On a CPU (`cpu`) offloaded states are in the same memory, and gloo copies the input of a reduce-scatter, which NCCL
     does not; both are among the buffers.

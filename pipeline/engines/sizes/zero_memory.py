@@ -1,4 +1,4 @@
-"""Sizes of what DeepSpeed's ZeRO holds on a rank, as its source (0.19.8, `deepspeed/runtime`) allocates it.
+"""Sizes of the buffers of DeepSpeed's ZeRO on a rank, as its source (0.19.8, `deepspeed/runtime`) allocates it.
 
 `memory` makes moments of a step of them. s is the width of forward and backward passes in bytes, P the rank's elements.
 
@@ -101,7 +101,7 @@ class ZeroSizes:
 
     @property
     def bucket(self) -> float:
-        """Buckets that are there during backward passes."""
+        """Gradient buckets in memory during backward passes."""
         if self.unbucketed:
             return 0.0
         if self.stage == 3:
@@ -125,7 +125,7 @@ class ZeroSizes:
 
     @property
     def reduced_share(self) -> float:
-        """Share of the layers whose backward pass fills a bucket; 1 where it is reduced after all of them."""
+        """Share of the layers whose backward pass fills a bucket; 1 where the reduction waits for all layers."""
         if self.stage == 1:
             return 1.0
         return min(1.0, self.bucket_elements / max(1, self.rank.parameters))

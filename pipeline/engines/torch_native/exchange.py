@@ -28,7 +28,7 @@ class ExchangedGradients:
         gradients: Callable[[], Sequence[Tensor]],
         train: Callable[[Sequence[MicroBatch]], Tensor],
     ) -> Tensor:
-        """Sums gradients, in place, and loss sums over the replicas; runs what a dead replica has left undone.
+        """Sums gradients, in place, and loss sums over the replicas; runs micro-batches that a dead replica left.
 
         Args:
             step: the step's batch, whose micro-batches have been run.

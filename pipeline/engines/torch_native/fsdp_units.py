@@ -63,7 +63,7 @@ def units_of(causal: nn.Module) -> Units:
 
 
 def layer_units(root: nn.Module) -> list[list[nn.Module]]:
-    """The decoder layers, each a unit; layers that share parameters are one unit, in the place of the last of them."""
+    """The decoder layers, each a unit; layers that share parameters are one unit, at the last one's place."""
     units: list[list[nn.Module]] = []
     for layer in _outermost_layers(root):
         own = set(layer.parameters())
@@ -158,7 +158,7 @@ class UnitStates:
         self._waiting: dict[int, tuple[Any, ...]] = {}
 
     def switch(self, ending: int, following: int) -> None:
-        """Keeps the states of the pass whose turn ends, and restores those of the one whose turn begins."""
+        """Stores the states of the pass whose turn ends, and restores those of the next pass."""
         context = self._root._get_fsdp_state()._state_ctx
         self._waiting[ending] = (
             [each._training_state for each in self._states],

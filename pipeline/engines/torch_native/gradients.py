@@ -21,9 +21,9 @@ def finish_reduction(
     *,
     copies: Sequence[tuple[ParameterShard, ParameterShard]] = (),
 ) -> None:
-    """Attaches the gradients of the backward passes to the master weights, and all-reduces those that FSDP2 does not.
+    """Attaches the backward passes' gradients to the master weights; all-reduces gradients that FSDP2 leaves out.
 
-    Those are the partial gradients of tensor parallelism, and the gradients of weights tied across pipeline stages.
+    FSDP2 leaves out partial gradients of tensor parallelism, and gradients of weights tied across pipeline stages.
 
     Args:
         shards: this rank's shards.

@@ -43,7 +43,7 @@ from pipeline.engines.torch_native.fsdp_units import UnitStates
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from pipeline.engines.torch_native.sharding import ParameterShard, Sharding, reshard, shard_decoder
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
-from pipeline.models.build.initial_values import ParameterValues
+from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.runtime.launch.host_copy import to_device
 
 

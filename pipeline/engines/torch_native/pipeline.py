@@ -231,7 +231,7 @@ def _output_is_loss(loss: Tensor, _target: Tensor) -> Tensor:
 
 
 def _own_error(error: BaseException) -> BaseException:
-    """Unwraps an error of ours from those of torch's schedules; returns any other as it is."""
+    """Unwraps our error from the error of a torch schedule; returns any other error unchanged."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, HeadraceError):
         found = found.__cause__

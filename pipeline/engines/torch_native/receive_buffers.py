@@ -88,7 +88,7 @@ class StageWithFewBuffers(PipelineStage):
             self.device = device
 
     def _move(self, messages: Sequence[Any], device: torch.device) -> None:
-        """Replaces buffers by empty ones on a device; those that are there already stay, and so do root arguments."""
+        """Replaces buffers by empty ones on a device; buffers already on it stay, and so do root arguments."""
         for message in messages:
             buffer: Tensor | None = getattr(message, "buffer", None)
             if buffer is not None and buffer.device != device:

@@ -48,8 +48,8 @@ from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.torch_native.exchange import ExchangedGradients
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.materialize import materialize
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.materialize import materialize
 
 
 class TorchReference(TrainsStepByStep, ExchangedGradients):

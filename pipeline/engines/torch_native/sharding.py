@@ -33,9 +33,9 @@ from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
 from pipeline.engines.torch_native.fsdp_units import Units, prefetch_explicitly, sharded_modules, units_of
-from pipeline.models.build.buffers import fill_buffers
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.buffers import fill_buffers
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.rectangle import Rectangle
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The native PyTorch engine on one GPU (or one CPU process): the memory of a large model is what it is made for.
+"""The native PyTorch engine on one GPU (or one CPU process): made for models that nearly fill its memory.
 
 In bf16 it holds 14 bytes per parameter with AdamW: the weight (2) and the rest of its fp32 master (2, see
 `optim.split_master`), the gradient (2), and two moments (8; 4 in bf16, 2.03 in 8 bits, see `optim.small_moments`). With
@@ -31,10 +31,10 @@ from pipeline.engines.optim.state import ensure_all_states, set_step_counter, st
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
 from pipeline.engines.torch_native.exchange import ExchangedGradients
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.runtime.launch.host_copy import to_device
 
 UPDATE_ELEMENTS = 1 << 27

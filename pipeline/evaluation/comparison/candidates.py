@@ -1,4 +1,4 @@
-"""The models of a comparison, checked before any of them is loaded. No torch."""
+"""The models of a comparison, checked before the first is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """Checked models and the data that all of them are scored on.
+    """Checked models and the data on which they are scored.
 
     Attributes:
         candidates: models, of which the first is the reference of KL and top-1 agreement.

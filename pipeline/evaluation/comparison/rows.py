@@ -1,4 +1,4 @@
-"""A model's figures beside those of others, and the rows as JSON and CSV. No torch."""
+"""Rows of a comparison, one per model, and their JSON and CSV. No torch."""
 
 from __future__ import annotations
 

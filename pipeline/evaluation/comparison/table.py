@@ -45,7 +45,7 @@ def _columns() -> tuple[Column, ...]:
             "weights",
             "bits each",
             lambda r: _shown("{:.2f}", r.bits_per_weight),
-            "That size in bits, divided by the parameters: headers, scales and a GGUF file's tokenizer included.",
+            "Their size in bits, divided by the parameters: headers, scales and a GGUF file's tokenizer included.",
         ),
         Column(
             "loss",
@@ -71,12 +71,12 @@ def _columns() -> tuple[Column, ...]:
             lambda r: small(r.mean_kl),
             "Mean of KL(first model || this one) over positions of the same token ids. The first row is the reference.",
         ),
-        Column("max KL", "nats", lambda r: small(r.max_kl), "The largest of them."),
+        Column("max KL", "nats", lambda r: small(r.max_kl), "Largest KL(first model || this one) of a position."),
         Column(
             "top-1",
             "same",
             lambda r: _shown("{:.1%}", r.top1_agreement),
-            "Share of these positions whose likeliest token is the first model's.",
+            "Share of positions with the first model's likeliest token.",
         ),
     )
 

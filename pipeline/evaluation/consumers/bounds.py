@@ -45,7 +45,7 @@ _LARGEST_EXPONENT = log(sys.float_info.max)
 
 
 def bound_of(scheme: str) -> Bound:
-    """The bound of a scheme; that of four bits where it is not listed."""
+    """The bound of a scheme; four bits' bound for schemes that are not listed."""
     return replace(BOUNDS.get(scheme, _UNKNOWN), scheme=scheme)
 
 

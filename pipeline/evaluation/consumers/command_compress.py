@@ -1,4 +1,4 @@
-"""`headrace compress verify|consumers`: every consumer scores a compressed model again; which of them are here."""
+"""`headrace compress verify|consumers`: scores a compressed model with every consumer again, or lists consumers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     text = "score a compressed model with every program that serves it, against its original"
     verify = verbs.add_parser("verify", help=text, description=f"{text.capitalize()}; exit code 1 outside the bounds.")
     verify.add_argument(
-        "model", metavar="FOLDER", type=FOLDER, help="a compressed model: a Hugging Face folder, or one of GGUF"
+        "model",
+        metavar="FOLDER",
+        type=FOLDER,
+        help="a compressed model: a Hugging Face folder, or a directory with model.gguf",
     )
     verify.add_argument(
         "--original",
@@ -45,7 +48,7 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     verify.add_argument(
         "--consumers",
         metavar="NAME,NAME",
-        help=f"which have to be run: {', '.join(CONSUMERS)}; default: all that are installed and take the model",
+        help=f"consumers that have to run: {', '.join(CONSUMERS)}; default: all that are installed and take the model",
     )
     add_window_arguments(verify)
     text = "compare at most N positions; default: %(default)s"
@@ -106,7 +109,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def bound_of_folder(model: Path, *, scheme: str) -> Bound:
-    """The bound that a quantization was judged by, from its manifest; without one that of its scheme.
+    """The bound of a quantization from its manifest, or else its scheme's.
 
     Args:
         model: directory of the model.
@@ -120,7 +123,7 @@ def bound_of_folder(model: Path, *, scheme: str) -> Bound:
 
 
 def _parent(model: Path, given: str | None, name: str, option: str) -> str:
-    """A folder that was given, or the one that the manifest names."""
+    """The given folder, or else the folder that the manifest names."""
     if given is not None:
         return given
     if (model / MANIFEST).is_file():

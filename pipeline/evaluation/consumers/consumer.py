@@ -1,4 +1,4 @@
-"""The consumers: what each reads, where it is installed, what it cannot take, and how it is run. No torch.
+"""The consumers: formats each reads, where it is installed, models it cannot load, and how to run it. No torch.
 
 Every consumer scores in a process of its own, so that exactly the written files are measured, and a crash or a hang of
 one is an error that names it.
@@ -138,8 +138,8 @@ def _vllm_refuses_dense(model: ModelDescription) -> str | None:
         return "vLLM's kernel for 4-bit weights on a CPU needs AVX-512, which this processor does not have"
     if "W8A8" in model.schemes and platform.machine() == "x86_64" and not any(map(_has, _VNNI)):
         return (
-            "vLLM's kernel for W8A8 (oneDNN's) adds in 16 bits on a processor without VNNI, as this one, and cuts off "
-            "what overflows: its figures would not be those of another machine"
+            "vLLM's kernel for W8A8 (oneDNN's) saturates in 16 bits on a processor without VNNI, such as this one: its "
+            "figures would differ from another machine's"
         )
     return None
 

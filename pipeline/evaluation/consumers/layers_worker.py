@@ -45,7 +45,7 @@ def main(original: str, result: str, out: str) -> None:
 
 
 def part_of(name: str) -> str:
-    """The decoder layer of a parameter, or its module where it is outside of them."""
+    """The decoder layer of a parameter, or its module for parameters outside of decoder layers."""
     found = re.match(r"(.*?\.\d+)\.", name)
     return found[1] if found else name.rpartition(".")[0]
 

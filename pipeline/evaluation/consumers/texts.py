@@ -44,7 +44,7 @@ AWKWARD = (
 
 
 def texts_of(model: Path, windows: npt.NDArray[np.int64]) -> tuple[str, ...]:
-    """The awkward texts, and those of windows [n, T] and of single tokens where the folder has a tokenizer."""
+    """The awkward texts and, where the folder has a tokenizer, texts of windows [n, T] and of single tokens."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return AWKWARD

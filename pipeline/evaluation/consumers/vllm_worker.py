@@ -53,7 +53,7 @@ def load(folder: str) -> Served:
 
 
 def longest(job: Path) -> int:
-    """Positions that the job needs: a window and the token behind it; a generation may be no longer."""
+    """Positions that the job needs: the longest window or generation, and one more token."""
     length = int(np.load(job / "windows.npy", mmap_mode="r").shape[1])
     about = json.loads((job / "job.json").read_text())
     prompts = about["generation"]["prompts"]

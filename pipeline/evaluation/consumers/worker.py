@@ -122,7 +122,7 @@ def threads() -> int:
 
 
 def log_softmax(logits: Any) -> Any:
-    """Log-probabilities float32 [rows, V], computed in float64; those that are so already do not change."""
+    """Log-probabilities float32 [rows, V], computed in float64; log-probabilities stay unchanged."""
     wide = logits.astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
     return (wide - np.log(np.exp(wide).sum(-1, keepdims=True))).astype(np.float32)

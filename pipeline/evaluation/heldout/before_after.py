@@ -33,7 +33,7 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def measured(side: Mapping[str, Any]) -> Figures:
-    """The figures of `measure` that the manifest keeps; those that were not measured are left out."""
+    """The figures of `measure` that the manifest keeps, without unmeasured ones."""
     return {key: side[key] for key in _MEASURED if key in side}
 
 

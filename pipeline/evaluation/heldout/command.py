@@ -25,7 +25,7 @@ Show = Callable[[int, int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Declares the command's arguments; defaults are those of `HeldOutData`.
+    """Declares the command's arguments, with the defaults of `HeldOutData`.
 
     Args:
         parser: parser of the command.

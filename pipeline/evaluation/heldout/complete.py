@@ -133,7 +133,7 @@ def complete(
 
 
 def _end_tokens(tokenizer: Any, eos: int | Sequence[int] | None) -> list[int]:
-    """Token ids that end a reply: the model's EOS, and what the chat template writes after an assistant's message.
+    """Token ids that end a reply: the model's EOS, and the token that the chat template writes after a reply.
 
     The template's token may be another than EOS: Llama 3 ends turns with <|eot_id|>, Gemma with <end_of_turn>.
     """
@@ -157,7 +157,7 @@ def _check_sampling(args: argparse.Namespace) -> tuple[float, float]:
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         raise ConfigError("--temperature", args.temperature, why="it divides the logits", remedy="use 0 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
-        why = "it is a total probability above 0"
+        why = "a total probability is above 0, and at most 1"
         raise ConfigError("--top-p", args.top_p, why=why, remedy="use a number above 0, at most 1")
     if not 0 <= args.seed <= _LARGEST_SEED:
         raise ConfigError("--seed", args.seed, why="it has 32 bits", remedy=f"use 0 to {_LARGEST_SEED}")

@@ -91,7 +91,7 @@ def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | 
 
 
 def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool = False) -> int:
-    """Number of target tokens in windows: all of them, or those of the loss mask, or those within documents.
+    """Number of target tokens in windows: all tokens, or only those in the loss mask or within documents.
 
     Raises:
         DataError: there is none.

@@ -23,7 +23,7 @@ from pipeline.evaluation.report.scope import scope
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments; those of the evaluation have the defaults of `HeldOutData`."""
+    """Declares the command's arguments; the evaluation's have the defaults of `HeldOutData`."""
     parser.add_argument("out", metavar="OUT.html", type=OUTPUT, help="HTML file to write; an existing one is replaced")
     _add_named(
         parser,

@@ -16,8 +16,8 @@ from pipeline.runtime.launch.run_lock import is_training
 
 _MOST_BARS = 40
 _NOTE = (
-    "A bar is an attempt with what it waited for before it; its length is its wall clock. Productive: steps that the"
-    " final history has, without what is listed below it. Straggler time is estimated from the straggler reports."
+    "A bar is an attempt with the wait before it; its length is wall clock. Productive: the time of steps in the final"
+    " history, less the losses listed below it. Straggler time is estimated from the straggler reports."
 )
 
 

@@ -38,7 +38,7 @@ class Inputs:
 
     @property
     def names(self) -> list[str]:
-        """The names of the models, or without models those of the runs."""
+        """The names of the models or, without models, of the runs."""
         return list(dict.fromkeys(each.name for each in self.candidates)) or [run.name for run in self.runs]
 
     @property

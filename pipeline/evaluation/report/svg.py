@@ -86,7 +86,7 @@ def inline(figure: Figure, *, name: str, label: str) -> Markup:
 
 
 def _on_page(tag: str, name: str) -> str:
-    """A tag with ids of its own and with the page's colors; text between tags stays as it is."""
+    """Rewrites a tag with its own ids and the page's colors; text between tags stays unchanged."""
     tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
     tag = re.sub(r'xlink:href="#', f'href="#{name}-', tag)
     for placeholder, role in _ROLES.items():

@@ -71,7 +71,7 @@ def _tasks(root: Path) -> list[str]:
 
 
 def _forms(root: Path, task: str) -> list[str]:
-    """The forms of a task, the one that a bare name means first: ranked choices before others, without examples."""
+    """The forms of a task, first the form that a bare name means: ranked choices before others, without examples."""
     if task == _MMLU or (task.startswith(f"{_MMLU}_") and (_mmlu_tables(root) / task[5:]).is_dir()):
         return [*_MMLU_FORMS]
     folder = root / "oe_eval_tasks" / task
@@ -80,7 +80,7 @@ def _forms(root: Path, task: str) -> list[str]:
 
 
 def _requests(path: Path) -> Iterator[RankedQuestion]:
-    """Questions from the lines of a file, of which each is one choice, in order."""
+    """Questions from the lines of a file that has one choice in each line, in order."""
     choices: list[tuple[str, str]] = []
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = (json.loads(line) for line in file)

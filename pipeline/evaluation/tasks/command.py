@@ -65,7 +65,7 @@ def _is_own(name: str) -> bool:
 
 
 def _sections(name: str) -> Sequence[TaskSection]:
-    """One task, or those of a config's `evaluation.tasks`."""
+    """One task, or the tasks of a config's `evaluation.tasks`."""
     if name.startswith(BUNDLED):
         return [parse(TaskSection, {"name": name.removeprefix(BUNDLED)}, at="--tasks")]
     if Path(name).suffix == ".jsonl":

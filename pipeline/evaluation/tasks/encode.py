@@ -100,7 +100,7 @@ def _all_questions(section: TaskSection, field: str) -> Sequence[Question]:
 
 
 def _drawn(section: TaskSection, questions: Sequence[Question]) -> list[Question]:
-    """`samples` of the questions in a random order, or all of them in theirs where neither number limits them."""
+    """`samples` questions in random order; all questions, in file order, where neither number limits them."""
     if section.samples is None and section.max_tokens is None:
         return list(questions)
     count = min(section.samples or len(questions), len(questions))
@@ -152,7 +152,7 @@ def _prompts(questions: Sequence[Question], tokenizer: Any) -> list[Ids]:
 
 
 def _requests(questions: Sequence[Question], tokenizer: Any) -> tuple[list[Ids], list[int]]:
-    """Ids of each request, and the number of them in the continuation."""
+    """Ids of each request, and the number of ids in its continuation."""
     pairs = [_split(*each) for one in questions if isinstance(one, RankedQuestion) for each in one.choices]
     contexts = sorted({context for context, _ in pairs if context})  # of many choices, encoded once
     begun = dict(zip(contexts, map(len, _tokens(tokenizer, contexts)), strict=True))

@@ -60,7 +60,7 @@ class PassShape:
 
 
 def forward_passes(lengths: npt.NDArray[np.int64], shape: PassShape) -> list[ForwardPass]:
-    """The passes of requests, the longest first: what does not fit into memory fails at once.
+    """The passes of requests, the longest first, so that one too large for memory fails at once.
 
     Args:
         lengths: int64 [requests], positions of each, at most `shape.length`.

@@ -55,7 +55,7 @@ def read_questions(path: Path) -> list[Question]:
     """The questions of a file, all of one kind.
 
     Raises:
-        DataError: the file cannot be read or has no question, or a line is none; with its number.
+        DataError: the file cannot be read, has no question, or has an invalid line, whose number is named.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,1 +1,1 @@
-"""Model cards: what a model was made from, step by step, as README.md in its folder and as data in its manifest."""
+"""Model cards: the steps that made a model, as README.md in its folder and as data in its manifest."""

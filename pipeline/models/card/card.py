@@ -178,7 +178,7 @@ def _measured(details: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {name} | {' | '.join(cells)} |"
     data = details.get("data") or {}
     where = f"{before.get('tokens', 0):,} tokens of the {data.get('split', 'held-out')} split"
-    yield f"\nOf {where}, in windows of {data.get('sequence_length', '?')} tokens.\n"
+    yield f"\nOver {where}, in windows of {data.get('sequence_length', '?')} tokens.\n"
 
 
 def _heldout(details: Mapping[str, Any]) -> Iterator[str]:
@@ -209,7 +209,7 @@ def _consumers(details: Mapping[str, Any]) -> Iterator[str]:
     consumers: Mapping[str, Any] = details.get("consumers") or {}
     if not consumers:
         return
-    yield "## Scored by what serves it\n"
+    yield "## Scored by the programs that serve it\n"
     yield "Against the original in floating point, on the same token ids; KL is KL(original || this model) in nats.\n"
     yield "| program | version | mean KL | max KL | top-1 agreement | perplexity | texts with equal token ids |"
     yield "|---|---|---:|---:|---:|---:|---:|"

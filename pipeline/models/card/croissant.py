@@ -63,12 +63,12 @@ def croissant(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> JsonLd:
         "conformsTo": VERSION,
         "name": title_of(manifest, facts),
         "description": summary_of(manifest, facts),
-        "version": _said("version", facts.version, gaps),
-        "license": _said("license", facts.license, gaps),
-        "url": _said("url", facts.url, gaps),
-        "datePublished": _said("published", facts.published, gaps),
+        "version": _or_gap("version", facts.version, gaps),
+        "license": _or_gap("license", facts.license, gaps),
+        "url": _or_gap("url", facts.url, gaps),
+        "datePublished": _or_gap("published", facts.published, gaps),
         "creator": _creator(facts, gaps),
-        "citeAs": _said("citation", facts.citation, gaps),
+        "citeAs": _or_gap("citation", facts.citation, gaps),
         "inLanguage": facts.language or corpus_of(manifest)["languages"] or None,
         "identifier": f"sha256:{manifest.fingerprint}",
         "distribution": [_file(name, entry) for name, entry in manifest.files.items()],
@@ -77,14 +77,14 @@ def croissant(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> JsonLd:
     return {key: value for key, value in about.items() if value is not None}
 
 
-def _said(key: str, value: str | None, gaps: Gaps) -> str | None:
+def _or_gap(key: str, value: str | None, gaps: Gaps) -> str | None:
     if value is None:
         gaps.mark(key)
     return value
 
 
 def _creator(facts: CardFacts, gaps: Gaps) -> JsonLd | None:
-    name = _said("provider.name", facts.provider.name, gaps)
+    name = _or_gap("provider.name", facts.provider.name, gaps)
     return None if name is None else {"@type": "sc:Organization", "name": name}
 
 

@@ -87,7 +87,7 @@ def of_dataset(
 
 
 def languages(facts: CardFacts, corpora: Iterable[Mapping[str, Any]]) -> list[str]:
-    """ISO 639 codes that a person has stated, else those that every corpus's cleaning kept; [] if one is unknown."""
+    """ISO 639 codes stated by a person, else the languages that every corpus's cleaning kept; [] if one is unknown."""
     kept = [corpus.get("languages") or [] for corpus in corpora]
     return facts.language or (sorted({code for codes in kept for code in codes}) if all(kept) else [])
 

@@ -170,7 +170,7 @@ def _weights(mixture: Mapping[str, Any]) -> list[float]:
 
 
 def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> Ancestor:
-    """Corpus and tokenizer from a tokens directory's manifest, if it is still the one that was trained on."""
+    """Corpus and tokenizer from a tokens directory's manifest, if the run was trained on that version."""
     try:
         manifest = manifest_of(parent["path"], kind="tokens")
     except DataError:

@@ -83,7 +83,7 @@ def _properties(manifest: Manifest) -> list[dict[str, str]]:
 
 
 def _installed() -> dict[str, Distribution]:
-    """Normalized name -> distribution; where two have the same name, the one that an import finds."""
+    """Normalized name -> distribution; of two with the same name, the one that an import finds."""
     found: dict[str, Distribution] = {}
     for each in distributions():
         if each.metadata["Name"]:

@@ -161,7 +161,7 @@ class _Sources:
         if told is not None:
             return told.kind.replace("_", " ")
         hub = f"; data prep took it from {source['hub']}" if source.get("hub") else ""
-        return self._gaps.mark("sources[].kind", f"how the data was come by, of: {', '.join(self._untold)}") + hub
+        return self._gaps.mark("sources[].kind", f"how the data was obtained, for: {', '.join(self._untold)}") + hub
 
     def _of(self, *kinds: str) -> list[tuple[Ancestor, SourceFacts]]:
         pairs = [(source, self._told[source["name"]]) for source in self._sources if source["name"] in self._told]
@@ -173,7 +173,7 @@ class _Sources:
             return "[x] Yes [ ] No"
         open_question = self._untold or _unrecorded(self._lineage) or not self._sources
         if open_question:
-            return f"[ ] Yes [ ] No {self._gaps.mark('sources[].kind', 'how the data was come by, of every source')}"
+            return f"[ ] Yes [ ] No {self._gaps.mark('sources[].kind', 'how the data of every source was obtained')}"
         return "[ ] Yes [x] No"
 
     def _public(self) -> Iterator[str]:

@@ -26,7 +26,7 @@ def read_generation(folder: Path) -> dict[str, Any] | None:
 
 
 def copy_generation(source: Path, target: Path) -> None:
-    """Copies the file as it is: transformers leaves out what it finds idle, or refuses to write it."""
+    """Copies the file byte for byte: transformers would drop keys that it finds idle, or refuse to write it."""
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, target / GENERATION)
 

@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from headrace.base.errors import DataError
 from headrace.base.foreign_json import read_json
-from pipeline.models.build.buffers import keep_in_fp32
+from pipeline.models.construction.buffers import keep_in_fp32
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
@@ -69,7 +69,7 @@ def _fields(folder: ModelFolder) -> HfFields:
 
 
 def _scheme(name: str, module: nn.Module, section: QuantizationConfig) -> QuantizationScheme | None:
-    """The scheme of a layer: that of the first group that names it, by its name in the folder, or its class."""
+    """The scheme of a layer, from the first group that names it, by its name in the folder or its class."""
     if is_match(name, module, section.ignore or ()):
         return None
     for group in section.config_groups.values():

@@ -198,7 +198,7 @@ def _without_weights(folder: Path) -> DataError:
         return DataError(f"{folder}: {why}\n  try: {remedy}")
     named = sorted(file.name for file in folder.glob("*.safetensors"))
     if named:
-        why = f"it has neither {SINGLE} nor {INDEX}; {', '.join(named[:3])} is what transformers does not look for"
+        why = f"it has neither {SINGLE} nor {INDEX}; transformers does not look for {', '.join(named[:3])}"
         remedy = f"rename {named[0]} to {SINGLE}, if its tensors have transformers' names"
         return DataError(f"{folder}: {why}\n  try: {remedy if len(named) == 1 else 'download the folder again'}")
     return DataError(

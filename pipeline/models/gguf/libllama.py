@@ -54,7 +54,7 @@ class _Batch(ctypes.Structure):
 
 
 def installed() -> bool:
-    """Whether the library is there."""
+    """Whether the library is installed."""
     return find_spec(PACKAGE) is not None
 
 

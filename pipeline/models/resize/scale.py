@@ -126,5 +126,5 @@ def _check_known(config: PretrainedConfig, given: HfFields) -> None:
     if isinstance(rope, dict) and any(isinstance(value, list) for value in rope.values()):
         found.append("rope_parameters")
     if found:
-        why = f"{config.model_type} has {', '.join(found)}, and it is not known how that follows the width"
+        why = f"{config.model_type} has {', '.join(found)}, and how it scales with the width is not known"
         raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=remedy)

@@ -249,7 +249,7 @@ def _states(given: HfFields, hidden: int) -> dict[str, int]:
 
 
 def _single_layers(given: HfFields, small: HfFields, depth: int) -> HfFields:
-    """Sizes of single layers that differ from the others, in the small model's proportion to those of the others."""
+    """Sizes of single layers that differ from the others, scaled in proportion to the small model."""
     own = given.get("per_layer_config")
     if not own:
         return {}

@@ -108,17 +108,17 @@ def _lines(
     scores: Sequence[Score], machines: Sequence[Machine], after: Sequence[Score] | None, save: str | None
 ) -> Iterator[str]:
     yield f"predicted by {', '.join(dict.fromkeys(each.name for each in machines))}; above 0 the prediction is too high"
-    yield _told("error", scores)
+    yield _error_line("error", scores)
     for each in scores:
         if each.drift is not None and abs(each.drift) > DRIFT:
-            change = f"today's formulas give {each.drift:+.1%} of the memory that was predicted when it was trained"
+            change = f"today's formulas give {each.drift:+.1%} of the memory predicted when the run was trained"
             yield f"note: {each.measured.path}: {change}"
     if after is not None:
         yield f"{save}: written; headrace plan --machine {save} takes it"
-        yield _told("error of these runs by it", after)
+        yield _error_line("error of these runs with the new machine file", after)
 
 
-def _told(label: str, scores: Sequence[Score]) -> str:
+def _error_line(label: str, scores: Sequence[Score]) -> str:
     found = (
         f"{name} median {statistics.median(errors):+.1%}, worst {worst(errors):+.1%}"
         for name, errors in _errors(scores).items()
@@ -137,7 +137,7 @@ def _check_target(save: str | None) -> None:
         raise ConfigError("--save-calibration", save, why="a machine is a JSON file", remedy=f"{path}.json")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
-            "--save-calibration", save, why="its directory is not there", remedy=f"mkdir -p {path.parent}"
+            "--save-calibration", save, why="its directory does not exist", remedy=f"mkdir -p {path.parent}"
         )
 
 

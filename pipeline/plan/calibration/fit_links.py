@@ -21,7 +21,7 @@ _ONE_LINK = {"bytes_per_s": 1e9, "latency_s": 1e-4}
 def links_of(
     rows: Sequence[MeasuredCollective],
 ) -> tuple[dict[str, float], dict[Operation, dict[str, float]], list[float]]:
-    """The link of all-reduces, those of the other kinds, and the share of their bandwidth that is reached.
+    """The links of all-reduces and of other collectives, and the share of their bandwidth that is reached.
 
     Bandwidths are those of the fastest repetition, and the share has the spread of the largest all-reduce: low,
     typical, high.

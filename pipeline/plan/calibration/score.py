@@ -54,7 +54,7 @@ class MeasuredRun:
     Attributes:
         path: directory of the run.
         config: config in the run's manifest.
-        record: the newest event `measured` of its attempts; see `pipeline.run.measured`.
+        record: the newest event `measured` of its attempts; see `pipeline.run.hooks.measured`.
         hosts: number of hosts of its ranks, by the event `nodes` of that attempt; 1 without the event.
     """
 
@@ -110,7 +110,7 @@ class Score:
 
     @property
     def fragmentation(self) -> float:
-        """Bytes that the allocator held beside tensors over those of activations and logits, on a GPU."""
+        """Allocator bytes beside tensors, divided by the bytes of activations and logits, on a GPU."""
         lost = (self.measured.peak(_RESERVED) or 0) - (self.measured.peak(_ALLOCATED) or 0)
         return max(0.0, lost / (self.tensors.activations + self.tensors.logits))
 

@@ -35,7 +35,7 @@ class RunInputs:
 
 
 def execute(source: RunInputs, *, ranks: Sequence[int], pp: int, engine: str) -> Executed:
-    """Executes a step as ranks of the pipeline, one after the other, and returns the one that needs most.
+    """Executes a step as each rank of the pipeline in turn, and returns the rank that needs most memory.
 
     Progress is written to stderr. An interrupt ends the process that executes.
 

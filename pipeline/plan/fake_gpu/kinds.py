@@ -16,7 +16,7 @@ from pipeline.engines.optim.small_moments import AdamWSmallMoments
 from pipeline.engines.parallel.vocabulary import _InPlaceCrossEntropy
 from pipeline.engines.torch_native import single
 from pipeline.engines.torch_native.single import TorchSingle
-from pipeline.models.build import buffers
+from pipeline.models.construction import buffers
 from pipeline.plan.fake_gpu.memory import Memory
 from pipeline.plan.fake_gpu.recorder import pin
 

@@ -1,4 +1,4 @@
-"""Records what a step asks of the device: collectives, host reads, copies from the host, FLOPs and memory."""
+"""Records a step's use of the device: collectives, host reads, copies from the host, FLOPs and memory."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _missing(engine: str, *, distils: bool, matrices: bool, exchange: str) -> st
     if distils:
         return "the step of a distillation, with its teacher, is not executed on the fake device"
     if matrices:
-        return "Muon's exchange of matrices needs other ranks' shards, which the fake device has none of"
+        return "Muon's exchange of matrices needs other ranks' shards, and the fake device runs one rank alone"
     if exchange != "all_to_all":
         return f"{exchange}'s kernels run on GPUs alone (parallel.ep_exchange)"
     if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:

@@ -30,14 +30,14 @@ from pipeline.engines.parallel.mesh import build_mesh
 from pipeline.engines.parallel.rank_model import widths_of
 from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.torch_native.single import TorchSingle
-from pipeline.models.build.initial_values import Zeros
-from pipeline.models.build.meta import build_meta
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.initial_values import Zeros
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.fake_gpu.kinds import makers, modules_of, name_weights, optimizer_of, state_of, watched
 from pipeline.plan.fake_gpu.memory import Memory
 from pipeline.plan.fake_gpu.recorder import StepRecorder, pin
-from pipeline.run.prepare import attention_of
 
 
 @dataclass(frozen=True)

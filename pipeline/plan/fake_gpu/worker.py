@@ -65,7 +65,7 @@ def _execute(case: StepCase, reader: int, writer: int) -> NoReturn:
         try:
             result: dict[str, Any] = {"report": run_step(case)}
         except Exception as error:
-            result = {"error": _told(error), "traceback": traceback.format_exc()}
+            result = {"error": _with_line(error), "traceback": traceback.format_exc()}
         with os.fdopen(writer, "w") as results:
             results.write(json.dumps(result))
         code = 0
@@ -74,7 +74,7 @@ def _execute(case: StepCase, reader: int, writer: int) -> NoReturn:
         os._exit(code)
 
 
-def _told(error: Exception) -> str:
+def _with_line(error: Exception) -> str:
     """An error with the line of this project where it happened."""
     if isinstance(error, HeadraceError):
         return str(error)

@@ -1,28 +1,21 @@
-"""`headrace ladder --config F`: predicts the held-out loss of a large run from a ladder of small ones.
-
-`--coordinate-check` and `--rate-check` check whether the parametrization transfers between sizes.
-"""
+"""`headrace ladder --config F`: predicts the held-out loss of a large run from a ladder of small ones."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.base.cli import add_config_arguments
 from headrace.base.configfile import load
 from headrace.base.errors import EXIT_USAGE, ConfigError
 from headrace.base.lock import lock_file
-from headrace.base.paths import LOCAL
-from pipeline.plan.ladder.coordinates import (
-    add_coordinate_arguments,
-    check_coordinate_arguments,
-    output_of,
-    run_check,
-)
+from headrace.base.paths import LOCAL, is_url
 
 if TYPE_CHECKING:
+    from pipeline.config.sections.run import RunSection
     from pipeline.plan.ladder.plan import Ladder, Options
 
 _LOCK = ".lock"
@@ -44,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "learning rates of the sweep on the smallest rung, each twice the one before; 1: none (default: %(default)s)"
     parser.add_argument("--learning-rates", type=int, default=5, metavar="N", help=text)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each size and budget (default: 1)")
-    text = "largest relative error of the loss on rungs left out, from which a fit is not used (default: %(default)s)"
+    text = "largest relative error of the loss, on rungs left out, with which a fit is used (default: %(default)s)"
     parser.add_argument("--tolerance", type=float, default=0.02, metavar="SHARE", help=text)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes of each run (default: 1)")
@@ -55,22 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--laws", action="store_true", help="print what published laws suggest for the config, and end")
     parser.add_argument("--plan", action="store_true", help="print the runs and what they cost, and end")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
-    add_coordinate_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans a ladder, trains the runs that are not finished, fits a law and predicts.
 
     Returns:
-        0; 2 where the fit is too poor to be used; 1 where a coordinate check is not flat; the exit code of a run that
-        failed or was stopped.
+        0; 2 where the fit is too poor to be used; the exit code of a run that failed or was stopped.
 
     Raises:
         ConfigError, DataError: the config or an option is refused, before any work.
     """
     _check(arguments)
-    if arguments.coordinate_check or arguments.rate_check:
-        return run_check(arguments)
     from pipeline.plan.ladder.large_run import read_large_run  # noqa: PLC0415  (brings in torch)
     from pipeline.plan.ladder.plan import plan_ladder  # noqa: PLC0415
     from pipeline.plan.ladder.slurm import element, submit  # noqa: PLC0415
@@ -80,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.laws:
         print("\n".join(laws_lines(large.training)))
         return 0
-    output = output_of(arguments.output, large.run.config.run)
+    output = _output_of(arguments.output, large.run.config.run)
     ladder = plan_ladder(large, _options(arguments), output)
     if not arguments.json:
         print("\n".join(plan_lines(ladder)), flush=True)
@@ -130,6 +119,17 @@ def _train_element(ladder: Ladder, arguments: argparse.Namespace, number: int) -
     return train_all(ladder, [runs[number]], jobs=1, nproc=arguments.nproc, say=partial(print, flush=True))
 
 
+def _output_of(given: str | None, run: RunSection) -> Path:
+    """The directory of all runs and results, by default beside that of the run.
+
+    Raises:
+        ConfigError: no directory is given, and run.dir is a URL.
+    """
+    if given is None and is_url(run.dir):
+        raise ConfigError("--output", why=f"run.dir is a URL, {run.dir}", remedy="--output DIR, a path")
+    return Path(given or f"{run.dir}-ladder")
+
+
 def _words(arguments: argparse.Namespace) -> list[str]:
     """The arguments of this command for its jobs."""
     sets = [word for text in arguments.overrides for word in ("--set", text)]
@@ -160,7 +160,6 @@ def _budgets(text: str) -> tuple[float, ...]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    check_coordinate_arguments(arguments)
     for name in ("jobs", "nproc"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name}", getattr(arguments, name), why="it is a number of processes", remedy="1")

@@ -15,7 +15,7 @@ from pipeline.config.deepspeed.file import translate
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.common import model_dtype
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.count import ModelSize, measure
 from pipeline.plan.laws.law_warnings import Training, training_of
 from pipeline.run.prepare import PreparedRun, prepare

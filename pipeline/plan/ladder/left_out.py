@@ -76,7 +76,7 @@ def left_out(points: Points) -> Iterator[LeftOut]:
 
 
 def _extrapolations(points: Points, form: Form, sizes: Array) -> tuple[Array, Array]:
-    """Distances and errors of all runs above a rung, by the law of that rung and those below it."""
+    """Distances and errors of all runs above a rung, by a law fitted to this rung and the smaller ones."""
     distances, errors = [], []
     for size in sizes[-2::-1]:
         out = points.parameters > size

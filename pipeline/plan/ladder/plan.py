@@ -60,7 +60,7 @@ class Options:
             ConfigError: an option is refused; the error names it.
         """
         if self.rungs < _FEWEST_RUNGS:
-            why = "two sizes determine no law: their loss would fit any"
+            why = "two sizes determine no law: any law would fit their losses"
             raise ConfigError("--rungs", self.rungs, why=why, remedy=f"{_FEWEST_RUNGS} or more")
         if not 0 < self.smallest < self.largest < 1:
             why = "they are shares of the large model's parameters, the smaller one first"

@@ -136,7 +136,7 @@ def step_law_batch(tokens: float) -> float:
 
 
 def power_lines_weight_decay(parameters: float, tokens: float, *, batch: float, learning_rate: float) -> float:
-    """Weight decay by Power Lines: that of the timescale B / (lr wd D) = 1.084 (D/N)^-0.527 (arXiv:2505.13738).
+    """Weight decay by Power Lines, from the timescale B / (lr wd D) = 1.084 (D/N)^-0.527 (arXiv:2505.13738).
 
     Args:
         parameters: non-embedding parameters (N).

@@ -146,14 +146,14 @@ def _hierarchical_half(group: RankGroup, topology: LinkTopology, size: float) ->
 
 
 def _pairwise(group: RankGroup, topology: LinkTopology, size: float) -> float:
-    """Each rank sends every other its share; those of the same node over the links within."""
+    """Each rank sends every other its share; ranks of one node use the links within."""
     share = size / group.size
     near, far = group.per_node - 1, group.size - group.per_node
     return near * topology.within.seconds(share) + far * topology.between.seconds(share)
 
 
 def _hierarchical_all_to_all(group: RankGroup, topology: LinkTopology, size: float) -> float:
-    """First within nodes, so that each rank has what its node sends to its peers; then one message to each node."""
+    """First within nodes, so that each rank collects its node's data for its peers; then one message to each node."""
     return _shares(group.per_node, topology.within, size) + _shares(group.nodes, topology.between, size)
 
 

@@ -1,4 +1,4 @@
-"""Communication of a rank in a step: the least by `engines.sizes.traffic`, and what the engines send beyond it.
+"""Communication of a rank in a step: the minimum by `engines.sizes.traffic`, and the engines' additional traffic.
 
 `tests/plan/test_work.py` compares it with the collectives of steps executed on fake tensors.
 """
@@ -43,7 +43,7 @@ class Transfer:
 
 
 def transfers(layout: TrafficLayout) -> list[Transfer]:
-    """Collectives and messages of a step, by purpose; those of a single rank, and of a few numbers, are left out."""
+    """Collectives and messages of a step, by purpose, without those of a single rank or of a few numbers."""
     found = [*_data_parallel(layout), *_within_layers(layout), *_pipeline(layout), *_matrices(layout)]
     return [each for each in found if len(each.ranks) > 1 and each.bytes]
 

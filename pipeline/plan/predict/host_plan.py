@@ -33,7 +33,7 @@ class HostPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether both fit, as far as the machine says what its hosts have."""
+        """Whether memory and disks fit; sizes that the machine's file lacks are not checked."""
         used = sum(self.memory.values())
         return used <= (self.memory_bytes or used) and self.disk <= (self.disk_bytes or self.disk)
 

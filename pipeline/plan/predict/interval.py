@@ -16,7 +16,7 @@ class Interval:
 
     @classmethod
     def of(cls, *values: float) -> Interval:
-        """The interval of three values, of which the second is the typical one and the others are in any order."""
+        """The interval of three values: the second is typical, the others are in any order."""
         return cls(min(values), values[1], max(values))
 
     @classmethod

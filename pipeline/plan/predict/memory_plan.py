@@ -42,7 +42,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the typical peak fits a device, and the host has room for what the ranks of a node keep there."""
+        """Whether the typical peak fits a device, and the node's host has room for the offloaded data."""
         return self.peak.typical <= self.device and self.node.fits
 
     @property
@@ -77,7 +77,7 @@ def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Memory
 
 
 def host_fits(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> bool:
-    """Whether the host of a node has room for what its ranks keep there."""
+    """Whether a node's host has room for its ranks' offloaded data."""
     return host_plan(run, costs.shares(run).footprint, machine).fits
 
 

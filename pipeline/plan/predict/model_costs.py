@@ -80,7 +80,7 @@ class ModelCosts:
         config: Any = model.config
         assert isinstance(config, PretrainedConfig)
         if widths_of(config) is None or not getattr(config, "base_model_pp_plan", None):
-            why = "the formulas hold for decoders that are built like Llama's, of which transformers lists the layers"
+            why = "the formulas hold for decoders built like Llama's, with their layers listed by transformers"
             remedy = "headrace check --exact, which executes a step on fake tensors"
             raise ConfigError("model", config.model_type, why=why, remedy=remedy)
         linear, head = forward_flops(model, sequence_length=0)

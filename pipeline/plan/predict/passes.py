@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class PassKind(StrEnum):
-    """Kinds of instructions; the letters of passes are those of the zero-bubble paper (arXiv:2401.10241)."""
+    """Kinds of instructions; passes have the letters of the zero-bubble paper (arXiv:2401.10241)."""
 
     FORWARD = "F"
     BACKWARD = "B"

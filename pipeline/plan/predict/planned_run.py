@@ -22,11 +22,11 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import check_fp8_capability, experts_in_fp8, torchao_note
 from pipeline.engines.sizes.memory import caveat
-from pipeline.models.build.meta import build_meta
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.imbalance import with_imbalance
 from pipeline.plan.predict.model_costs import ModelCosts
-from pipeline.run.prepare import attention_of
 from pipeline.runtime.machines.known import load_machine, machine_of_device
 from pipeline.runtime.machines.machine import Machine
 from pipeline.runtime.machines.ranks import with_ranks

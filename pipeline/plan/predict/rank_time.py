@@ -97,7 +97,7 @@ class RankTime:
 
     @property
     def backward(self) -> float:
-        """Computation of a micro-batch's backward pass."""
+        """Seconds that a micro-batch's backward pass computes."""
         return sum(stage.backward for stage in self.stages)
 
     @property

@@ -79,7 +79,7 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
 
 
 def _of_table(actions: list[Any]) -> Iterator[Instruction]:
-    """Instructions of a rank's actions, both of a pair, without those that shard weights or reduce gradients."""
+    """Instructions of a rank's actions, both of a pair, without sharding of weights and reduction of gradients."""
     for action in (part for whole in actions for part in whole.sub_actions or (whole,)):
         kind = _TORCH_KINDS.get(action.computation_type.value)
         if kind is not None:

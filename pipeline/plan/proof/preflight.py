@@ -12,10 +12,11 @@ from pipeline.config.sections.deepspeed import Fp16Section
 from pipeline.engines.common import model_dtype
 from pipeline.engines.deepspeed.machine import check_machine
 from pipeline.engines.parallel.architecture_limits import check_layout
-from pipeline.models.build.meta import build_meta
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.meta import build_meta
 from pipeline.plan.proof.shrunk_run import TRACED, proven_attention, real_model
 from pipeline.plan.proof.worker import use_cpu
-from pipeline.run.prepare import attention_of, check_fallbacks, first_values
+from pipeline.run.prepare import check_fallbacks, first_values
 
 
 def check_run(run: ResolvedRun) -> None:

@@ -25,9 +25,9 @@ from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import require_finite_step
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.build.counter import CPU, normal
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.counter import CPU, normal
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.plan.proof.case import Case, CaseResult, write_result
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.runtime.launch import Launch, process_group

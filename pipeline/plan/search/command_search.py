@@ -172,7 +172,7 @@ def _facts(
 
 
 def _unproven(winner: Verified) -> str:
-    return "" if winner.peak is not None else f"; its peak is the formulas', a step was not executed: {winner.why_not}"
+    return "" if winner.peak is not None else f"; peak by the formulas, no step was executed: {winner.why_not}"
 
 
 def _print(table: Table, facts: Sequence[tuple[str, str]]) -> None:

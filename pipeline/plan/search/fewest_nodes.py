@@ -17,7 +17,7 @@ MOST_NODES = 4096
 
 
 def fewest_nodes(planned: PlannedRun) -> tuple[int, ConfigTree] | None:
-    """The fewest nodes on which a layout fits, and its settings: the fastest of those that fit.
+    """The fewest nodes on which a layout fits, and the settings of the fastest layout that fits.
 
     Powers of two are tried, then the numbers between the last two that the batch divides over.
 
@@ -40,7 +40,7 @@ _TRIED = 16
 
 
 def fastest_that_fits(planned: PlannedRun, nodes: int) -> Candidate | None:
-    """The fastest layout on so many nodes of those that need least memory; None where none fits."""
+    """The fastest layout on so many nodes, among the settings that need least memory; None where none fits."""
     run, machine, costs = planned.run, planned.machine, planned.costs
     world = nodes * machine.devices_per_node
     topology = replace(run.topology, pp=1, cp=1, tp=1, ep=1, dp=world)

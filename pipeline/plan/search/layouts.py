@@ -128,7 +128,7 @@ def _expert_parallel(run: ResolvedRun, machine: Machine, mesh: Axes, experts: in
 
 
 def _overlaps(run: ResolvedRun, mesh: Axes, schedule: str, *, ep: int, micro: int, known: frozenset[str]) -> bool:
-    """Whether experts exchange beside another micro-batch, which is faster wherever it can be."""
+    """Whether experts exchange beside another micro-batch: faster wherever the rules allow it."""
     several = micro < _samples_of_a_rank(run, mesh)
     several = several and (mesh.pp == 1 or SCHEDULES[schedule].overlaps)
     return "ep_overlap" in known and ep > 1 and several and expert_exchange(run.config) == "all_to_all"

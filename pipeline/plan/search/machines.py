@@ -112,7 +112,7 @@ def _offer(planned: PlannedRun, name: str, question: Question) -> Offer:
         return offer
     fewest = fewest_nodes(on_this)
     if fewest is None:
-        raise ConfigError("--machine", name, why=_nowhere(planned, machine), remedy="another machine")
+        raise ConfigError("--machine", name, why=_no_fit(planned, machine), remedy="another machine")
     if question.deadline is None:
         offer = _on(on_this, fewest[0], name, question)
         assert offer is not None  # the layout of the fewest nodes fits
@@ -120,7 +120,7 @@ def _offer(planned: PlannedRun, name: str, question: Question) -> Offer:
     return _by_deadline(on_this, fewest[0], name, question, deadline=question.deadline)
 
 
-def _nowhere(planned: PlannedRun, machine: Machine) -> str:
+def _no_fit(planned: PlannedRun, machine: Machine) -> str:
     samples, devices = planned.run.batch.samples, machine.devices_per_node
     return (
         f"no layout on 1 to {MOST_NODES:,} nodes of {devices}: a rank needs more than a device has, or the batch of"

@@ -1,4 +1,4 @@
-"""Searches the fastest layouts that fit by closed forms; those that are shown are simulated (`simulated`)."""
+"""Searches the fastest layouts that fit, by closed forms; simulates the layouts to be shown (`simulated`)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Search:
         return [each for each in self.candidates if each.fits]
 
     def pareto(self) -> list[Candidate]:
-        """Layouts that fit, of which no other is both faster and smaller, the fastest first."""
+        """The Pareto front of the layouts that fit (no other is both faster and smaller), the fastest first."""
         front: list[Candidate] = []
         for each in self.fitting():
             if not front or each.peak < front[-1].peak:

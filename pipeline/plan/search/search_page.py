@@ -37,7 +37,7 @@ def page(found: Search, best: Table, *, title: str, facts: Sequence[tuple[str, s
     sections = html(
         "<section>\n<h2>Search</h2>\n{}\n</section>\n"
         "<section>\n<h2>Time against memory</h2>\n<figure>\n{}\n<figcaption>Layouts that fit, by closed"
-        " formulas. The line joins those of which no other is both faster and smaller.</figcaption>\n</figure>\n"
+        " formulas. The line is the Pareto front: no other layout is both faster and smaller.</figcaption>\n</figure>\n"
         '</section>\n<section>\n<h2>The best layouts</h2>\n<div class="scroll">{}</div>\n</section>',
         definitions(facts),
         _pareto(found),

@@ -1,4 +1,4 @@
-"""Executes the steps of candidate layouts on fake tensors, to know their memory; writes the config of the best."""
+"""Executes the steps of candidate layouts on fake tensors, to measure their memory; writes the config of the best."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Verified:
     why_not: str = ""
 
     def fits(self, memory: float) -> bool:
-        """Whether the executed peak, or else that of the formulas, is within so many bytes."""
+        """Whether the executed peak, or else the formulas' peak, is within so many bytes."""
         return (self.candidate.peak if self.peak is None else self.peak) <= memory
 
 
@@ -123,7 +123,7 @@ def _verified(candidate: Candidate, result: dict[str, object], rank: int, planne
 
 
 def winner_of(verified: Sequence[Verified], *, memory: float) -> Verified | None:
-    """The layout that changes fewest settings, of those that fit and are within 1 % of the fastest.
+    """The layout with the fewest changed settings among those that fit and are within 1 % of the fastest.
 
     Layouts in another precision than the config's are no candidates: their loss curve is another one. Of several with
     equally few changes, that with the smallest peak is taken.

@@ -78,7 +78,7 @@ class Rollback(Exception):  # noqa: N818  control flow, not an error
 
 @dataclass
 class _Streak:
-    """Bad steps without progress between them: `count`, and the `last` of them."""
+    """Bad steps without progress between them: their `count`, and the `last` one."""
 
     count: int = 0
     last: int = 0

@@ -189,9 +189,9 @@ def _check_unchanged(mixture: DataMixture, manifest: Manifest) -> None:
         expected = manifest.parents.get(field, {}).get("fingerprint")
         if expected != parent["fingerprint"]:
             raise DataError(
-                f"{field}: {parent['path']} is not what the run was trained on: its fingerprint was {expected}, and is"
-                f" {parent['fingerprint']}\n  try: restore the old tokens; the same corpus, config and tokenizer give"
-                f" the same bytes again"
+                f"{field}: {parent['path']} is not the data the run was trained on: its fingerprint was {expected},"
+                f" and is {parent['fingerprint']}\n  try: restore the old tokens; the same corpus, config and tokenizer"
+                f" give the same bytes again"
             )
 
 

@@ -12,7 +12,7 @@ from headrace.base.foreign_folders import is_trainer_checkpoint
 from headrace.base.remote_folder import local_folder
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.data.dataset import TokenDataset, tokenizer_details
-from pipeline.models.build.buffers import parameters_declared_fp32
+from pipeline.models.construction.buffers import parameters_declared_fp32
 from pipeline.models.folder.text_part import text_is_nested
 from pipeline.models.hf_config import VOCAB_MULTIPLE
 from pipeline.run.prepare import PreparedRun
@@ -33,7 +33,7 @@ _COVERED, _LONGER = 0.9, 4
 
 
 def advice(prepared: PreparedRun) -> Iterator[str]:
-    """Yields a line for each setting that looks like a mistake, with what to do. Nothing is refused."""
+    """Yields a line with a remedy for each setting that looks like a mistake. Nothing is refused."""
     yield from _text_part(prepared)
     yield from _vocabulary(prepared)
     yield from _repetition(prepared)
@@ -66,7 +66,7 @@ def _vocabulary(prepared: PreparedRun) -> Iterator[str]:
     tables = 1 if prepared.hf_config.get("tie_word_embeddings") else 2
     yield (
         f"model.config.vocab_size = {vocabulary:,}, and the tokenizer has {ids:,} ids: {unused * width * tables:,} of"
-        f" {prepared.size.parameters:,} parameters are of tokens that never occur; leave vocab_size out, and it is"
+        f" {prepared.size.parameters:,} parameters belong to tokens that never occur; leave vocab_size out, and it is"
         f" taken from the tokenizer"
     )
 
@@ -117,7 +117,7 @@ def _padding(prepared: PreparedRun) -> Iterator[str]:
     if eos is not None and padding == eos:
         where = prepared.run.config.model.path
         yield (
-            f"the padding id is that of end-of-text ({eos}): transformers gives the padding row of the embedding no"
+            f"the padding id is also the end-of-text id ({eos}): transformers gives the padding row of the embedding no"
             f" gradient, so that end-of-text keeps its first value as an input; set pad_token_id to null in"
             f" {'model.config' if where is None else f'{where}/config.json'}, or to an id that does not occur"
         )
@@ -177,8 +177,8 @@ def _learning_rate(prepared: PreparedRun) -> Iterator[str]:
     continued = config.model.path is not None and not config.model.fresh and config.distill is None
     if continued and config.optimizer.kind.sign_like and peak >= _OF_A_NEW_MODEL:
         yield (
-            f"{config.model.path} is continued at a peak learning rate of {peak:g}, as weights that are still random:"
-            " it forgets much of what it knows; optimizer.params.lr of 1e-5 to 1e-4 is usual (the Trainer's: 5e-5)"
+            f"{config.model.path} is continued at a peak learning rate of {peak:g}, fit for random weights:"
+            " it forgets much; optimizer.params.lr of 1e-5 to 1e-4 is usual (the Trainer's: 5e-5)"
         )
 
 

@@ -61,7 +61,7 @@ Execute = Callable[[Sequence[int]], Executed]
 def memory_entries(
     run: ResolvedRun, model: nn.Module, *, memory: int | None = None, execute: Execute | None = None
 ) -> Iterator[Entry]:
-    """Yields the peak of the rank that needs most, by kind; with `memory`, whether it fits and what would.
+    """Yields the peak of the rank that needs most, by kind; with `memory`, whether it fits or which micro-batch would.
 
     Args:
         run: the resolved config.

@@ -49,7 +49,7 @@ def as_json(entries: list[Entry]) -> dict[str, Any]:
 
 
 def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
-    """Yields what follows from the config and the number of processes alone. No torch."""
+    """Yields entries that follow from the config and the number of processes alone. No torch."""
     config, batch, topology = run.config, run.batch, run.topology
     axes = {axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
     yield Entry("layout", run.layout, {"engine": config.engine, "stage": config.zero_optimization.stage, **axes})
@@ -112,7 +112,7 @@ def _state_entries(prepared: PreparedRun) -> Iterator[Entry]:
 
 
 def _matrices_entry(forms: Mapping[str, MatrixForm], elements: int, *, of: int) -> Entry:
-    """The matrices that Muon orthogonalizes, and those that count as one although they may be several."""
+    """The matrices that Muon orthogonalizes, and matrices that count as one although they may be several."""
     from pipeline.models.hidden_matrices import unknown_fused  # noqa: PLC0415  imports torch
 
     count = sum(form.stacked * len(form.parts) for form in forms.values())
@@ -220,7 +220,7 @@ def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
 
 
 def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
-    """Yields what follows from the data, the model and the run's directory."""
+    """Yields entries that follow from the data, the model and the run's directory."""
     from pipeline.engines.parallel.fp8 import fp8_layers  # noqa: PLC0415  imports torch
     from pipeline.engines.parallel.partition import stage_lines  # noqa: PLC0415  imports torch
 

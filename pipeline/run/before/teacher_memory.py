@@ -60,7 +60,7 @@ class TeacherBytes:
 
 
 def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[Entry]:
-    """Yields what the teacher takes on a rank; with `memory`, refuses one that does not fit beside the student.
+    """Yields the teacher's memory on a rank; with `memory`, refuses a teacher that does not fit beside the student.
 
     Args:
         prepared: the run.
@@ -179,7 +179,7 @@ def matching_bytes(prepared: PreparedRun) -> float:
 
 
 def _hidden_states(section: HiddenStatesSection, sizes: _MatchingSizes) -> tuple[float, float]:
-    """Bytes that are kept, and bytes that are needed for a moment."""
+    """Bytes that stay allocated, and bytes needed for a moment."""
     own, theirs = sizes.student["hidden_size"], sizes.teacher["hidden_size"]
     tp, cp = sizes.run.topology.tp, sizes.run.topology.cp
     copies = 0 if sizes.element == _FP32 else 1  # fp32 copies of hidden states in 16 bits

@@ -1,4 +1,4 @@
-"""A distillation that also matches hidden states and attention relations: the objective of such a run.
+"""A distillation that also matches hidden states and attention relations: the objective of this run.
 
 loss = that of the distillation + w_h H + w_a A, summed over target tokens; see `matching` for H and A. The teacher's
 features are recorded in the forward pass that gives its targets. In a pipeline the last stage has the teacher, so that

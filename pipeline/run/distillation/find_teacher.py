@@ -13,8 +13,9 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.engines.parallel.partition import pipeline_stages
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_values import FromSafetensors
+from pipeline.models.attention import attention_of
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.hf_config import read_hf_config
 from pipeline.run.distillation.cached_logits import CachedLogits
@@ -23,7 +24,6 @@ from pipeline.run.distillation.kv_cache import check_kv_cache
 from pipeline.run.distillation.open_logits import open_logits
 from pipeline.run.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.run.distillation.teacher import TeacherModel, teacher_run
-from pipeline.run.prepare import attention_of
 
 
 def find_teacher(

@@ -70,7 +70,7 @@ class SequenceShard:
         return values.chunk(dist.get_world_size(self.tp), dim=dim)[dist.get_rank(self.tp)]
 
     def columns(self, values: Tensor, *, dim: int, over_tp: bool) -> Tensor:
-        """The values of the whole sequence from those of this rank."""
+        """Gathers the values of the whole sequence from each rank's part."""
         if over_tp and self.tp is not None:
             values = all_gather(values, self.tp, dim=dim)
         return values if self.cp is None else all_gather(values, self.cp, dim=dim)

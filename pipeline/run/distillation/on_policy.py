@@ -34,7 +34,7 @@ I64 = npt.NDArray[np.int64]
 
 
 def chosen_samples(step: int, *, samples: int, fraction: float, seed: int) -> I64:
-    """Indices of the samples of a step that the student continues: over many steps that fraction of them.
+    """Indices of the samples of a step that the student continues: over many steps, `fraction` of all.
 
     Args:
         step: number of the step, from 1.

@@ -38,10 +38,7 @@ def make_distillation(prepared: PreparedRun, device: torch.device, mesh: Mesh | 
 
 def make_samples(
     prepared: PreparedRun, engine: Engine, *, rank: int, device: torch.device, on_progress: Callable[[], None]
-) -> OnPolicySamples | None:
-    """Makes the student's samples of an on-policy distillation; None in other runs."""
-    section = prepared.run.config.distill
-    if section is None or section.on_policy is None:
-        return None
+) -> OnPolicySamples:
+    """Makes the student's samples of an on-policy distillation."""
     end_id = tokenizer_details(prepared.mixture.sources[0].manifest).get("eos_id")
     return OnPolicySamples(prepared.run, engine, rank=rank, device=device, end_id=end_id, on_progress=on_progress)

@@ -1,4 +1,4 @@
-"""Opens the cached logits of a run, and refuses those that are not of its data, its teacher and its student."""
+"""Opens the cached logits of a run, and refuses logits of other data, another teacher or another student."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _check_fields(section: DistillSection, data: DataSection, manifest: Manifest
             why = f"the logits in {section.logits} were made with {theirs}"
             raise ConfigError(field, own, why=why, remedy=f"use {theirs}, or make others: headrace cache-logits")
     if section.teacher is not None and ModelFolder.open(section.teacher).fingerprint() != made["teacher"]:
-        why = f"the logits in {section.logits} are those of another teacher"
+        why = f"the logits in {section.logits} were made by another teacher"
         raise ConfigError("distill.teacher", section.teacher, why=why, remedy="make others: headrace cache-logits")
 
 
@@ -120,12 +120,12 @@ def _number(path: Path, manifest: Manifest, source: TokenDataset) -> int:
     """The number of a dataset in the directory."""
     tokenizer = tokenizer_details(source.manifest)["fingerprint"]
     if tokenizer != manifest.details["tokenizer"]:
-        why = f"{path} is of tokens of another tokenizer than {source.label}: the same id would mean different text"
+        why = f"{path} was made with another tokenizer than {source.label}: the same id would mean different text"
         raise DataError(f"{why}\n  try: headrace cache-logits with this config")
     own = identity(source)
     for number, entry in enumerate(manifest.details["sources"]):
         if all(entry[key] == own[key] for key in own):
             return number
     made = ", ".join(str(entry["path"]) for entry in manifest.details["sources"])
-    why = f"{path} has no logits of {source.label}: it is of {made}, as they were then packed and split"
+    why = f"{path} has no logits of {source.label}: it was made from {made}, as packed and split then"
     raise DataError(f"{why}\n  try: headrace cache-logits with this config")

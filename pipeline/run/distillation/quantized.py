@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError
 from headrace.base.remote_folder import local_folder
-from pipeline.models.build.buffers import persistent_buffers
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.buffers import persistent_buffers
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.routers import has_experts
@@ -40,7 +40,7 @@ def is_dequantized(folder: ModelFolder) -> bool:
 
 
 class DequantizedValues:
-    """Values of a folder in compressed-tensors; a `models.build.initial_values.ParameterValues`.
+    """Values of a folder in compressed-tensors; a `models.construction.initial_values.ParameterValues`.
 
     The whole model is in host memory, in the dtype of the folder, from the first value to the last.
 

@@ -5,8 +5,8 @@ numbers, has the distribution softmax(logits / temperature). A rank with some co
 them, and the highest of all ranks is the token: logits are never gathered. Temperature 0 leaves the noise out.
 
 The noise is a function of (run.seed, step, sample of the step, position, id), by the counter of
-`models.build.counter`: it is the same in every layout, on every rank, and after a restart. Source: Yellott 1977, "The
-relationship between Luce's choice axiom, Thurstone's theory of comparative judgment, and the double exponential
+`models.construction.counter`: it is the same in every layout, on every rank, and after a restart. Source: Yellott 1977,
+"The relationship between Luce's choice axiom, Thurstone's theory of comparative judgment, and the double exponential
 distribution"; Gumbel 1954.
 
 Shapes: n samples, T positions of a forward pass, V' columns of this rank's shard of the vocabulary.
@@ -24,7 +24,7 @@ from pipeline.data.micro_batch import MicroBatch
 from pipeline.data.permutation import derive_key
 from pipeline.engines.objective import Loss
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
-from pipeline.models.build.counter import philox
+from pipeline.models.construction.counter import philox
 
 _LOW = 0xFFFFFFFF
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.torch_native.fsdp_units import layer_units
-from pipeline.models.build.buffers import fill_buffers
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.buffers import fill_buffers
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.rectangle import Rectangle
 
 
 @torch.no_grad()

@@ -23,8 +23,8 @@ from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemb
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.vocabulary import VocabularyShard
-from pipeline.models.build.initial_values import ParameterValues
-from pipeline.models.build.materialize import materialize
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.materialize import materialize
 from pipeline.run.distillation.divergence import Divergence, divergence_by_position
 
 ROWS = 1024

@@ -136,7 +136,7 @@ def write_logits(
 
 
 def is_written(plan: LogitsPlan, final: str | Path) -> bool:
-    """Whether the finished directory is there.
+    """Whether the finished directory exists.
 
     Raises:
         DataError: it holds something else.
@@ -153,7 +153,7 @@ def is_written(plan: LogitsPlan, final: str | Path) -> bool:
 def _records(
     plan: LogitsPlan, source: int, number: int, logits_of: LogitsOf, *, batch: int
 ) -> Iterator[npt.NDArray[Any]]:
-    """Yields the records of a file, those of a batch at a time."""
+    """Yields the records of a file, a batch at a time."""
     each, dataset = plan.format.records_per_file, plan.sources[source]
     windows = plan.windows[source][number * each : (number + 1) * each]
     for first in range(0, windows.size, batch):

@@ -63,19 +63,17 @@ class ShareChange:
 
 
 def make_balancer(
-    run: ResolvedRun, engine: Engine, current: CurrentBatch | None, *, gpu: bool, stack: ExitStack
-) -> ShareBalancer | None:
-    """Makes the balancer of this rank; None where shares are not measured.
+    run: ResolvedRun, engine: Engine, current: CurrentBatch, *, gpu: bool, stack: ExitStack
+) -> ShareBalancer:
+    """Makes the balancer of this rank.
 
     Args:
         run: the resolved config.
         engine: the engine whose forward passes are timed.
-        current: batch sizes of the next step; None in fixed shares.
+        current: batch sizes of the next step.
         gpu: whether the engine computes on a GPU.
         stack: closes the balancer.
     """
-    if current is None:
-        return None
     apart = run.config.engine == "deepspeed" and run.config.zero_optimization.stage == 3
     modules = [each for decoder in engine.decoders for each in timed_modules(decoder.causal, gathered_apart=apart)]
     rule = share_rule(run.config, run.topology, run.batch)
@@ -181,7 +179,7 @@ class ShareBalancer:
 
 
 def slowest_of_data_ranks(topology: Topology, seconds: Sequence[float]) -> list[float]:
-    """The largest value of each data-parallel rank's pipeline, cp and tp ranks; 0 where one of them has none."""
+    """The largest value of each data-parallel rank's pipeline, cp and tp ranks; 0 where a rank has none."""
     by_rank: list[list[float]] = [[] for _ in range(topology.dp)]
     for rank, each in enumerate(seconds):
         by_rank[topology.coordinates(rank)["dp"]].append(each)

@@ -170,7 +170,7 @@ class _Product:
 
 
 def _matrices(run: ResolvedRun, model: nn.Module) -> list[tuple[int, int]]:
-    """(out, in) of the matrices of the first decoder layer on a rank; experts count as those of one token."""
+    """(out, in) of the matrices of the first decoder layer on a rank, with the experts of one token only."""
     tp, config = run.topology.tp, model.config
     shapes: list[tuple[int, int]] = []
     for parameter in layer_list(model)[1][0].parameters():

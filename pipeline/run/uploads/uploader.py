@@ -1,4 +1,4 @@
-"""Copies what a run has finished to an object store, in a process of its own: packages of stores keep Python busy.
+"""Copies a run's finished files to an object store, in a process of its own: packages of stores keep Python busy.
 
 Checkpoints go up one at a time, each whole: its files, then its manifest. Of those that wait only the newest is kept,
 and those of `run.keep_every`: a store that is slower than checkpoints are made gets fewer of them. One that waits is
@@ -103,7 +103,7 @@ class _State:
         return sum(count for _, count in self.sent) / max(seconds, 1.0)
 
     def row(self) -> JournalRow:
-        """Step and time of the newest checkpoint in the store, what is left, bytes per second, and what fails."""
+        """Step and time of the newest checkpoint in the store, the backlog, bytes per second, and errors."""
         left = dict(self.left)
         return {
             "time": iso_time(time.time()),
@@ -156,7 +156,7 @@ class Uploader:
         self._upload_small()
         while self.ending != "now":
             ending = self.ending
-            self._look()
+            self._find_checkpoints()
             if (waiting := self._first()) is not None:
                 self._upload(waiting)
             elif ending == "backlog":
@@ -177,7 +177,7 @@ class Uploader:
 
     def _look_always(self) -> None:
         while self.ending != "now":
-            self._look()
+            self._find_checkpoints()
             time.sleep(_POLL_S)
 
     def _look_at_store(self) -> None:
@@ -189,8 +189,8 @@ class Uploader:
         if remote:
             self._state.durable_step = remote[0].step
 
-    def _look(self) -> None:
-        """Takes note of finished checkpoints that are not in the store; drops those that newer ones make needless."""
+    def _find_checkpoints(self) -> None:
+        """Queues finished checkpoints that the store lacks; drops queued ones that newer ones make needless."""
         with self._lock:
             for step, path in reversed(finished_checkpoints(self._run_dir)):
                 self._note(step, path)
@@ -285,7 +285,7 @@ class Uploader:
                     delete(f"{old.url}/{name}")
 
     def _upload_small(self) -> None:
-        """Uploads the files beside the checkpoints that have changed; the manifest once a checkpoint is there."""
+        """Uploads changed files beside the checkpoints; the manifest once the store has a checkpoint."""
         paths = [path for path in self._run_dir.rglob("*") if is_small(path, self._run_dir)]
         if self._state.durable_step is None:
             paths = [path for path in paths if path != self._run_dir / MANIFEST]

@@ -20,28 +20,28 @@ class StepFlags:
         stop: the stop that was requested.
         busy: whether this rank's part of a checkpoint is still being written.
         checkpoint_due: whether it is time for a checkpoint.
-        memory_grew: whether the peak of memory is above the one that all ranks know.
-        slow: whether steps take so long that no device needs to work ahead.
+        hooks: flags of the hooks of the training loop that have one, in their order.
     """
 
     stop: Stop
     busy: bool = False
     checkpoint_due: bool = False
-    memory_grew: bool = False
-    slow: bool = False
+    hooks: Sequence[bool] = ()
 
     def values(self) -> list[float]:
         """Numbers whose sums over the ranks `agreed` takes: one for each reason to stop, one for each flag."""
         stops = [float(self.stop == reason) for reason in Stop if reason]
-        flags = (self.busy, self.checkpoint_due, self.memory_grew, self.slow)
+        flags = (self.busy, self.checkpoint_due, *self.hooks)
         return [*stops, *map(float, flags)]
 
     @classmethod
     def agreed(cls, sums: Sequence[float]) -> StepFlags:
         """The flags of all ranks, from these sums; the highest of several reasons to stop."""
-        *stops, busy, due, grew, slow = (each > 0 for each in sums)
-        reasons = [reason for reason, given in zip((r for r in Stop if r), stops, strict=True) if given]
-        return cls(max(reasons, default=Stop.NO), busy, due, grew, slow)
+        reasons = [reason for reason in Stop if reason]
+        raised = [each > 0 for each in sums]
+        stops, (busy, due, *hooks) = raised[: len(reasons)], raised[len(reasons) :]
+        given = [reason for reason, set_by_any in zip(reasons, stops, strict=True) if set_by_any]
+        return cls(max(given, default=Stop.NO), busy, due, hooks)
 
 
 class Agreement:

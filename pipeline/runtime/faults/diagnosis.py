@@ -119,7 +119,7 @@ class RankStatus:
 
     @property
     def monitored(self) -> bool:
-        """Whether heartbeats are expected of it."""
+        """Whether the watchdog expects heartbeats from this rank."""
         return not self.finished and not self.disconnected
 
 

@@ -24,7 +24,7 @@ def ranks_to_kill(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus]) -> l
 
 
 def kill_ranks(processes: Iterable[Sequence[object]]) -> None:
-    """Kills those of the processes that run on this machine. A pid that has been reused is left alone."""
+    """Kills the ranks that run on this machine. A reused pid is left alone."""
     for where, pid, start_ticks in processes:
         if where != machine() or not isinstance(pid, int) or pid == os.getpid() or not start_ticks:
             continue

@@ -278,7 +278,7 @@ class HeartbeatServer:
             with_timeout(2.0, lambda: print_report(report), default=None)
 
     def _wait_for_exits(self) -> list[RankStatus]:
-        """Waits until the ranks have disconnected; returns those that have not in time."""
+        """Waits until the ranks have disconnected; returns ranks that did not in time."""
         deadline = time.monotonic() + _EXIT_S + SETTLE_S
         while self._has_ranks and time.monotonic() < deadline:
             self._receive(0.1)
@@ -286,7 +286,7 @@ class HeartbeatServer:
 
 
 def is_paused(monitored: Sequence[RankStatus]) -> bool:
-    """Whether the run is paused on purpose: one of its ranks by a debugger, or all of them by a signal (SIGSTOP).
+    """Whether the run is paused on purpose: one of its ranks by a debugger, or all ranks by a signal (SIGSTOP).
 
     Known only for ranks on this machine.
     """

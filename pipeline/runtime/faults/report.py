@@ -84,7 +84,7 @@ def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world
         "event": "fault",
         "fault": diagnosis.kind,
         "ranks": ranks,
-        **_further(diagnosis.ranks),
+        **_other_ranks(diagnosis.ranks),
         "seconds": round(diagnosis.seconds, 3),
         "world_size": world_size,
         "time": time.time(),
@@ -105,7 +105,7 @@ def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) ->
         "event": "fault",
         "fault": "silent",
         "ranks": [{"rank": rank, "host": host} for rank, host in list(hosts.items())[:_RECORDED]],
-        **_further(tuple(hosts)),
+        **_other_ranks(tuple(hosts)),
         "world_size": world_size,
         "time": time.time(),
     }
@@ -121,7 +121,7 @@ def print_report(text: str) -> None:
 
 
 def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, master: str = "") -> bool:
-    """Appends the row, unless another process of the same start has done so. True for only one of them.
+    """Appends the row, unless another process of the same start has done so; returns whether this one did.
 
     True as well where the file system does not respond or has no locks: two reports are better than none.
 
@@ -159,7 +159,7 @@ def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
     return results[0] if results else default
 
 
-def _further(ranks: Sequence[int]) -> dict[str, Any]:
+def _other_ranks(ranks: Sequence[int]) -> dict[str, Any]:
     """Columns for the ranks at fault that a row does not describe."""
     further = ranks[_RECORDED:]
     return {"further": len(further), "further_ranks": _rank_ranges(further)} if further else {}

@@ -50,7 +50,7 @@ _SIGNALS = {signal.SIGUSR1: Stop.WARNING, signal.SIGTERM: Stop.TERMINATE, signal
 
 
 class StopSignals:
-    """Records stop signals instead of dying of them, from `with` to the end of the block. In the main thread.
+    """Records stop signals instead of dying by them, within a `with` block. In the main thread.
 
     Ctrl-C ends the process as usual until `handle_interrupts`: while a run starts up there is nothing to save.
 

@@ -1,4 +1,4 @@
-"""Goodput: what the wall clock of a run's directory was spent on, over all its attempts.
+"""Goodput: accounts for the wall clock of a run's directory, over all its attempts.
 
     goodput = seconds of the steps that the final history has, less what they waited for / seconds since the first start
 
@@ -94,7 +94,7 @@ class AttemptTime:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Time of a run by what it was spent on.
+    """Time of a run by purpose.
 
     Attributes:
         attempts: times of the attempts, oldest first; each begins where the one before has ended.
@@ -224,7 +224,7 @@ def _of_steps(parts: Sequence[TimeSums]) -> TimeSpent:
 
 
 def _unfinished(attempt: RecordedAttempt, parts: Sequence[TimeSums], end: float) -> float:
-    """Seconds from an attempt's last row to its end, where it has not ended between two steps: nothing came of them."""
+    """Seconds from an attempt's last row to its end, lost unless it ended between two steps."""
     if attempt.ended is None or attempt.code in STOPPED:
         return 0.0
     rows = [part.until for part in parts if part.until is not None] + [each.until for each in attempt.lost]
@@ -232,7 +232,7 @@ def _unfinished(attempt: RecordedAttempt, parts: Sequence[TimeSums], end: float)
 
 
 def _complete(known: TimeSpent, wall: float) -> TimeSpent:
-    """Adds `other`, so that the sum is the wall clock. What clocks differ by is taken from the largest categories."""
+    """Adds `other`, so that the sum is the wall clock. Differences between clocks come off the largest categories."""
     rest = wall - known.wall
     if rest >= 0:
         return known + TimeSpent(other=rest)

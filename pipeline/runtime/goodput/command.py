@@ -1,4 +1,4 @@
-"""`headrace goodput`: goodput expected under failures, the best checkpoint interval, and what runs measured."""
+"""`headrace goodput`: goodput expected under failures, the best checkpoint interval, and measurements of runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind = int if isinstance(field.default, int) else float
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=kind, metavar="N", help=field.metadata["meaning"])
-    text = "compare with what this run measured, and take from it what is not given (repeatable)"
+    text = "compare with this run's measurements, and use them for options that are not given (repeatable)"
     parser.add_argument("--run", action="append", default=[], metavar="RUN", type=RUN, help=text)
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="simulated runs (default: 200)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

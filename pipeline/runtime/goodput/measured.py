@@ -19,7 +19,7 @@ from pipeline.runtime.metrics.journal import read_rows
 
 @dataclass(frozen=True)
 class MeasuredGoodput:
-    """A run by its journals, up to its last sign of life, so that a run that trains counts as far as it is.
+    """A run by its journals, up to its last row, so that a running run counts up to now.
 
     Attributes:
         path: directory of the run.
@@ -85,7 +85,7 @@ def kept_share(runs: Sequence[MeasuredGoodput]) -> float:
 
 
 def inputs_of(runs: Sequence[MeasuredGoodput]) -> dict[str, Any]:
-    """Fields of `FailureModel` that runs of one setup have measured; those that none has are left out."""
+    """Fields of `FailureModel` measured by runs of one setup, without unmeasured ones."""
     spent = sum((run.after_the_start for run in runs), TimeSpent())
     wall, nodes = sum(run.seconds for run in runs), max(run.nodes for run in runs)
     crashes, saves = sum(run.crashes for run in runs), [save for run in runs for save in run.saves]

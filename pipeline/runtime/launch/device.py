@@ -91,7 +91,7 @@ def bind_beside(
     allowed: Callable[[], Iterable[int]] = lambda: os.sched_getaffinity(0),
     bind: Callable[[frozenset[int]], None] | None = None,
 ) -> str | None:
-    """Binds this process to the cores beside a device, within those that its launcher has left it.
+    """Binds this process to the cores beside a device, within its launcher's core set.
 
     A rank on another socket copies its batches and launches its kernels over the link between the sockets.
 
@@ -117,7 +117,7 @@ def bind_beside(
 
 
 def _bind_threads(cores: frozenset[int]) -> None:
-    """Binds all threads that exist; later ones inherit it."""
+    """Binds all existing threads; later threads inherit the binding."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
             os.sched_setaffinity(int(thread.name), cores)

@@ -104,7 +104,7 @@ def _start(
 
 
 def _wait(ranks: Sequence[RankProcess]) -> list[RankProcess]:
-    """Waits until all exit or one fails, then `_SETTLE_S` longer. Returns those that failed, in order.
+    """Waits until all exit or one fails, then `_SETTLE_S` longer. Returns the failed ranks, in order.
 
     Ranks that exit because of another rank's error (`EXIT_FOLLOWED`) exit before that rank, which may have much to
     close; and those of a pod that were asked to stop (`EXIT_REQUEUE`) before rank 0.

@@ -22,7 +22,7 @@ def log_variable(output: Path | None) -> dict[str, str]:
 
 
 def rotate_log(environ: Mapping[str, str] = os.environ, *, limit: int = LIMIT) -> bool:
-    """Moves what this process's log contains to NAME.1, in place of what was there, if it is above the limit.
+    """Moves this process's log to NAME.1, replacing the old one, if it is above the limit.
 
     The content is copied and the file emptied: processes that append to it (children, a launcher) go on. A line that
     another process writes between the two, microseconds, is lost. A file that a shell or Slurm has opened is theirs.

@@ -146,7 +146,7 @@ def unreachable(
 
 
 def kill_stopped(ranks: Collection[int]) -> None:
-    """Kills those of the ranks that this process's launcher has started on this host and that are stopped.
+    """Kills stopped ranks that this process's launcher started on this host.
 
     They cannot exit by themselves, and torchrun and deepspeed would wait 30 s for that.
     """

@@ -26,7 +26,7 @@ _COUNTED = ("auto", "gpu")
 
 @dataclass(frozen=True)
 class PodPlace:
-    """The ranks of this host among those of a run.
+    """This host's ranks within a run.
 
     Attributes:
         first: rank of its first process.

@@ -95,7 +95,7 @@ class Rendezvous:
         }
 
     def _hosts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Rank -> host, of those that have joined; in one call, since a store that does not answer takes time."""
+        """Rank -> host of the joined ranks; in one call, since a store that does not answer takes time."""
         keys = {rank: f"host/{rank}" for rank in ranks if rank}
 
         def read() -> dict[int, str]:
@@ -110,7 +110,7 @@ class Rendezvous:
 
 
 def mark(store: Store, flag: str, rank: int) -> None:
-    """Sets a rank's own flag of that name: all of its ranks are one value, to which each appends itself."""
+    """Sets a rank's flag of a name: all ranks append themselves to one value."""
     store.append(_marks(flag), f"{rank} ")  # type: ignore[attr-defined]  # torch has no type for it
 
 

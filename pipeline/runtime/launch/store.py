@@ -91,7 +91,7 @@ def _check_open_files(launch: Launch) -> None:
 
 
 def _outlives_ranks() -> bool:
-    """Whether the store is torchrun's, which restarts ranks on a store that still has the keys of those that died."""
+    """Whether the store is torchrun's, which restarts ranks on a store that still has the dead ranks' keys."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

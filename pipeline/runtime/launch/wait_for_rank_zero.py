@@ -42,7 +42,7 @@ def wait_for_rank_zero(work: Callable[[], T], rendezvous: Rendezvous, *, what: s
     """
     if rendezvous.rank == 0:
         return _work(work, rendezvous, what)
-    result, error = _awaited(rendezvous, what, silence_s)
+    result, error = _wait_for_result(rendezvous, what, silence_s)
     rendezvous.mark(f"{what}/seen")
     if error is not None:
         raise error
@@ -88,7 +88,7 @@ def _heartbeat(rendezvous: Rendezvous, what: str) -> Iterator[None]:
         thread.join()
 
 
-def _awaited(rendezvous: Rendezvous, what: str, silence_s: float) -> tuple[object, Exception | None]:
+def _wait_for_result(rendezvous: Rendezvous, what: str, silence_s: float) -> tuple[object, Exception | None]:
     last, heard = -1, time.monotonic()
     while True:
         if store_call(lambda: rendezvous.store.check([f"{what}/result"]), default=False):

@@ -54,7 +54,7 @@ def read_machine(path: Path) -> Machine:
         raise ConfigError("--machine", str(path), why=error.why, remedy=error.remedy) from None
     machine = parse(Machine, raw, at=str(path))
     if not machine.peak_flops or "fp32" not in machine.efficiency.products or "fp32" not in machine.peak_flops:
-        why = "a machine needs a rate for fp32, in which whatever else it lacks is computed"
+        why = "a machine needs a rate for fp32, which stands in for dtypes without a rate"
         raise ConfigError(f"{path}.peak_flops", why=why, remedy="add fp32 to peak_flops and to efficiency.products")
     return machine
 

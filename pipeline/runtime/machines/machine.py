@@ -95,7 +95,7 @@ class LinksSection(Section):
 
 
 class BusySection(Section):
-    """Rates of a device while all devices of the node compute, over those of a device alone."""
+    """Rates of a device while all devices of the node compute, relative to a device alone."""
 
     products: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Of matrix products and attention")
     memory: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Of memory")
@@ -136,7 +136,7 @@ class OverheadSection(Section):
 
 
 class HostSection(Section):
-    """The host of a node: its memory and disks, and what it takes to dispatch a layer.
+    """The host of a node: its memory and disks, and the time to dispatch a layer.
 
     The seconds are those of a decoder layer and a micro-batch beside the work in its kernels (dispatch, autograd),
     counted where the host is the device. A GPU computes while its host goes ahead.

@@ -1,4 +1,4 @@
-"""A machine as a run's ranks find it: all devices of a node busy, or several ranks on a core."""
+"""A machine under a run's ranks: rates with all devices of a node busy, or with several ranks on a core."""
 
 from __future__ import annotations
 

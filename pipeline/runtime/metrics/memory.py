@@ -1,4 +1,4 @@
-"""Peak memory of a rank since it began: of its GPU, from torch's caching allocator; on the CPU that of the process."""
+"""Peak memory of a rank since it began: of its GPU, from torch's caching allocator; on the CPU, of the process."""
 
 from __future__ import annotations
 

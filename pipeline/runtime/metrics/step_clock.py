@@ -103,7 +103,7 @@ class Stopwatch:
                 self._seconds += time.perf_counter() - self._since
 
     def take(self) -> float:
-        """Seconds since the last call, with those of a block that has not ended."""
+        """Seconds since the last call, an unended block included."""
         if self._depth:
             now = time.perf_counter()
             self._seconds, self._since = self._seconds + now - self._since, now

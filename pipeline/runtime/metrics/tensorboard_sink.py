@@ -33,7 +33,7 @@ def log_dir(section: TensorBoardSection, *, run_dir: str) -> Path:
 
 
 class TensorBoardSink:
-    """Writes rows as scalars: those of steps under their own names, others as `eval/loss`; events are left out.
+    """Writes rows as scalars: steps' rows under their own names, others as `eval/loss`, no events.
 
     A resumed run, or one after a rollback, continues in the same directory: TensorBoard then hides what was logged for
     later steps before. A failure to write is a warning, once: training continues, and metrics.jsonl has all rows.

@@ -1,4 +1,4 @@
-"""Sums over rows of `metrics.jsonl`, in seconds by what they were spent on: one for each attempt of a run."""
+"""Sums over rows of `metrics.jsonl`, in seconds by purpose, for each attempt of a run."""
 
 from __future__ import annotations
 

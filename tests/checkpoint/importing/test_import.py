@@ -23,9 +23,9 @@ from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.skips import Skips
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.build.initial_values import Zeros
-from pipeline.models.build.meta import parameter_shapes
 from pipeline.models.card.lineage import training_lineage
+from pipeline.models.construction.initial_values import Zeros
+from pipeline.models.construction.meta import parameter_shapes
 from pipeline.plan.proof.tokens import write_tokens
 from pipeline.plan.proof.tolerance import LOSS_FP32, UNIT_ROUNDOFF
 from pipeline.run.batches import RankBatches
@@ -210,7 +210,7 @@ def test_missing_files_of_ranks_are_named(
     words = [str(copied), str(tmp_path / "run"), "--config", str(config_of({}, work, tmp_path / "run"))]
     (copied / "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     said = refusal(words, capsys)
-    assert "is of 2 ranks, and 1 of their files are missing: zero_pp_rank_1_mp_rank_00_optim_states.pt" in said
+    assert "was saved by 2 ranks, and 1 of their files are missing: zero_pp_rank_1_mp_rank_00_optim_states.pt" in said
     (copied / "global_step3/mp_rank_00_model_states.pt").unlink()
     assert "lacks mp_rank_00_model_states.pt" in refusal(words, capsys)
     (copied / "latest").write_text("global_step9")
@@ -224,7 +224,7 @@ def test_files_of_more_ranks_than_there_were_are_refused(
     name = "global_step3/zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     shutil.copy(copied / name.format(1), copied / name.format(2))
     words = [str(copied), str(tmp_path / "run"), "--config", str(config_of({}, work, tmp_path / "run"))]
-    assert "is of 2 ranks, and has files of more: zero_pp_rank_2" in refusal(words, capsys)
+    assert "was saved by 2 ranks, and has files of more ranks: zero_pp_rank_2" in refusal(words, capsys)
 
 
 def test_a_damaged_file_and_one_that_would_execute_code_are_refused(
@@ -255,7 +255,7 @@ def test_another_optimizer_and_a_shorter_run_are_refused(
     words = [str(copied), str(tmp_path / "run"), "--config", str(config)]
     muon = ["--set", 'optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}']
     said = refusal([*words, *muon], capsys)
-    assert "the optimizer states: exp_avg, exp_avg_sq; the config's SGD keeps momentum_buffer" in said
+    assert ": exp_avg, exp_avg_sq; the config's SGD keeps momentum_buffer" in said
     assert "global_step3 is of step 3" in refusal([*words, "--set", "run.steps=3"], capsys)
     assert not (tmp_path / "run").exists()
 
@@ -395,7 +395,7 @@ def test_a_model_that_computes_otherwise_and_weights_alone_are_refused(
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "rms_norm_eps": 1e-5}))
     said = refusal(words, capsys)
-    assert "is of a model that computes otherwise than the config's" in said
+    assert "was trained with another model than the config's" in said
     assert "rms_norm_eps: checkpoint 1e-05, config 1e-06" in said
     (folder / "optimizer.pt").unlink()
     assert "has no optimizer state (optimizer.pt, optimizer.bin, optimizer_0 or global_step*)" in refusal(words, capsys)

@@ -26,10 +26,10 @@ from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, 
 from pipeline.checkpoint.importing.trainer_folder import read_trainer
 from pipeline.checkpoint.importing.zero import newest_tag, with_adam_mode
 from pipeline.config.sections.optimizers import ADAMW, OptimizerParams
-from pipeline.models.build.meta import build_meta
-from pipeline.models.build.stored_names import groups_of_model
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.folder.weight_files import stored_tensors
-from pipeline.run.import_checkpoint import _told_step
+from pipeline.run.import_checkpoint import _with_step
 from tests.checkpoint.importing.megatron_cases import MIXTRAL
 from tests.checkpoint.importing.source_trainers import MODEL
 
@@ -143,7 +143,7 @@ def numbered(groups: list[list[str]], **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_groups_that_no_rule_gives_are_refused_even_where_all_shapes_fit(groups: list[list[str]]) -> None:
-    with pytest.raises(CheckpointError, match="which state is of which parameter would be a guess"):
+    with pytest.raises(CheckpointError, match="matching states with parameters would be a guess"):
         states_of(numbered(groups), LAYERS, Path("optimizer.pt"))
     named = numbered(groups)
     for group, names in zip(named["param_groups"], groups, strict=True):
@@ -194,8 +194,8 @@ SPLIT = [MATRICES, VECTORS]
         ([{"weight_decay": 0.1, "decoupled_weight_decay": False}], [], "adds it to the gradient (L2)"),
         ([{"amsgrad": True}], [], "the checkpoint's optimizer has amsgrad True, and a run does not"),
         ([{"cautious": True}], [], "the checkpoint's optimizer has cautious True, and a run does not"),
-        ([{"lr": None, "betas": None}], [], "learning rate: that of the checkpoint is not readable"),
-        ([{"weight_decay": "much"}], [], "weight decay: that of the checkpoint is not readable"),
+        ([{"lr": None, "betas": None}], [], "learning rate: the checkpoint's is not readable"),
+        ([{"weight_decay": "much"}], [], "weight decay: the checkpoint's is not readable"),
         ([{"betas": None}], [], "optimizer.params.betas: checkpoint not readable, config (0.9, 0.999)"),
     ],
 )
@@ -256,12 +256,12 @@ def test_the_step_is_what_known_paths_tell(tmp_path: Path, more: dict[str, Any],
     found = read_dcp(saved_dcp(tmp_path / "there", **more), target())
     assert found.members == [[*LAYERS]]
     if isinstance(step, int):
-        assert _told_step(found, None).step == step
+        assert _with_step(found, None).step == step
     else:
         with pytest.raises(CheckpointError) as error:
-            _told_step(found, None)
+            _with_step(found, None)
         assert step in str(error.value)
-    assert _told_step(found, 7).step == 7
+    assert _with_step(found, 7).step == 7
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -272,7 +272,7 @@ def test_what_is_no_weight_is_named_and_two_models_are_not_mixed(tmp_path: Path)
     assert found.weights.keys() == LAYERS.keys()
     assert {*found.left_out} == {"ema", "rng_state", "teacher (6 tensors)"}
     assert float(found.weights["embed.weight"].read().mean()) == 1
-    with pytest.raises(CheckpointError, match=r"holds two tensors that are embed.weight"):
+    with pytest.raises(CheckpointError, match=r"holds two tensors named embed.weight"):
         read_dcp(saved_dcp(tmp_path / "two", module=ema), target())
 
 

@@ -49,7 +49,7 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
         ({}, "it does not say how small"),
         ({"target": {"parameters": 100, "bytes": 100}}, "these are several targets"),
         ({"target": {"parameters": 10_000_000}}, "the model has"),
-        ({"target": {"bytes": 100}}, "it has still"),
+        ({"target": {"bytes": 100}}, "the model still has"),
         ({"target": {"shape": {"hidden_size": 20}}}, "use 16 or 24"),
         ({"target": {"shape": {"hidden_size": 32}}}, "the model's own sizes"),
         ({"target": {"shape": {"hidden_size": 40}}}, "the model has 32"),
@@ -102,9 +102,9 @@ def test_a_layout_that_cannot_be_is_refused_by_the_name_of_its_field_before_torc
     [
         ("gpt2", {"pp": 2}, "transformers has no base_model_pp_plan for gpt2"),
         ("gpt2", {"cp": 8}, "ulysses splits 4 heads"),
-        ("gpt2", {"tp": 2}, "tensor parallelism is not there for this architecture"),
+        ("gpt2", {"tp": 2}, "this architecture cannot be pruned with tensor parallelism"),
         ("gemma2", {"pp": 2}, "its head on its base model's output"),
-        ("gemma2", {"cp": 2}, "needs our own attention"),
+        ("gemma2", {"cp": 2}, "this architecture caps attention scores"),
     ],
 )
 def test_a_layout_that_an_architecture_has_no_plan_for_is_refused_before_processes_meet(
@@ -173,12 +173,12 @@ def test_a_search_does_not_cut_layers_that_are_not_alike(tokens: Path, tmp_path:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "phi"}, "it is a phi, .*\n  try: use one of llama"),
+        ({"model_type": "phi"}, "it is a phi: .*\n  try: use one of llama"),
         ({"quantization_config": {"quant_method": "gptq"}}, "it is quantized, by gptq"),
         ({"intermediate_size": 47}, "does not fit its config.json"),
         (
             {"model_type": "mixtral", "num_local_experts": 4},
-            r"the tensor model\.layers\.0\.mlp\.down_proj\.bias is not known of a mixtral",
+            r"a mixtral has no known tensor model\.layers\.0\.mlp\.down_proj\.bias",
         ),
     ],
 )

@@ -82,11 +82,11 @@ def test_layers_that_vllm_fuses_are_one_unit() -> None:
         ({"scheme": "mixed"}, "needs a budget"),
         ({"scheme": "W4A16", "budget": {"bytes": 10**6}}, "gives every layer the same"),
         ({"scheme": "mixed", "budget": {}}, "give one of them"),
-        ({"scheme": "mixed", "budget": {"bytes": 1000}}, "the smallest choice of every layer makes"),
+        ({"scheme": "mixed", "budget": {"bytes": 1000}}, "the smallest choice of every layer takes"),
         ({"scheme": "mixed", "budget": {"bits_per_weight": 2.0}}, "budget.bits_per_weight = 2.0"),
-        ({"scheme": "mixed", "budget": {"bytes": 10**9}}, "enough for the model as it is"),
+        ({"scheme": "mixed", "budget": {"bytes": 10**9}}, "the model as it is takes"),
         ({"scheme": "mixed", "budget": {"bytes": 10**6, "candidates": ["W4A16", "Q8_0"]}}, "types of GGUF files"),
-        ({"scheme": "mixed", "budget": {"bytes": 10**6, "candidates": ["FP8", "FP8"]}}, "there twice"),
+        ({"scheme": "mixed", "budget": {"bytes": 10**6, "candidates": ["FP8", "FP8"]}}, "given twice"),
         ({"scheme": "mixed", "budget": {"bits_per_weight": 20}, "calibration": {"split": "nowhere"}}, "nowhere"),
         ({"scheme": "mixed", "group_size": 16, "budget": {"bytes": 10**6}}, "group sizes of their own"),
         ({"scheme": "W4A16", "head": "W8A8"}, '"untie": true'),
@@ -105,7 +105,7 @@ def test_the_least_budget_that_a_refusal_names_is_accepted(model: Path, tokens: 
     config = {"scheme": "mixed", "dtype": "bfloat16", "consumers": ["none"]}
     # refused for the consumer, which is checked after the budget
     assert "no such consumer" in refusal(tmp_path, model, tokens, budget={"bytes": least}, **config)
-    assert "makes" in refusal(tmp_path, model, tokens, budget={"bytes": least - 1}, **config)
+    assert "takes" in refusal(tmp_path, model, tokens, budget={"bytes": least - 1}, **config)
 
 
 def test_a_layer_that_is_measured_is_as_it_was_afterwards(model: Path) -> None:

@@ -21,7 +21,7 @@ from pipeline.engines.parallel.quantization_aware import (
     check_quantization_aware,
     rounding_of,
 )
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.folder.loading import load_model
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.rounding import e4m3, integers
@@ -103,7 +103,7 @@ def test_a_quantized_layer_keeps_its_name_and_routers_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ({"parallel": {"tp": 2}}, "which tp 2 shards"),
+        ({"parallel": {"tp": 2}}, "tp 2 shards these"),
         ({FIELD: {"scheme": "W8A8", "group_size": 16}}, "one scale for each row"),
         ({"bf16": {"enabled": True}, "fp8": {"enabled": True}}, "set fp8.enabled to false"),
     ],

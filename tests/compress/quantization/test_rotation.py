@@ -116,7 +116,7 @@ def test_what_commutes_with_no_rotation_is_refused(model: Path, untied: Path, to
 
     assert "is its embedding" in refused(model, scheme="W4A16")
     assert "a type of GGUF files" in refused(untied, scheme="Q8_0")
-    for kind, expected in (("gemma2", "norms behind its layers"), ("gpt2", "this model is gpt2")):
+    for kind, expected in (("gemma2", "norms after its layers"), ("gpt2", "not for gpt2")):
         other = make_outliers(untied, tmp_path / kind, activations=True)
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps(config | {"model_type": kind}))

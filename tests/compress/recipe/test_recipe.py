@@ -128,7 +128,7 @@ def test_a_round_whose_target_a_round_before_has_met_is_refused_before_the_first
     if expected is None:
         check_recipe(parse(RecipeConfig, fields))
         return
-    with pytest.raises(ConfigError, match=f"{expected}\n  why: it is of round 2"):
+    with pytest.raises(ConfigError, match=f"{expected}\n  why: round 2 cannot reach it"):
         check_recipe(parse(RecipeConfig, fields))
 
 
@@ -215,6 +215,6 @@ def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_wit
     make_model(work / "model", work / "tokens", tied=False, steps=1)
     code, output = run(path)
     assert code == 2
-    assert f"it was made of another {work / 'model'}" in output
+    assert f"it was made from another {work / 'model'}" in output
     assert f"remove {work / 'whole/distilled'} and {work / 'whole/runs/distillation'}" in output
     assert times(work) == before

@@ -45,7 +45,10 @@ def test_gradients_are_reduced_in_bf16_where_they_are_accumulated_in_fp32(
     ("keys", "reason"),
     [
         (["engine=torch", "zero_optimization.stage=3"], "the run is not bf16"),
-        (["engine=deepspeed", "zero_optimization.stage=1", "bf16.enabled=true"], "reduced in the fp32"),
+        (
+            ["engine=deepspeed", "zero_optimization.stage=1", "bf16.enabled=true"],
+            "accumulated in fp32, and reduced in it",
+        ),
         (["engine=torch", "zero_optimization.stage=0", "bf16.enabled=true"], "use stage 2 or 3, or one micro-batch"),
         (
             ["engine=torch", "zero_optimization.stage=2", "bf16.enabled=true", "parallel.pp=2"],

@@ -149,8 +149,8 @@ REFUSALS = [
     (["engine=torch", "zero_optimization.stage3_prefetch_bucket_size=5000"], "use engine deepspeed"),
     (["engine=torch", "aio.block_size=1048576"], "use engine deepspeed"),
     ([*EP, "zero_optimization.stage=3", "zero_optimization.zero_hpz_partition_size=2"], "no second copy"),
-    ([*EP, "zero_optimization.stage=1", "zero_optimization.reduce_scatter=false"], "true alone"),
-    ([*EP, "zero_optimization.stage=2", "zero_optimization.contiguous_gradients=false"], "true alone"),
+    ([*EP, "zero_optimization.stage=1", "zero_optimization.reduce_scatter=false"], "needs true"),
+    ([*EP, "zero_optimization.stage=2", "zero_optimization.contiguous_gradients=false"], "needs true"),
 ]
 
 

@@ -166,7 +166,7 @@ def test_the_command_says_what_was_done_and_needs_no_torch_for_help(tokenizer: P
     words = ("-m", "headrace", "import", HERE / "mds", tmp_path / "out", "--tokenizer", tokenizer)
     said = output_of(warm.run(*words))
     assert "MosaicML streaming, documents by its own record" in said
-    assert "it does not record one: nothing can be compared" in said
+    assert "the tokens record none: nothing to compare" in said
     assert "not read: column id" in said
     assert "   train: 60 documents, 1,790 tokens, 1 shards" in said
 
@@ -207,7 +207,7 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "litdata: text": (
         "litdata",
         lambda f: in_index(f, "config", "data_format", value=["str"]),
-        r"index\.json has samples of \['str'\], and ids are one tensor",
+        r"index\.json has samples in the format \['str'\]; ids are one tensor",
     ),
     "litdata: another codec": (
         "litdata_zstd",
@@ -228,7 +228,7 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "MDS: another encoding": (
         "mds",
         lambda f: in_index(f, "shards", 0, "column_encodings", value=["int", "str"]),
-        r"column tokens is of str, and ids are bytes or ndarray",
+        r"column tokens has the encoding str; token ids are bytes or ndarray",
     ),
     "MDS: a damaged index": ("mds", lambda f: cut(f / "index.json"), r"index\.json is damaged"),
     "OLMo: ends of other tokens": ("olmo", lambda f: cut(f / "part-0-00000.npy"), r"csv\.gz has documents up to token"),
@@ -347,13 +347,15 @@ def test_what_is_no_folder_of_tokens_is_refused(tokenizer: Path, tokens: Path, t
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("a")
     refused(tmp_path / "nothing", "there is no such file or folder")
-    refused(tmp_path / "text", "holds no tokens that are known")
+    refused(tmp_path / "text", "holds no tokens in a known format")
     refused(tokens, "it is a directory of headrace")
     for name in ("mds", "litdata"):
         shutil.copytree(HERE / name, tmp_path / "both" / name)
     refused(tmp_path / "both", "holds MosaicML streaming and litdata")
     refused(
-        HERE / "mds", r"--dtype = 'uint16'\n.*ndarray:int32, which records its own", choices=StatedFacts(dtype="uint16")
+        HERE / "mds",
+        r"--dtype = 'uint16'\n.*ndarray:int32, which records the dtype",
+        choices=StatedFacts(dtype="uint16"),
     )
     refused(HERE / "litdata", "litdata, which records the dtype", choices=StatedFacts(dtype="uint16"))
     refused(HERE / "mds", r"--heldout", heldout=HERE / "litdata")

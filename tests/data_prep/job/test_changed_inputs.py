@@ -69,7 +69,7 @@ def test_without_a_record_of_what_was_read_a_restored_file_is_refused(half: Path
     """As in jobs that an older version has begun."""
     (half / ".tokens.job/tokenizer/pieces.json").unlink()
     touch(half / "plain.jsonl")
-    with pytest.raises(DataError, match="what was read is not known"):
+    with pytest.raises(DataError, match="the content that was read is not known"):
         run_job("corpus.json")
 
 

@@ -180,7 +180,7 @@ def test_utf_16_is_named_and_its_remedy_typed(encoding: str, name: str, tmp_path
 
 def test_utf_16_that_is_compressed_has_no_command_that_would_read_the_compressed_bytes(tmp_path: Path) -> None:
     (bad,) = read(one(tmp_path, "a.jsonl.gz", gzip.compress("{}".encode("utf-16"))))[1]
-    assert bad.detail == "no lines of JSON but UTF-16: convert it to UTF-8, or exclude it"
+    assert bad.detail == "not lines of JSON but UTF-16: convert it to UTF-8, or exclude it"
 
 
 @pytest.mark.parametrize("size", [5, 60])

@@ -100,7 +100,7 @@ def test_prompt_and_completion_may_be_texts_or_lists_of_messages(kind: str, work
     found, bad = read(path, **fields)
     assert found == [talk]
     assert [(record.reason, record.detail) for record in bad] == [
-        ("not a conversation", "the fields of what the assistant says are empty")
+        ("not a conversation", "the assistant says nothing: its fields of messages_field are empty")
     ]
     with pytest.raises(ConversationError, match="holds a int, not a string"):
         prompt_and_answer([1], "b")

@@ -21,7 +21,7 @@ from pipeline.engines.optim.groups import (
     set_learning_rate,
     without_empty_groups,
 )
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from tests.sweeps.families import tiny_fields
 
 LR = 0.01

@@ -15,10 +15,10 @@ from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.engines.parallel.mesh import Mesh
-from pipeline.models.build.buffers import fill_buffers
-from pipeline.models.build.counter import CPU
-from pipeline.models.build.initial_values import InitByName, OwnBuffers
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.buffers import fill_buffers
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.initial_values import InitByName, OwnBuffers
+from pipeline.models.construction.rectangle import Rectangle, part
 from tests.models.architectures import V, batch_of, enlarged, gradients, meta_of, plain_decoder
 
 T = 32

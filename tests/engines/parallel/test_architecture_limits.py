@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from pipeline.engines.parallel import decoder, ring
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from tests.engines.parallel.layouts import T, resolved
 from tests.models.architectures import CONFIGS, config_of, meta_of
 

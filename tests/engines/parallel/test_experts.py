@@ -26,8 +26,8 @@ from pipeline.engines.parallel.experts import (
 )
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.traffic import TrafficLayout, expert_exchanges
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
 from tests.engines.parallel.layouts import resolved
 from tests.engines.parallel.ranks import WORLD, Ranks, group_of
 

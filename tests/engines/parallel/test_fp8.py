@@ -19,7 +19,7 @@ from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.experts import exchanges, grouped_product
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from tests.engines.layout_worker import LENGTH, VOCABULARY, first_states, make_engine, resolved, step_batch
 

@@ -23,7 +23,7 @@ from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.experts import AllToAll, apply_expert_parallel, expert_modules
 from pipeline.engines.parallel.fused_exchange import FusedExchange, Handle
 from pipeline.engines.parallel.fused_kernels import check_exchange, check_exchange_device, exchange_of
-from pipeline.models.build.materialize import materialize
+from pipeline.models.construction.materialize import materialize
 from tests.engines.parallel.layouts import resolved
 from tests.engines.parallel.ranks import Ranks
 from tests.engines.parallel.test_experts import CHOICES, QWEN, E, group, meta_of, results, routed

@@ -47,9 +47,9 @@ def test_kept_layers_compute_what_they_compute_in_the_original(kind: str, fields
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "computes something else"),
-        ("diffllama", {}, "computes something else"),
-        ("minicpm3", {}, "computes something else"),  # residuals are divided by the number of layers
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "computes other logits"),
+        ("diffllama", {}, "computes other logits"),
+        ("minicpm3", {}, "computes other logits"),  # residuals are divided by the number of layers
         ("jamba", {}, "fails"),  # every other layer has experts
         ("gemma3n_text", {}, "num_kv_shared_layers"),
     ],

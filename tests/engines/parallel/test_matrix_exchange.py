@@ -15,7 +15,7 @@ from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.engines.optim import matrix_exchange
 from pipeline.engines.optim.matrix_exchange import HeldShard, MatrixExchange
 from pipeline.engines.optim.newton_schulz import flops
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.hidden_matrices import MatrixForm
 from tests.engines.optim.test_muon import FORMS, values
 from tests.engines.parallel.ranks import WORLD, Ranks
@@ -73,7 +73,7 @@ def change(stored: list[tuple[MatrixForm, Tensor]]) -> None:
 def exchanged(rank: int, layout: str, elements: int) -> dict[str, Any]:
     matrix_exchange._ELEMENTS_AT_ONCE = elements
     own = held(layout, rank)
-    exchange = MatrixExchange(own, dist.group.WORLD, work=lambda form: sum(flops(*each) for each in form.matrices))
+    exchange = MatrixExchange(own, dist.group.WORLD, flops=lambda form: sum(flops(*each) for each in form.matrices))
     full, tensors = values(0), {}
     for index, shards in enumerate(own):
         tensors[index] = torch.zeros(sum(each.length for each in shards))

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.engines.parallel.qk_clip_check import attention_logits, check_qk_clip, scales_alone
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.query_key_rows import attention_heads
 from tests.engines.parallel.layouts import resolved
 from tests.models.architectures import CONFIGS, config_of

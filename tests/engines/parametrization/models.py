@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from headrace.base.section import parse
 from pipeline.config.sections.run import ModelSection
 from pipeline.engines.parametrization.scales import Parametrization, find_parametrization
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 BASE = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}

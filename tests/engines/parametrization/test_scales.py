@@ -17,9 +17,9 @@ from pipeline.engines.optim.groups import UpdateScale, parameter_groups, set_lea
 from pipeline.engines.parametrization.kinds import ParameterKind
 from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import Parametrization, Scale, find_parametrization, rule
-from pipeline.models.build.initial_values import InitByName
-from pipeline.models.build.materialize import materialize
-from pipeline.models.build.rectangle import Rectangle, part
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.rectangle import Rectangle, part
 from tests.engines.parametrization.models import BASES, CONFIGS, completep, meta_of, section_of
 
 LR, EPS, DECAY = 5e-3, 1e-3, 0.1

@@ -18,7 +18,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.sections.evaluation import TaskSection
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.run.task_evaluation import TaskEvaluation, check_tasks
 from tests.engines.layout_worker import CPU, VOCABULARY, make_engine, resolved
 

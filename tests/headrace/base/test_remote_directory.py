@@ -146,7 +146,7 @@ def test_a_run_is_not_mixed_with_checkpoints_of_another_that_a_killed_copy_has_l
         commit(staging, final, kind="checkpoint", config={})
         write_manifest(run_dir, kind="run", config={})
     publish(tmp_path / "one/checkpoints/step-00000003", f"{URL}/checkpoints/step-00000003.1")
-    with pytest.raises(DataError, match=r"step-00000003.1 is there, and .*/other has no such checkpoint"):
+    with pytest.raises(DataError, match=r"step-00000003.1 is not a checkpoint of .*/other"):
         publish_run(tmp_path / "other", URL)
     assert publish_run(tmp_path / "one", URL) == {"checkpoints/step-00000003/weights": 3}
     with pytest.raises(DataError, match="exists already"):
@@ -264,7 +264,7 @@ def test_the_verb_copies_both_ways_and_says_what_is_wrong(
     assert contents(tmp_path / "back") == contents(directory)
     assert "exists already" in copy(str(directory), URL, code=2)
     assert "neither is in an object store" in copy(str(directory), str(tmp_path / "b"), code=2)
-    assert "there is no object of that prefix" in copy("s3://store/nothing", str(tmp_path / "b"), code=2)
+    assert "no object has this prefix" in copy("s3://store/nothing", str(tmp_path / "b"), code=2)
     assert "s3://no-such-bucket/a" in copy(str(directory), "s3://no-such-bucket/a", code=2)
     assert "was not finished" in copy(str(tmp_path), "s3://store/b", code=2)
     manifest = json.loads(store.cat_file(f"{URL}/{MANIFEST}"))

@@ -172,7 +172,7 @@ def test_a_plain_folder_is_copied_by_its_sizes_and_again_when_it_was_changed(sto
 
 @pytest.mark.usefixtures("store")
 def test_what_is_no_folder_is_refused_with_what_works(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no object of that prefix"):
+    with pytest.raises(DataError, match="no object has this prefix"):
         local_folder(URL)
     make(tmp_path / "tokens", kind="tokens")
     publish(tmp_path / "tokens", URL)

@@ -75,10 +75,10 @@ def test_every_door_lists_the_same_verbs_and_suggests_alike(door: list[str]) -> 
 
 
 def test_options_that_a_module_groups_have_a_heading_of_their_own() -> None:
-    _, options, check = run("ladder", "--help").replace("Coordinate check:", "options:", 1).split("options:\n")
-    flags = ("--coordinate-check", "--rate-check", "--widths", "--depths", "--steps", "--step-tokens", "--rates")
-    assert all(f"  {flag}" in check and f"  {flag}" not in options for flag in flags)
-    assert "--rungs" in options
+    _, options, group = run("import", "--help").replace("checkpoints:", "options:", 1).split("options:\n")
+    flags = ("--config", "--set", "--processes", "--step")
+    assert all(f"  {flag}" in group and f"  {flag}" not in options for flag in flags)
+    assert "--tokenizer" in options
 
 
 def test_what_the_deepspeed_launcher_puts_in_front_is_accepted() -> None:

@@ -127,7 +127,7 @@ def test_the_body_of_a_script_stays_as_it_is_shipped(name: str) -> None:
         (["train.json", "--nodes", "two"], "it is not a number of nodes"),
         (["train.json", "--nodes", "1,2"], "there are 2 numbers and 1 training configs"),
         (["student.json"], "slurm/train.sbatch has no teacher"),
-        (["corpus.json", "compress.json", "--set", "a=1"], "it is not said to which of the configs it belongs"),
+        (["corpus.json", "compress.json", "--set", "a=1"], "several configs are given, and it names none of them"),
         (["corpus.json", "train.json", "compress.json", "--sweep", "run.seed=1,2"], "compress.json reads the run"),
         (["train.json", "--sweep", "run.steps=3,4", "--sweep", "run.seed=1,1"], "run.seed=1,1"),
         (["train.json", "--sweep", "run.seed"], "it is not KEY=VALUE,VALUE"),

@@ -117,7 +117,7 @@ def test_papers_are_not_put_beside_the_files_of_another_directory(dataset: Path,
     (tmp_path / "model").mkdir()
     write_manifest(tmp_path / "model", kind="model", config={})
     refused = refusal_of(card(dataset, tmp_path / "model"))
-    assert "is another finished directory" in refused
+    assert "is a finished directory itself" in refused
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["manifest.json"]
     beside = output_of(card(dataset, tmp_path / "papers"))
     assert f"put it beside the shards of {dataset}" in beside

@@ -90,7 +90,7 @@ def test_a_split_without_a_name_in_llama_cpp_is_refused(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
     assert split_name(raw) == "gpt-2"
     raw["pre_tokenizer"] = {"type": "Whitespace"}
-    with pytest.raises(ConfigError, match="pre-tokenizer is none"):
+    with pytest.raises(ConfigError, match="does not have its pre-tokenizer"):
         split_name(raw)
     raw["normalizer"] = {"type": "NFC"}
     with pytest.raises(ConfigError, match="normalizes text"):

@@ -24,7 +24,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.plan.fake_gpu.kinds import makers, watched
 from pipeline.plan.fake_gpu.memory import Memory
 from pipeline.plan.fake_gpu.recorder import StepRecorder
-from pipeline.run import session
+from pipeline.run import connect, session
 from pipeline.run.batches import RankBatches
 from pipeline.run.prepare import prepare
 from pipeline.run.trainer import Trainer
@@ -94,7 +94,7 @@ def main() -> None:
         raise _CheckpointReachedError
 
     with (
-        patch.object(session, "prepare", lambda _run: prepared),
+        patch.object(connect, "prepare", lambda _run: prepared),
         patch.object(Trainer, "_begin", _method(phases.begin)),
         patch.object(Trainer, "evaluate", _method(phases.evaluate)),
         patch.object(RankBatches, "evaluation", _method(phases.scored)),

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from headrace.base.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config, ModelSection
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.routers import has_experts
 from pipeline.plan.proof.shrunk_run import SEQUENCE, VOCABULARY, shrink_run

@@ -120,4 +120,4 @@ def test_invalid_requests_are_refused_with_the_reason(work: Path, tokens: Path, 
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     manifest["parents"]["data.sources.0"]["fingerprint"] = "0" * 64
     (tmp_path / "run/manifest.json").write_text(json.dumps(manifest))
-    assert f"{tokens} is not what the run was trained on" in refused(tmp_path, "--step", 1)
+    assert f"{tokens} is not the data the run was trained on" in refused(tmp_path, "--step", 1)

@@ -16,7 +16,7 @@ from pipeline.config.sections.compression import DistillSection
 from pipeline.config.sections.run import Config
 from pipeline.engines.parallel.fused_head import loss_and_gradient
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
-from pipeline.models.build.initial_values import InitByName
+from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.folder.loading import load_model
 from pipeline.run.distillation.divergence import Kind
 from pipeline.run.distillation.find_teacher import open_teacher

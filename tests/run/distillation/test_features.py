@@ -23,7 +23,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.features import WantedFeatures, recording
-from pipeline.models.build.materialize import materialize
+from pipeline.models.construction.materialize import materialize
 from pipeline.run.distillation.feature_checks import check_feature_models
 from pipeline.run.distillation.on_rank import make_distillation
 from pipeline.run.prepare import PreparedRun, prepare
@@ -216,7 +216,7 @@ def test_an_evaluation_records_nothing_and_a_decoder_stays(tokens: Path, teacher
         (("model.attn_implementation=eager", "data.mask_documents=false"), "set model.attn_implementation to sdpa"),
         (("compile.enabled=true",), "set compile.enabled to false"),
         (("engine=reference", "data.mask_documents=false"), "use engine torch or deepspeed"),
-        (("distill.logits=somewhere",), "cached logits hold what the teacher says"),
+        (("distill.logits=somewhere",), "cached logits hold the teacher's output"),
     ],
 )
 def test_what_cannot_be_matched_is_refused_before_work(

@@ -15,7 +15,7 @@ from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.vocabulary import VocabularyShard
-from pipeline.models.build.meta import build_meta
+from pipeline.models.construction.meta import build_meta
 from pipeline.run.distillation.generation import Generator, Prompts
 from pipeline.run.distillation.kv_cache import cache_bytes_per_token, check_kv_cache
 from pipeline.run.distillation.sampling import Place, Sampler, gumbel, noise_key

@@ -16,7 +16,7 @@ from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.compression import DistillSection, OnPolicySection
 from pipeline.config.sections.run import Config
 from pipeline.data.micro_batch import IGNORE, MicroBatch
-from pipeline.models.build.initial_values import InitByName
+from pipeline.models.construction.initial_values import InitByName
 from pipeline.run.distillation.divergence import Divergence, Kind
 from pipeline.run.distillation.on_policy import chosen_samples, passes_per_step, with_samples
 from pipeline.run.distillation.on_policy_loss import OnPolicyDistillation, own_means
@@ -167,7 +167,7 @@ REFUSED = {
     "distill.logits=out/logits": "use distill.teacher without distill.logits",
     "parallel.pp=2": "parallel.pp = 2",
     "parallel.cp=2": "parallel.cp = 2",
-    "distill.hidden_states.weight=1.0": "what is matched is that of the data",
+    "distill.hidden_states.weight=1.0": "features are matched on the data's text",
     "bf16.enabled=true fp8.enabled=true": "fp8.enabled = True",
 }
 

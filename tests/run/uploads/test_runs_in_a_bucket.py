@@ -142,7 +142,7 @@ def test_nodes_whose_caches_are_not_shared_are_refused_and_leave_no_run(tokens: 
         assert {rank.wait(300) for rank in run.ranks} == {2}, run.said()
     finally:
         run.kill()
-    assert "do not see what rank 0 has written there" in run.said()
+    assert "do not see the file that rank 0 has written there" in run.said()
     assert "set HEADRACE_CACHE to a directory that all hosts share" in run.said()
     assert remote_checkpoints(URL) == []
     launch("train.py", config, "run.steps=10", processes=2)  # the remedy: one cache; nobody has to be waited for
@@ -158,5 +158,5 @@ def test_what_cannot_work_is_refused_before_any_work(tokens: Path, tmp_path: Pat
     assert "no conditional writes" in refused("run.dir=hf://org/run")
     assert "run.dir is a path" in refused(f"run.dir={tmp_path / 'r'}", "run.keep_in_bucket=3")
     faults.forbidden = "DELETE"
-    assert "do not allow to write and delete there" in refused()
+    assert "do not allow writing and deleting there" in refused()
     assert not (tmp_path / "r").exists()

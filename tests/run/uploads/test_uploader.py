@@ -238,8 +238,8 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease_and_takes_over
 @pytest.mark.usefixtures("store")
 def test_a_store_that_does_not_allow_what_a_run_needs_is_refused_before_it_begins(faults: Faulty) -> None:
     for methods, words in {
-        "DELETE": "do not allow to write and delete there",
-        "PUT DELETE POST": "do not allow to write and delete there",  # read-only credentials
+        "DELETE": "do not allow writing and deleting there",
+        "PUT DELETE POST": "do not allow writing and deleting there",  # read-only credentials
         "PUT": "cannot be written",
         "GET": "cannot be listed",
     }.items():
@@ -279,7 +279,7 @@ def test_a_run_whose_objects_were_deleted_does_not_come_back_from_a_cache(store:
     with started() as run:
         checkpoint(run.run_dir, 1)
     store.rm("store/runs/a", recursive=True)
-    with pytest.raises(DataError, match="nothing of this run is there any more"):
+    with pytest.raises(DataError, match="the store has nothing of this run any more"):
         pull(URL)
     with pytest.raises(DataError, match="no run has begun there"):
         local_run("s3://store/runs/b")

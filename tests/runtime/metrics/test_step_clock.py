@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from pipeline.config.topology import Topology
-from pipeline.run.trainer import Trainer
+from pipeline.engines.base import StepResult
+from pipeline.run.hooks.hook import StepNumbers
+from pipeline.run.hooks.step_time import StepTime
 from pipeline.runtime.metrics.journal import read_rows
 from pipeline.runtime.metrics.memory import PeakMemory, resident_peak, show_memory
 from pipeline.runtime.metrics.step_clock import StepClock
@@ -48,13 +50,12 @@ def test_steps_are_timed_from_report_to_report_without_what_is_excluded(monkeypa
 
 
 def test_the_mfu_of_a_step_is_that_of_one_device() -> None:
-    clock = SimpleNamespace(lap=lambda: (2.0, 0.5))
-    instruments = SimpleNamespace(clock=clock, flops_per_token=3.0, peak_flops=96.0)
-    run = SimpleNamespace(batch=SimpleNamespace(tokens=64), topology=Topology(dp=2, tp=2))
-    trainer: Any = SimpleNamespace(instruments=instruments, run=run, group=None)
-    cost = Trainer._cost(trainer, {})
-    assert cost.tokens_per_second == 64 / 2.0
-    assert cost.mfu == 64 / 2.0 / 4 * 3.0 / 96.0
+    clock: Any = SimpleNamespace(lap=lambda: (2.0, 0.5))
+    run: Any = SimpleNamespace(batch=SimpleNamespace(tokens=64), topology=Topology(dp=2, tp=2))
+    numbers = StepNumbers(1, StepResult(1.0, {}, 1.0), begun=2, parts={})
+    StepTime(clock, run, None, flops=3.0, peak=96.0).numbers(numbers, raised=False)
+    assert numbers.cost.tokens_per_second == 64 / 2.0
+    assert numbers.cost.mfu == 64 / 2.0 / 4 * 3.0 / 96.0
 
 
 def test_the_peak_of_a_process_counts_what_was_freed() -> None:

@@ -35,7 +35,7 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.division import divide
 from pipeline.checkpoint.write.locations import Locations, MetadataWriter
 from pipeline.checkpoint.write.plan import Coordinator
-from pipeline.models.build.rectangle import Rectangle
+from pipeline.models.construction.rectangle import Rectangle
 from tests.scale.measuring import Figures, measured
 from tests.scale.part import Part
 

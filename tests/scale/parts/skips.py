@@ -11,7 +11,7 @@ from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.config.batch import BatchSizes
 from pipeline.data.loader import StepLoader
 from pipeline.data.skips import NO_SKIPS, Skips
-from pipeline.run.session import _skips_after
+from pipeline.run.batches import skips_after
 from pipeline.runtime.metrics.journal import NAME
 from pipeline.runtime.metrics.times import iso_time
 from tests.scale.measuring import Figures, measured
@@ -60,7 +60,7 @@ def resumed(steps: int, work: Path) -> Figures:
         file.writelines(rows)
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(details={}), step=steps)
     with measured() as figures:
-        found = _skips_after(cast("Checkpoint", checkpoint), run)
+        found = skips_after(cast("Checkpoint", checkpoint), run)
     assert found == _after(rollbacks)
     figures.read_bytes = sum(map(len, rows))
     return figures

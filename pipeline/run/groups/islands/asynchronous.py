@@ -51,16 +51,16 @@ class AsynchronousIsland(LocalIsland):
         self._client, self._sent, self._closed = connect(), 0, threading.Event()
         self._session = self._ranks.from_first(lambda: uuid.uuid4().hex)
         if context.rank == 0:
-            threading.Thread(target=self._beat, args=(connect(),), name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, args=(connect(),), name="heartbeat", daemon=True).start()
 
     def start(self) -> Stop:
         """Implements `LocalIsland.start`."""
-        return self._reach(committing=False)
+        return self._exchange_with_holder(committing=False)
 
     def exchange(self, step: int) -> Stop:
         """Implements `LocalIsland.exchange`."""
         self.step = step
-        return self._reach(committing=True)
+        return self._exchange_with_holder(committing=True)
 
     def close(self) -> None:
         """Implements `LocalIsland.close`."""
@@ -70,8 +70,8 @@ class AsynchronousIsland(LocalIsland):
                 self._call("leave")
         self._client.close()
 
-    def _reach(self, *, committing: bool) -> Stop:
-        """Sends the pseudo-gradient, if there is one, until the holder has it, and takes what it gives.
+    def _exchange_with_holder(self, *, committing: bool) -> Stop:
+        """Sends the pseudo-gradient, if there is one, until the holder has it, and takes the holder's state.
 
         Where the pseudo-gradient may not have arrived, it joins again: the holder says whether the round is still open.
         """
@@ -118,7 +118,7 @@ class AsynchronousIsland(LocalIsland):
 
     def _upload(self) -> None:
         shard = pack_shard(OuterShard(*self._outer.tensors()))
-        self._alike(lambda: self._call("upload", shard, rank=self._context.rank))
+        self._on_all_ranks(lambda: self._call("upload", shard, rank=self._context.rank))
 
     def _commit(self) -> Header:
         """Sends the pseudo-gradients of all ranks, and has them applied."""
@@ -133,7 +133,7 @@ class AsynchronousIsland(LocalIsland):
             left = (padded - dequantize(payload))[:count]
         body = payload.contiguous().view(-1).view(torch.uint8)
         values = {"rank": self._context.rank, "count": count, "int8": compressed}
-        self._alike(lambda: self._call("push", body, **values))
+        self._on_all_ranks(lambda: self._call("push", body, **values))
         self._sent = body.numel()
         answer = self._ranks.from_first(lambda: self._call("commit", first=deal.first))
         if left is not None and answer["state"] != "rejoin":
@@ -143,7 +143,7 @@ class AsynchronousIsland(LocalIsland):
     def _take(self, answer: Header, *, began: float, waited: float) -> None:
         """Takes the newest outer state, and the next round."""
         before = self.ledger.deal
-        shard = self._alike(self._pull)
+        shard = self._on_all_ranks(self._pull)
         for own, new in zip(self._outer.tensors(), shard, strict=True):
             own.copy_(new)
         with self._context.engine.edit_state() as state:
@@ -169,7 +169,7 @@ class AsynchronousIsland(LocalIsland):
             raise ExchangeError("the holder does not know this island any more")
         return unpack_shard(payload)
 
-    def _alike(self, action: Callable[[], T]) -> T:
+    def _on_all_ranks(self, action: Callable[[], T]) -> T:
         """Returns what `action` returns; an ExchangeError on any rank is raised on all. Collective."""
         failure, value = None, None
         try:
@@ -187,7 +187,7 @@ class AsynchronousIsland(LocalIsland):
     def _header(self, what: str, **values: Any) -> Header:
         return {"do": what, "name": self.name, "session": self._session, **values}
 
-    def _beat(self, client: HolderClient) -> None:
+    def _send_heartbeats(self, client: HolderClient) -> None:
         while not self._closed.wait(_BEAT_S):
             with suppress(ExchangeError):
                 client.call(self._header("beat"))

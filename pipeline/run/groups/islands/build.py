@@ -33,7 +33,7 @@ LEAST_SECRET_BYTES = 16
 
 
 def check_island(section: QuorumSection | None, *, field: str = "islands") -> None:
-    """Refuses what this host lacks for an island or a replica, before anything is touched.
+    """Refuses an island or a replica on a host without its requirements, before anything is touched.
 
     Args:
         section: the config's section `islands` or `replicas`; None without one.
@@ -108,7 +108,7 @@ def open_island(here: RankOfRun, *, loader: Loader) -> LocalIsland | None:
 
 
 def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") -> str:
-    """Digest of what decides a run's loss curve, and of the shards of all ranks. Collective.
+    """Digest of the keys that decide a run's loss curve, and of the shards of all ranks. Collective.
 
     Args:
         engine: this rank's engine.

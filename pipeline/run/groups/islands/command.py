@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: GroupKind = ISLANDS) ->
     add_config_arguments(parser)
     word, field = kind.word, kind.field
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help=f"processes of every {word} (default: 1)")
-    text = f"times that one of the {field} which has died is started again (default: 3)"
+    text = f"restarts of each of the {field} that dies (default: 3)"
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help=text)
     text = f"run the lighthouse alone: {field} are started elsewhere, with --set {field}.name=NAME"
     parser.add_argument("--only-lighthouse", action="store_true", help=text)
@@ -157,7 +157,7 @@ class _IslandProcesses:
             os.kill(self._process.pid, number)
 
     def end(self) -> None:
-        """Kills what still runs."""
+        """Kills the processes that still run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

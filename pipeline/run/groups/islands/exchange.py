@@ -120,7 +120,7 @@ class Exchange:
                 return quorum
 
     def attempt(self, quorum: Quorum[Member], snapshot: Snapshot, ranks: Ranks) -> Exchanged | None:
-        """Does the part of what a quorum decides that reads no state of the engine.
+        """Does the part of a quorum's decision that reads no state of the engine.
 
         Args:
             quorum: the lighthouse's answer.
@@ -170,7 +170,7 @@ class Exchange:
                     self._peers.send(_NOT_YET, to=to)
 
     def finish(self, exchanged: Exchanged, *, since: Snapshot | None) -> None:
-        """Makes the outer update, and sends this island's state to those that take it; or takes another island's.
+        """Makes the outer update, and sends this island's state to joining islands; or takes another island's.
 
         Args:
             exchanged: the result of `attempt`.

@@ -98,7 +98,7 @@ class Holder:
     def join(
         self, name: str, session: str, *, layout: str, ranks: int, total: int, ledger: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Tells an island that has begun, or lost its connection, what to do: it asks again after `wait` and `upload`.
+        """Tells an island that began, or lost its connection, its next action: it asks again after `wait` and `upload`.
 
         Args:
             session: identifier of the island's process.
@@ -131,7 +131,7 @@ class Holder:
             if not self._ready:
                 return self._await_state(name, now)
             if place.deal is not None and place.deal == place.ledger.deal and self._lineage == place.ledger.commit:
-                self._heard(place)
+                self._confirm_receipt(place)
                 return {"state": "keep"}
             return self._next(name, place)
 
@@ -148,7 +148,7 @@ class Holder:
             return {"state": "taken"}
 
     def push(self, name: str, session: str, rank: int, gradient: Tensor) -> dict[str, Any]:
-        """Takes the pseudo-gradient of one rank, fp32 [N]; `commit` applies those of all."""
+        """Takes the pseudo-gradient of one rank, fp32 [N]; `commit` applies all ranks' pseudo-gradients."""
         with self._lock:
             place = self._place(name, session)
             if place is None or place.deal is None:
@@ -157,7 +157,7 @@ class Holder:
             return {"state": "taken"}
 
     def commit(self, name: str, session: str, first: int) -> dict[str, Any]:
-        """Applies what an island has pushed for the round that begins with a slot, and deals it the next one.
+        """Applies the pseudo-gradients that an island pushed for the round of a slot, and deals it the next slot.
 
         Returns:
             The same as `join`; rejoin where its round is not open any more.
@@ -174,7 +174,7 @@ class Holder:
                 each.seen += self._clock() - began
             place.committed = {"first": first, "staleness": staleness, "weight": 1 / (1 + staleness)}
             place.pushed, place.deal = {}, None
-            self._heard(place)
+            self._confirm_receipt(place)
             return self._next(name, place)
 
     def pull(self, name: str, session: str, rank: int) -> OuterShard | None:
@@ -213,7 +213,7 @@ class Holder:
         return {"state": "upload" if name == self._source else "wait"}
 
     def _begin(self, ledger: Ledger) -> None:
-        """Goes on from the ledger of the source: rounds that were open, and whose islands are there, stay open."""
+        """Goes on from the ledger of the source: open rounds of living islands stay open."""
         self._ready, self.version = True, ledger.round
         self._lineage = ledger.commit or uuid.uuid4().hex[:16]
         open_then = {(each.first, each.end): each for each in ledger.tails}
@@ -257,7 +257,7 @@ class Holder:
             "committed": place.committed,
         }
 
-    def _heard(self, place: _LivingIsland) -> None:
+    def _confirm_receipt(self, place: _LivingIsland) -> None:
         """Notes that the island has the round of the last answer, and so the lost slots that the answer named."""
         place.told = place.telling
         self._told = max(self._told, place.told)

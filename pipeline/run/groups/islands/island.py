@@ -152,7 +152,7 @@ class Island(LocalIsland):
             raise ConfigError("islands", why=why, remedy=remedy)
 
     def _take_part(self, quorum: Quorum[Member], snapshot: Snapshot, began: float) -> bool:
-        """Does what the quorum decides. Returns whether it has succeeded on all ranks of this island."""
+        """Carries out the quorum's decision; returns whether it succeeded on all ranks of this island."""
         waited, attempted = time.monotonic() - began, time.monotonic()
         self._context.watchdog.enter_phase("exchanging with other islands", self.step)
         exchanged = self._exchange.attempt(quorum, snapshot, self._ranks)

@@ -199,7 +199,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of a quorum about what its islands do; every one of them decides the same.
+    """Decision of a quorum on its islands' next actions; every island decides the same.
 
     Attributes:
         names: the islands, sorted: their ranks in the exchange.
@@ -233,7 +233,7 @@ class Decision:
 
 
 def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, overlap: int = 0) -> Decision:
-    """Decides what a quorum does: a pure function of what its islands have reported.
+    """Decides the next actions of a quorum: a pure function of its islands' reports.
 
     Islands that live come before those that were just started, whose checkpoint may be of another sequence of
     decisions; then the latest round counts, then the most islands.
@@ -280,7 +280,7 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
 
 
 def process_group(reported: Collection[str], names: Sequence[str], quorum: int) -> tuple[str, bool]:
-    """The name of the process group of a quorum's members, and whether all of them have it already.
+    """The name of the process group of a quorum's members, and whether all members have it already.
 
     Args:
         reported: process groups that the members have; none where no group may be kept.
@@ -303,7 +303,7 @@ def _group(members: Sequence[Member], quorum: int) -> tuple[str, bool]:
 
 
 def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:
-    """Adds to a decision what becomes of the slots of the round that ends, and of the tails of the one before."""
+    """Adds to a decision the fate of the ending round's slots, and of the previous round's tails."""
     ledger, deal = decision.ledger, decision.ledger.deal
     assert deal is not None
     given = {members[n].name: deal.slots(members[n].name)[: members[n].step - deal.step] for n in decision.contributors}

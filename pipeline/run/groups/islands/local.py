@@ -76,7 +76,7 @@ class LocalIsland(ABC):
 
     @abstractmethod
     def start(self) -> Stop:
-        """Joins the islands that live, or begins with those that are started together. Returns a requested stop.
+        """Joins the living islands, or begins with islands started together. Returns a requested stop.
 
         Raises:
             ConfigError: the other islands have another secret or another layout.

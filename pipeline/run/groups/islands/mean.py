@@ -1,4 +1,4 @@
-"""The mean pseudo-gradient of the islands, the same to the last bit on all of them.
+"""The mean pseudo-gradient of the islands, bit-identical on all islands.
 
 Every island owns a part of the flat tensor: it gets that part of all pseudo-gradients (all-to-all), takes their mean in
 the order of the islands, and sends it to all (all-gather). Per island that is 2 (m - 1) / m times the bytes of a
@@ -46,7 +46,7 @@ class Collectives(Protocol):
 
 
 class Mean(NamedTuple):
-    """A mean, and what compression has left out.
+    """A mean, and the error of its compression.
 
     Attributes:
         values: fp32 [N].
@@ -118,7 +118,7 @@ def refuse_impossible(result: Tensor, bound: float, peers: Collectives) -> None:
     """
     norm = float(norm_of(result))
     if math.isfinite(bound) and not norm <= _ROUNDING * bound:
-        why = f"the result has norm {norm:.3g}, and what the {peers.size} members sent gives at most {bound:.3g}"
+        why = f"the result has norm {norm:.3g}, and the values of {peers.size} members allow at most {bound:.3g}"
         raise ExchangeError(f"{why}: it was damaged on the way or in a host's memory, and is not applied")
 
 

@@ -47,7 +47,7 @@ def layout_digest(state: State) -> str:
 
 
 def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int, overlap: int = 0) -> float:
-    """The sum of the inner learning rates of a pseudo-gradient over that of the one before; at most 1.
+    """Ratio of a pseudo-gradient's summed inner learning rates to the previous one's; at most 1.
 
     A pseudo-gradient is a sum of steps, which have the size of their learning rates. With this factor momentum is a sum
     of directions, as that of an SGD whose own learning rate falls (torch's SGD multiplies it after momentum).

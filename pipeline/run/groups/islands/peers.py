@@ -104,7 +104,7 @@ class Peers:
                 self._prove(attempt)
 
     def all_to_all(self, values: Tensor) -> Tensor:
-        """Sends part i of `values` to island i; returns what all have sent here, in their order.
+        """Sends part i of `values` to island i; returns the received parts, in the islands' order.
 
         Args:
             values: contiguous, dim 0 a multiple of the number of islands.
@@ -141,7 +141,7 @@ class Peers:
             self._deliver({}, {source: part})
 
     def _deliver(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
-        """Sends and receives at the same time, by island, and repeats what has arrived with another checksum.
+        """Sends and receives at the same time, by island, and repeats messages that arrive with another checksum.
 
         A checksum includes the number of the message. Where sender and receiver take each other's verdict for another
         one, a message that is sent again is not taken for the next one.
@@ -231,7 +231,7 @@ def unpack(values: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 class _failures:  # noqa: N801  used as a keyword of a `with`
-    """Turns what torch raises when a peer has died into an ExchangeError."""
+    """Turns torch's errors about a dead peer into an ExchangeError."""
 
     def __enter__(self) -> None:
         return None

@@ -83,7 +83,7 @@ class Channel:
         head = bytes(self._read(_HEAD.size))
         length, size = _HEAD.unpack(head)
         if length > _MOST_JSON_BYTES or size > _MOST_BYTES:
-            raise ExchangeError(f"a message of {length} and {size} bytes is none")
+            raise ExchangeError(f"a message announces {length} and {size} bytes, more than any has")
         text = bytes(self._read(length))
         self._verify("head", head + text)  # before it is believed how many bytes follow
         body = self._read(size)
@@ -165,7 +165,7 @@ class HolderClient:
             try:
                 connection = socket.create_connection(self._address, timeout=self._timeout_s)
             except OSError as error:
-                raise ExchangeError(f"the lighthouse is not reached: {error}") from None
+                raise ExchangeError(f"the lighthouse cannot be reached: {error}") from None
             connection.settimeout(self._timeout_s)
             try:
                 self._channel = Channel(connection, secret=self._secret, server=False)

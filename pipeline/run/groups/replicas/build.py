@@ -84,7 +84,7 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
 
 
 def digest_of_run(engine: Engine, curve: Curve, *, anomalies: AnomaliesSection, engine_name: str, stage: int) -> str:
-    """Digest of what decides the bits of an update and which steps are applied, and of the shards of all ranks."""
+    """Digest of the keys that decide the bits of an update and the applied steps, and of the shards of all ranks."""
     # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
     policies = anomalies.model_dump(mode="json")
     alike = (curve, policies, engine_name, stage)

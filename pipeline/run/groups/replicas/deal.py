@@ -73,7 +73,7 @@ class ReplicaMember:
 
 @dataclass(frozen=True)
 class ReplicaDecision:
-    """Decision of a quorum about what its replicas do; every one of them decides the same.
+    """Decision of a quorum on its replicas' next actions; every replica decides the same.
 
     Attributes:
         names: replicas that run the step, sorted: their ranks in the process group.
@@ -103,7 +103,7 @@ class ReplicaDecision:
 
 
 def decide(members: Sequence[ReplicaMember], *, samples: int, quorum: int) -> ReplicaDecision:
-    """Decides what a quorum does: a pure function of what its replicas have reported.
+    """Decides the next actions of a quorum: a pure function of its replicas' reports.
 
     Replicas that live come before those that were just started; then most exchanges count (before the first quorum,
     most steps), then most replicas, then those that have the result of the last exchange.
@@ -189,7 +189,7 @@ def compatible(members: Sequence[ReplicaMember]) -> tuple[ReplicaMember, ...]:
 
 
 def _disjoint(front: Sequence[ReplicaMember]) -> tuple[Ranges, tuple[str, ...]]:
-    """The held samples, each once, and the names of replicas that would hold one of them twice.
+    """The held samples, each once, and the names of replicas that hold an already held sample.
 
     A replica that was slow may come back after its samples were given to another one, which has not finished them.
     """
@@ -230,8 +230,8 @@ def no_exchange(me: ReplicaMember, why: str, *, attempts: int, others: str) -> L
 
 
 def left_behind(me: ReplicaMember, source: ReplicaMember) -> LostError:
-    """The error of a replica whose weights are not those of the others any more."""
-    where, again = f"step {me.step + 1}", "start it again, it takes their state then"
+    """The error of a replica whose weights differ from the others'."""
+    where, again = f"step {me.step + 1}", "start it again: it takes their state"
     if me.commit == source.commit:
         return LostError(
             f"{where}: {me.name} and {source.name} have made the same exchanges and have come to other losses or"

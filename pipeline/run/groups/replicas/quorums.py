@@ -55,7 +55,7 @@ class Quorums:
         return self.failed_and_damaged(failed, 0)[0]
 
     def failed_and_damaged(self, failed: bool, damaged: int) -> tuple[bool, int]:
-        """Whether something failed on any rank of the replica, and the most damaged messages that one of them got."""
+        """Whether any rank of the replica failed, and the largest number of damaged messages that a rank got."""
         failed_any, most = self.agreement.max_over_ranks(int(failed), damaged)
         return bool(failed_any), most
 

@@ -119,7 +119,7 @@ class ReplicaOfRun:
         return {"replicas": {"exchanges": exchanges, "commit": commit}}
 
     def start(self) -> Stop:
-        """Joins the replicas that live, or begins with those that are started together. Returns a requested stop.
+        """Joins the living replicas, or begins with replicas started together. Returns a requested stop.
 
         Raises:
             ConfigError: the other replicas have another secret, another curve or another layout, or are at an earlier
@@ -146,7 +146,7 @@ class ReplicaOfRun:
                 return Stop.NO
 
     def batches(self) -> Iterator[StepBatch]:
-        """This rank's parts of the steps; `exchange` must be called between two of them."""
+        """This rank's parts of the steps; `exchange` must be called between two parts."""
         loader: Iterator[StepBatch] | None = None
         loaded: Ranges = ()
         while self._me.step < self._around.total:
@@ -206,7 +206,7 @@ class ReplicaOfRun:
         return ()
 
     def settle(self, step: int, stop: Stop) -> Stop:  # noqa: ARG002
-        """Returns the stop that was requested: nothing runs beside the steps."""
+        """Returns the requested stop; there is nothing to wait for, since nothing runs beside the steps."""
         return stop
 
     def leave(self) -> None:
@@ -222,7 +222,7 @@ class ReplicaOfRun:
         self._me = replace(self._me, step=step, held=(), between=True, state=digest(self._around.stepper))
 
     def _decide(self, quorum: Quorum[ReplicaMember]) -> ReplicaDecision | None:
-        """Decides what this replica does in a quorum; None: it asks again.
+        """Decides this replica's next action in a quorum; None: it asks again.
 
         Raises:
             LostError: the others have left this replica behind, or have come to other numbers.
@@ -250,7 +250,7 @@ class ReplicaOfRun:
         return decision
 
     def _begin(self, quorum: Quorum[ReplicaMember]) -> bool:
-        """Does what a quorum between two steps decides. Returns whether this replica has its part of the next."""
+        """Carries out a quorum's decision between two steps; returns whether this replica has a part of the next."""
         decision = self._decide(quorum)
         if decision is None:
             self._part = ()
@@ -270,7 +270,7 @@ class ReplicaOfRun:
     def _go_on(
         self, quorum: Quorum[ReplicaMember], step: int, gradients: Sequence[Tensor], sums: Tensor
     ) -> tuple[bool, Sequence[MicroBatch]]:
-        """Does what a quorum in the middle of a step decides.
+        """Carries out a quorum's decision in the middle of a step.
 
         Returns:
             Whether the next exchange has a chance, and micro-batches to run before it.

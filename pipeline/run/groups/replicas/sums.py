@@ -1,4 +1,4 @@
-"""The sum of the replicas' gradients, the same to the last bit on all of them.
+"""The sum of the replicas' gradients, bit-identical on all replicas.
 
 As in `islands.mean`, every replica owns a part of the flat gradient: it gets that part of all gradients (all-to-all),
 adds them up in the order of the replicas' names, and sends the sum to all (all-gather): 2 (m - 1) / m times the bytes
@@ -66,7 +66,7 @@ class GradientSums:
         return self._result, self._loss_sums
 
     def take(self, result: Tensor, loss_sums: Tensor) -> None:
-        """Replaces the result by that of another replica."""
+        """Replaces the result by another replica's."""
         self._result, self._loss_sums = result, loss_sums
 
     def _gather(self, gradients: Sequence[Tensor]) -> None:

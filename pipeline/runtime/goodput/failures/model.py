@@ -33,27 +33,29 @@ class FailureModel:
     """
 
     nodes: int = _input(1250, "nodes that train", positive=True)
-    gpus_per_node: int = _input(8, "for the totals", positive=True)
+    gpus_per_node: int = _input(8, "GPUs of a node, for the totals", positive=True)
     node_mtbf_s: float = _input(
         LLAMA_NODE_MTBF_S, "mean time between failures of a node (default: Llama 3's, 264 days)", positive=True
     )
-    detect_s: float = _input(20.0, "from a failure until the others know")
-    requeue_s: float = _input(0.0, "until nodes are there")
-    start_s: float = _input(34.0, "until the ranks are connected: launch, check, imports, rendezvous")
-    load_s: float = _input(30.0, "of the newest checkpoint")
-    first_step_s: float = _input(30.0, "what the first step takes longer: compilation, allocation")
-    save_blocking_s: float = _input(1.0, "that training waits for a checkpoint")
-    save_s: float = _input(60.0, "from then until the checkpoint counts, in the background")
+    detect_s: float = _input(20.0, "seconds from a failure until the other ranks know")
+    requeue_s: float = _input(0.0, "seconds until nodes are allocated")
+    start_s: float = _input(34.0, "seconds until the ranks are connected: launch, check, imports, rendezvous")
+    load_s: float = _input(30.0, "seconds to load the newest checkpoint")
+    first_step_s: float = _input(30.0, "extra seconds of the first step: compilation, allocation")
+    save_blocking_s: float = _input(1.0, "seconds that training waits for a checkpoint")
+    save_s: float = _input(60.0, "seconds in the background from then until the checkpoint counts")
     interval_s: float = _input(
-        600.0, "of training between two checkpoints (default: the best by Daly, at least --save-s)", positive=True
+        600.0,
+        "seconds of training between two checkpoints (default: the best by Daly, at least --save-s)",
+        positive=True,
     )
     spares: int = _input(25, "nodes in reserve, which take the place of lost ones")
     node_loss_share: float = _input(
         LLAMA_HARDWARE_SHARE,
-        "of the failures, those that take a node out until it is repaired (default: Llama 3's hardware, 0.78)",
+        "share of failures that take a node out until it is repaired (default: Llama 3's hardware, 0.78)",
     )
-    repair_s: float = _input(DAY, "until such a node is back")
-    days: float = _input(30.0, "of the run", positive=True)
+    repair_s: float = _input(DAY, "seconds until a node is repaired")
+    days: float = _input(30.0, "days of the run", positive=True)
 
     def __post_init__(self) -> None:
         for each in fields(self):

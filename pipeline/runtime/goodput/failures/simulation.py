@@ -24,7 +24,7 @@ _TIMES = ("detect_s", "requeue_s", "start_s", "load_s", "first_step_s", "save_bl
 
 @dataclass
 class SimulatedTime:
-    """Time of one simulated run by what it was spent on, in seconds with all nodes in use.
+    """Time of one simulated run by purpose, in seconds with all nodes in use.
 
     Attributes:
         useful: seconds spent on steps that count.

@@ -143,9 +143,9 @@ def run_cell(cell: str, state: Path) -> tuple[bool, str]:
     except WrongError as wrong:
         return False, str(wrong)
     width = max(losses) - min(losses)
-    inside = "within" if min(losses) - width <= loss <= max(losses) + width else "outside"
-    spread = f"{inside} a width of {min(losses):.4f} to {max(losses):.4f} undisturbed"
-    return True, f"{note}; held-out loss {loss:.4f}, {spread}; {time.monotonic() - began:.0f} s"
+    inside = min(losses) - width <= loss <= max(losses) + width
+    spread = "" if inside else f", outside of {min(losses):.4f} to {max(losses):.4f} by more than their width"
+    return True, f"{note}; held-out loss {loss:.4f}{spread}; {time.monotonic() - began:.0f} s"
 
 
 def _kill(islands: Islands, numbers: random.Random) -> tuple[float, str]:

@@ -35,7 +35,7 @@ def make(tmp_path: Path, **fields: Any) -> Config:
         ({"anomalies": {"spikes": "rollback"}}, "at another step than the others"),
         ({"parallel": {"shares": "auto"}}, "replicas divide the samples of a step themselves"),
         ({"moe": {"balance": "bias"}}, "counted over the ranks of one replica"),
-        ({"optimizer": {"type": "Muon", "params": {"qk_clip": 100}}}, "each would scale other weights"),
+        ({"optimizer": {"type": "Muon", "params": {"qk_clip": 100}}}, "and would scale other weights"),
         ({"replicas": {"count": 9}}, "use at most 8"),
         ({"replicas": {"bind": "0.0.0.0"}}, "give replicas.secret_file"),
         ({"replicas": {"lighthouse": "somewhere"}}, "replicas.lighthouse"),

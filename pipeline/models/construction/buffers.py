@@ -1,0 +1,153 @@
+"""Persistent buffers: tensors of a model's state dict that no optimizer updates, and that are not derived from shapes.
+
+Examples are the bias that the routers of DeepSeek-V3 and GLM-4-MoE add to an expert's score, and MiniMax's decays.
+They belong to the model as parameters do: they are initialized, loaded, saved in checkpoints and exported under their
+Hugging Face names. Every rank that holds the module holds the buffer whole (tensor parallelism does not shard it). A
+buffer that a module registers with `persistent=False` (a rotary table) is computed anew wherever a model is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.construction.own_init import Constructors, init_weights, seeded
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Hugging Face name -> the buffer itself (of this rank's part of a model), to be changed in place."""
+    return {name: module._buffers[key] for name, module, key in _persistent(model)}  # type: ignore[misc]
+
+
+def buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Hugging Face name -> shape of every persistent buffer."""
+    return {name: buffer.shape for name, buffer in persistent_buffers(model).items()}
+
+
+def fill_buffers(model: nn.Module, device: torch.device, values: ParameterValues | None = None) -> None:
+    """Gives every buffer of a model on meta its value, from `values` or from the model's own `_init_weights`.
+
+    Call it while the parameters are on meta, where `_init_weights` does nothing.
+
+    Args:
+        model: model on meta, changed in place; dtypes stay.
+        device: device of the filled buffers.
+        values: values of persistent buffers; those that it does not have, or all when None, are computed.
+    """
+    constructors = Constructors(model)
+    on_meta = [
+        (name, module, key)
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
+    for _name, module, key in on_meta:
+        module._buffers[key] = torch.empty_like(module._buffers[key], device=device)
+    first, second = _computed(model, on_meta, 0), _computed(model, on_meta, 1)
+    for at, (name, module, key) in enumerate(on_meta):
+        if not _same(first[at], second[at]):  # `_init_weights` does not set it
+            value = constructors.value(name, key, seed=0)
+            _fill(module, key, 0 if value is None or value.shape != first[at].shape else value)
+    if on_meta:
+        _init_all(model, {name for name, _module, _key in on_meta})
+    if values is not None:
+        load_buffers(model, values)
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first, second)
+
+
+def _computed(model: nn.Module, where: list[tuple[str, nn.Module, str]], before: int) -> list[Tensor]:
+    """Buffers after `_init_weights`, of which all elements had the value `before`, on the CPU; NaN is 0."""
+    for _name, module, key in where:
+        _fill(module, key, before)
+    _init_all(model, {name for name, _module, _key in where})
+    return [_buffer(module, key).detach().cpu().nan_to_num().clone() for _name, module, key in where]
+
+
+def _init_all(model: nn.Module, owners: set[str]) -> None:
+    """Calls `_init_weights` on the modules that own buffers, then on those around them, which may set them, too."""
+    around = {owner[:at] for owner in owners for at, letter in enumerate(f"{owner}.") if letter == "."} | {""}
+    for name in sorted(around, key=lambda each: -len(each.split(".")) if each else 1):
+        failures = () if name in owners else (NotImplementedError, RuntimeError, AttributeError, TypeError)
+        # a module around them may read parameters, which are on meta, or layers that are another pipeline stage's
+        with seeded(0), contextlib.suppress(*failures):  # the same on every rank, should it draw
+            init_weights(model, name)
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, key: str, value: int | Tensor) -> None:
+    buffer = _buffer(module, key)
+    buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
+
+
+def _buffer(module: nn.Module, key: str) -> Tensor:
+    buffer = module._buffers[key]
+    assert buffer is not None
+    return buffer
+
+
+@torch.no_grad()
+def load_buffers(model: nn.Module, values: ParameterValues) -> None:
+    """Copies the values of persistent buffers into a model; buffers absent from `values` stay unchanged."""
+    for name, buffer in persistent_buffers(model).items():
+        value = values.buffer(name)
+        if value is not None:
+            buffer.copy_(value)
+
+
+def computed_buffers(model: nn.Module, values: ParameterValues) -> dict[str, Tensor]:
+    """The persistent buffers that a model on meta gets from `fill_buffers`, on the CPU; the model is not changed."""
+    filled = copy.deepcopy(model)
+    fill_buffers(filled, torch.device("cpu"), values)
+    return persistent_buffers(filled)
+
+
+def frozen_to_buffers(model: nn.Module) -> None:
+    """Makes every parameter that the architecture declares frozen (`requires_grad=False`) a persistent buffer.
+
+    It has the same name in a state dict. No optimizer may own it: AFMoE's expert bias is changed by other rules than
+    the gradient, position tables of Marian and Pegasus never, and DeepSpeed has no partition for them.
+    """
+    for module in model.modules():
+        frozen = [(key, p) for key, p in module._parameters.items() if p is not None and not p.requires_grad]
+        for key, parameter in frozen:
+            del module._parameters[key]
+            module.register_buffer(key, parameter.data)
+
+
+def keep_in_fp32(model: nn.Module) -> None:
+    """Gives the buffers that the architecture declares to need fp32 that dtype, whatever the model's.
+
+    An update of a router's bias (1e-3 per step) would be lost in bf16, whose numbers near 1 are 8e-3 apart.
+    Transformers does so when it loads weights (`_keep_in_fp32_modules_strict`), but not when it builds a model.
+    """
+    for name, module, key in list(_persistent(model)):
+        buffer = module._buffers[key]
+        if buffer is not None and buffer.is_floating_point() and declared_fp32(model, name):
+            module._buffers[key] = buffer.float()
+
+
+def parameters_declared_fp32(model: nn.Module) -> list[str]:
+    """The parameters that transformers keeps in fp32 beside bf16; here they have the model's dtype, as all others."""
+    return [name for name, _ in model.named_parameters() if declared_fp32(model, name)]
+
+
+def declared_fp32(model: nn.Module, name: str) -> bool:
+    """Whether transformers keeps a parameter or buffer in fp32: it searches its patterns anywhere in a name."""
+    declared = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(each.replace("*", ".*"), name) for each in declared)
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, module, key

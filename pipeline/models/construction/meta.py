@@ -1,0 +1,61 @@
+"""Builds a Hugging Face decoder on the meta device: names, shapes and code, without memory for weights."""
+
+from __future__ import annotations
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.construction.buffers import frozen_to_buffers, keep_in_fp32
+from pipeline.models.flash_attention import install_remedy
+from pipeline.models.hf_config import one_line
+
+
+def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
+    """Builds `AutoModelForCausalLM` for a config on the meta device; tied parameters are one object.
+
+    Args:
+        config: any decoder-only architecture that transformers knows.
+        dtype: dtype of every parameter.
+        attn_implementation: transformers' name of the attention implementation.
+
+    Raises:
+        ConfigError: transformers has no causal language model for the config, or refuses its values.
+    """
+    try:
+        with torch.device("meta"):
+            # None, the default, would ask whether to execute code that config.json names
+            how = {"attn_implementation": attn_implementation, "trust_remote_code": False}
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
+        why = f"transformers refuses it: {one_line(error)}"
+        if attn_implementation != "eager" and _builds(config, dtype):
+            remedy = install_remedy(attn_implementation) or _EAGER
+            given = "sdpa" if attn_implementation == ATTENTION_NAME else attn_implementation  # as the config has it
+            raise ConfigError("model.attn_implementation", given, why=why, remedy=remedy) from None
+        raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
+    model.config.use_cache = False
+    frozen_to_buffers(model)
+    keep_in_fp32(model)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+_EAGER = "use eager (without data.mask_documents, parallel.cp and parallel.tp, which need sdpa)"
+
+
+def _builds(config: PretrainedConfig, dtype: torch.dtype) -> bool:
+    """Whether the model can be built with eager attention."""
+    try:
+        build_meta(config, dtype=dtype, attn_implementation="eager")
+    except ConfigError:
+        return False
+    return True
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Name -> full shape of every parameter; a tied parameter appears once, under its first name."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}

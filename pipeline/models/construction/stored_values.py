@@ -1,0 +1,266 @@
+"""Parameter values read from the safetensors files of a Hugging Face folder: the wanted part of one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headrace.base.errors import DataError
+from headrace.base.foreign_json import read_json
+from headrace.base.remote_folder import local_folder
+from pipeline.models.construction.buffers import buffer_shapes
+from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.meta import parameter_shapes
+from pipeline.models.construction.rectangle import Rectangle, part
+from pipeline.models.construction.stored_names import TensorGroup, groups_of_files
+from pipeline.models.folder.text_part import text_is_nested, text_tensors
+from pipeline.models.folder.weight_files import INDEX, TensorInfo, stored_tensors
+
+_SCALE = "_scale_inv"
+"""Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
+
+
+COMPUTED = re.compile(r"inv_freq$|\.attn\.(masked_)?bias$")
+"""Rotary tables and masks that old files have, and models compute."""
+_WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Prefixes that torch.compile, DDP and DeepSpeed, peft and FSDP put in front of the names in what they wrap."""
+
+
+class FromSafetensors:
+    """Values read from the safetensors files of a Hugging Face folder.
+
+    Tensors that transformers renames, fuses or splits while it loads a folder are converted in the same way. Weights in
+    fp8 with a scale per block are multiplied by their scales.
+
+    Of a tensor that is only renamed, the bytes of the wanted box are read and no others. Tensors that are fused or
+    split (stacked experts) and weights in fp8 are read whole, one at a time, and the box is taken out.
+
+    Args:
+        folder: path or URL of a folder with model.safetensors, or model.safetensors.index.json and its shards.
+        model: model on any device; the files must contain all its parameters with their shapes, and no others.
+            Persistent buffers that the files lack, as exports of older versions do, are computed by the model's code.
+        rename: function from a name in the model to the name in the original, of which it keeps only some layers.
+        partial: whether other tensors are allowed in the files (a model that keeps only some layers).
+
+    Attributes:
+        left_out: tensors of the files that the architecture has no place for, such as layers that predict more tokens.
+
+    Raises:
+        DataError: missing or unexpected tensors, wrong shapes, a tied weight that has values of its own, or a folder
+            that `stored_tensors` refuses.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        model: nn.Module,
+        rename: Callable[[str], str] = lambda name: name,
+        partial: bool = False,
+    ) -> None:
+        self._folder, self._model, self._rename = local_folder(folder), model, rename
+        self._stored = stored_tensors(self._folder)
+        if text_is_nested(self._folder, str(getattr(model.config, "model_type", ""))):
+            self._stored = text_tensors(self._stored)
+        self._block = _block_size(self._folder)
+        self.left_out: list[str] = []
+        self._last: tuple[TensorGroup, dict[str, Tensor]] | None = None
+        parameters, buffers = parameter_shapes(model), buffer_shapes(model)
+        known = {rename(name) for name in (*parameters, *buffers)}
+        scales = {name for name in self._stored if name.removesuffix(_SCALE) in self._stored.keys() - {name}}
+        groups = groups_of_files(model, self._stored.keys() - scales, known)
+        self._group_of, shapes = self._results(groups, known)
+        self._check_names(parameters, groups, known, partial=partial)
+        self._buffers = {name for name in buffers if rename(name) in self._group_of}
+        for name, shape in parameters.items() | {(name, buffers[name]) for name in self._buffers}:
+            found = tuple(shapes[rename(name)])
+            if found != tuple(shape):
+                raise DataError(f"{folder}: {rename(name)} has shape {found}, but config.json makes it {tuple(shape)}")
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """Reads the values of a parameter; see `ParameterValues.value`."""
+        return self._read(name, box).to(device).to(torch.float32)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """Reads a persistent buffer, in the dtype of the files; see `ParameterValues.buffer`."""
+        return self._read(name) if name in self._buffers else None
+
+    def _read(self, name: str, box: Rectangle | None = None) -> Tensor:
+        group = self._group_of[self._rename(name)]
+        if box is not None and group.converter is None and group.key + _SCALE not in self._stored:
+            return self._slice(group.names[0], box)
+        return part(self._full(name, group), box)
+
+    def _slice(self, name: str, box: Rectangle) -> Tensor:
+        stored = self._stored[name]
+        with safe_open(stored.file, framework="pt") as file:
+            mapped: Tensor = file.get_slice(stored.name)[box.slices] if box.sizes else file.get_tensor(stored.name)
+            return mapped.clone(memory_format=torch.contiguous_format)  # reads the pages of the box
+
+    def _full(self, name: str, group: TensorGroup) -> Tensor:
+        if self._last is None or self._last[0] is not group:
+            self._last = None
+            made = group.convert({each: self._tensor(each) for each in group.names}, self._model)
+            self._last = (group, made) if len(made) > 1 else None  # a tensor that is split is read once
+            return made[self._rename(name)]
+        return self._last[1][self._rename(name)]
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = _whole(self._stored[name])
+        if name + _SCALE not in self._stored:
+            return tensor
+        return scaled(tensor, _whole(self._stored[name + _SCALE]), self._block)
+
+    def _results(
+        self, groups: list[TensorGroup], known: Collection[str]
+    ) -> tuple[dict[str, TensorGroup], dict[str, torch.Size]]:
+        """Conversions and shapes of the tensors that the model has, each by the name in the model."""
+        of: dict[str, TensorGroup] = {}
+        shapes: dict[str, torch.Size] = {}
+        for group in groups:
+            if group.converter is None and group.key not in known:
+                continue
+            tensors = {name: torch.empty(self._stored[name].shape, device="meta") for name in group.names}
+            try:
+                made = group.convert(tensors, self._model)
+            except (RuntimeError, ValueError, IndexError) as error:
+                why = f"{group.names[0]} and {len(tensors) - 1} more do not make {group.key}: {error}"
+                raise DataError(f"{self._folder}: {why}\n  try: download or export the folder again") from None
+            of |= dict.fromkeys(made, group)
+            shapes |= {name: value.shape for name, value in made.items()}
+        return of, shapes
+
+    def _check_names(
+        self, parameters: Mapping[str, Any], groups: list[TensorGroup], known: Collection[str], *, partial: bool
+    ) -> None:
+        missing = sorted(name for name in parameters if self._rename(name) not in self._group_of)
+        used = {name for group in self._group_of.values() for name in group.names if group.key in known}
+        extra = sorted({name for group in groups for name in group.names} - used)
+        self._check_tied({group.key: group.names[0] for group in groups if group.converter is None})
+        self.left_out = ignored_tensors(self._model, extra)
+        extra = [] if partial else [name for name in extra if not _ignorable(name, self._model, parameters)]
+        if missing or extra:
+            raise DataError(
+                f"{self._folder}: the files do not contain the model that config.json describes\n"
+                f"  missing ({len(missing)}): {', '.join(missing[:5]) or '-'}\n"
+                f"  unexpected ({len(extra)}): {', '.join(extra[:5]) or '-'}\n"
+                f"  try: {self._remedy(missing, extra)}"
+            )
+
+    def _remedy(self, missing: list[str], extra: list[str]) -> str:
+        """The remedy that makes the names match: no load by transformers, which draws missing tensors at random."""
+        wrappers = _wrappers(self._stored)
+        if wrappers:
+            return _without_wrappers(self._folder, wrappers)
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        heads = {name for name, module in self._model.named_modules() if module is head and head is not None}
+        if not extra and {name.rpartition(".")[0] for name in missing} <= heads:
+            tied = '"tie_word_embeddings": true in config.json, if the head is the embedding'
+            return f"{tied}; else add {', '.join(missing)} to the files"
+        return (
+            "download or export config.json and the weights again, both of one model (transformers would load the"
+            " folder, and draw missing tensors at random)"
+        )
+
+    def _check_tied(self, names: Mapping[str, str]) -> None:
+        """Refuses a stored copy of a tied weight with other values: transformers would untie it with a warning.
+
+        Args:
+            names: name in the model -> name in the files.
+        """
+        for target, source in _tied(self._model).items():
+            one, other = (names.get(self._rename(each)) for each in (target, source))
+            if one is not None and other is not None and not self._stored[one].same_values(self._stored[other]):
+                why = f"config.json ties {one} to {other}, and the files have different values for them"
+                remedy = f'"tie_word_embeddings": false in config.json, if {one} is meant; else remove it'
+                raise DataError(f"{self._folder}: {why}\n  try: {remedy}")
+
+
+def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """A weight [out, in] in fp8 times its scales [ceil(out / block), ceil(in / block)]; in fp32.
+
+    Source: DeepSeek-V3's inference/kernel.py, `weight_dequant`.
+    """
+    rows, columns = weight.shape
+    full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return weight.float() * full
+
+
+def _whole(stored: TensorInfo) -> Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(stored.name)
+    return tensor
+
+
+def _block_size(folder: Path) -> tuple[int, int]:
+    """Rows and columns of a block with one scale; DeepSeek-V3's where config.json does not say."""
+    file = folder / "config.json"
+    fields = read_json(file) if file.is_file() else {}
+    rows, columns = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)
+
+
+def _wrappers(names: Iterable[str]) -> list[str]:
+    """Parts that wrappers have put into all names: torch.compile, DDP, FSDP, peft."""
+    found = [sorted({part for part in _WRAPPERS if f".{part}." in f".{name}"}) for name in names]
+    return sorted({part for parts in found for part in parts}) if found and all(found) else []
+
+
+def _without_wrappers(folder: Path, wrappers: list[str]) -> str:
+    """A shell command that writes the folder again without some parts of the names."""
+    out = f"{folder}-renamed"
+    parts = "|".join(re.escape(part) for part in wrappers)
+    code = (
+        "import re; from glob import glob; from safetensors.torch import load_file, save_file;"
+        f" [save_file({{re.sub(r'(^|(?<=[.]))({parts})[.]', '', k): v for k, v in load_file(f).items()}},"
+        f" f.replace('{folder}', '{out}', 1), metadata={{'format': 'pt'}})"
+        f" for f in glob('{folder}/model*.safetensors')]"
+    )
+    index = f" && sed -i -E 's/([\".])(({parts})[.])+/\\1/g' {out}/{INDEX}" if (folder / INDEX).is_file() else ""
+    named = " and ".join(f"'{part}.'" for part in wrappers)
+    return (
+        f"take {named}, which a wrapper has put into every name, out of them:"
+        f' cp -rL {folder} {out} && python -c "{code}"{index}'
+    )
+
+
+def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bool:
+    """Whether a tensor in the files is no parameter of the model, and is not missed.
+
+    This holds for a rotary table of old files, a weight that the model ties to another, and tensors that transformers
+    ignores for this architecture (layers for the prediction of several tokens).
+    """
+    tied = _tied(model)
+    if name not in parameters and (name in tied or name in tied.values()):
+        return True
+    return name.endswith("rotary_emb.inv_freq") or _is_ignored(model, name)
+
+
+def ignored_tensors(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The stored tensors that are not in the model, since transformers ignores them for its architecture."""
+    own = model.state_dict().keys()
+    return [name for name in names if name not in own and _is_ignored(model, name) and not COMPUTED.search(name)]
+
+
+def left_out_line(folder: str | Path, names: Sequence[str]) -> str:
+    """The message about tensors that are not loaded, such as layers that predict more tokens."""
+    shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    why = "that transformers ignores for this architecture are not loaded, and are in no result or export"
+    return f"{folder}: {len(names)} tensors {why}: {shown}"
+
+
+def _is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether transformers ignores a tensor in files of this architecture."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Name of a tied parameter -> name of the parameter that it is tied to."""
+    return getattr(model, "all_tied_weights_keys", None) or {}

@@ -1,0 +1,158 @@
+"""Puts a rank's training loop together: journal and services, stepper, group, saves, evaluation and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoint.memory.memory_copies import MemoryCopies
+from pipeline.checkpoint.save import CheckpointWriter
+from pipeline.data.loader import StepLoader
+from pipeline.data.skips import Skips
+from pipeline.run.anomalies.guarded_step import GuardedStepper, Rollback
+from pipeline.run.attempts import Attempt
+from pipeline.run.batches import RankBatches
+from pipeline.run.checkpoint_saves import CheckpointSaves, Progress
+from pipeline.run.checkpoint_timer import make_timer
+from pipeline.run.groups.group import Group
+from pipeline.run.heldout_evaluation import HeldOutEvaluation
+from pipeline.run.hooks.hook import HookContext
+from pipeline.run.hooks.hooks import make_hooks
+from pipeline.run.manifest import RunManifest
+from pipeline.run.prepare import PreparedRun
+from pipeline.run.rank_of_run import RankOfRun
+from pipeline.run.trainer import Trainer
+from pipeline.run.uploads.uploads import Uploads
+from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
+from pipeline.runtime.metrics.journal import Journal
+from pipeline.runtime.metrics.sinks import Sink
+from pipeline.runtime.metrics.step_clock import StepClock
+from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink
+from pipeline.runtime.metrics.wandb_sink import WandbSink
+
+if TYPE_CHECKING:
+    from pipeline.run.task_evaluation import TaskEvaluation
+
+
+def open_services(prepared: PreparedRun, stack: ExitStack) -> list[Sink]:
+    """Opens the tracking services that the config enables; `stack` closes them."""
+    config = prepared.run.config
+    sinks: list[WandbSink | TensorBoardSink] = []
+    if config.wandb.enabled:
+        sinks.append(WandbSink(config.wandb, prepared.run_dir, config=config.model_dump(mode="json")))
+    if config.tensorboard.enabled:
+        sinks.append(TensorBoardSink(config.tensorboard, run_dir=str(prepared.run_dir)))
+    for sink in sinks:
+        stack.callback(sink.close)
+    return [*sinks]
+
+
+def open_journal(attempt: Attempt, run_dir: Path, *, from_step: int, stack: ExitStack) -> list[Sink]:
+    """Opens `metrics.jsonl` without rows after a step, whose times the attempt records; `stack` closes it."""
+    journal = Journal(run_dir, from_step=from_step, on_removed=partial(attempt.lost, from_step))
+    stack.callback(journal.close)
+    return [journal]
+
+
+def make_stepper(here: RankOfRun, *, skips: Skips, after: Rollback | None) -> GuardedStepper:
+    """Makes the stepper, with the statistics of the checkpoint.
+
+    Args:
+        skips: data that is left out.
+        after: the rollback that led back to the checkpoint; None without one.
+    """
+    run, store = here.run, here.prepared.store
+
+    def has_checkpoint() -> bool:
+        return bool(on_rank_zero(store.checkpoints))
+
+    stepper = GuardedStepper(
+        here.engine,
+        run.config.anomalies,
+        fp16=run.config.fp16.enabled,
+        samples=run.batch.samples,
+        skips=skips,
+        record=here.record,
+        can_roll_back=has_checkpoint,
+    )
+    if here.checkpoint is not None:
+        stepper.load_state_dict(here.checkpoint.manifest.details.get("anomalies", {}), after=after)
+    return stepper
+
+
+def open_group(here: RankOfRun, stepper: GuardedStepper, batches: RankBatches) -> Group | None:
+    """Opens this process's island or replica of the model; None in an ordinary run. Collective."""
+    if here.run.config.islands is not None:
+        from pipeline.run.groups.islands.build import open_island  # noqa: PLC0415
+
+        return open_island(here, loader=batches.slots)
+    if here.run.config.replicas is not None:
+        from pipeline.run.groups.replicas.build import open_replica  # noqa: PLC0415
+
+        def load(ranges: Sequence[tuple[int, int]], steps: tuple[int, int]) -> StepLoader:
+            return batches.part(ranges, steps, skips=stepper.skips)  # a late comer takes those of a living replica
+
+        return open_replica(here, stepper=stepper, load=load)
+    return None
+
+
+def make_trainer(
+    here: RankOfRun,
+    *,
+    stepper: GuardedStepper,
+    batches: RankBatches,
+    group: Group | None,
+    copies: MemoryCopies | None,
+    manifest: RunManifest,
+    uploads: Uploads,
+) -> Trainer:
+    """Makes the loop, which goes on after the step of the checkpoint or of the group.
+
+    Args:
+        batches: this rank's batches.
+        copies: keeps copies of checkpoints in this node's memory; None without.
+        uploads: copies checkpoints to an object store.
+    """
+    run, attempt = here.run, here.attempt
+    progress = Progress(group.step if group else here.done)
+    saves = CheckpointSaves(
+        here,
+        stepper=stepper,
+        writer=_checkpoint_writer(here, copies),
+        manifest=manifest,
+        uploads=uploads,
+        timer=make_timer(run.config.run, here.prepared.run_dir, nodes=attempt.nodes, decides=here.rank == 0),
+        progress=progress,
+        group=group,
+    )
+    return Trainer(
+        here,
+        stepper=stepper,
+        steps=group.batches() if group else batches.training(first_step=progress.step + 1, skips=stepper.skips),
+        saves=saves,
+        evaluation=HeldOutEvaluation(here, batches, saves, _tasks(here)),
+        hooks=make_hooks(HookContext(here, StepClock(), group, batches.current)),
+        progress=progress,
+        group=group,
+    )
+
+
+def _checkpoint_writer(here: RankOfRun, copies: MemoryCopies | None) -> CheckpointWriter:
+    zero, wanted = here.run.config.zero_optimization, here.run.config.run.async_checkpoints
+    # state on a disk is brought into host memory to be written: a second copy of it would be too much
+    background = wanted and "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device)
+    progress = here.watchdog.report_progress
+    return CheckpointWriter(here.prepared.store, background=background, on_progress=progress, copies=copies)
+
+
+def _tasks(here: RankOfRun) -> TaskEvaluation | None:
+    """Makes the evaluation of the run's tasks; None without any."""
+    if not here.prepared.tasks:
+        return None
+    from pipeline.run.task_evaluation import TaskEvaluation  # noqa: PLC0415
+
+    progress = here.watchdog.report_progress
+    return TaskEvaluation(here.run, here.prepared.tasks, here.engine, here.rank, here.agreement.device, progress)

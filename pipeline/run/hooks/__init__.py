@@ -1,0 +1,1 @@
+"""Features of the training loop, a file each."""

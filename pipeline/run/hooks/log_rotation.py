@@ -1,0 +1,19 @@
+"""Rotation of this rank's log file, where it has one of its own."""
+
+from __future__ import annotations
+
+from pipeline.run.hooks.hook import Hook, HookContext
+from pipeline.runtime.launch.log_file import rotate_log
+
+
+def make(context: HookContext) -> Hook:
+    """Makes the hook."""
+    return LogRotation()
+
+
+class LogRotation(Hook):
+    """Rotates the log between steps: a run of months must not fill a disk."""
+
+    def after_step(self, step: int) -> None:
+        """Rotates the log where it has become too large."""
+        rotate_log()
