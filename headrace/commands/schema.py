@@ -82,7 +82,7 @@ def reference() -> str:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _KeyGroup:
     """The keys under one heading.
 
     Attributes:
@@ -115,17 +115,17 @@ class _Group:
         return " ".join([*(_sentence(text) for text in texts if text), mark]).strip()
 
 
-def _groups(kind: str) -> Iterator[_Group]:
+def _groups(kind: str) -> Iterator[_KeyGroup]:
     found = keys(kind)
-    yield _Group(kind, None, "", tuple(key for key in found if not re.search(r"[.\[]", key.path)))
+    yield _KeyGroup(kind, None, "", tuple(key for key in found if not re.search(r"[.\[]", key.path)))
     for section in (key for key in found if key.is_section):
         for prefix in dict.fromkeys(m[0] for key in found if (m := _below(section.path, key.path))):
-            yield _Group(kind, section, prefix, tuple(key for key in found if _is_child(prefix, key.path)))
+            yield _KeyGroup(kind, section, prefix, tuple(key for key in found if _is_child(prefix, key.path)))
 
 
-def _homes() -> dict[str, _Group]:
+def _homes() -> dict[str, _KeyGroup]:
     """The line of a key -> where it is printed: under the shortest of the paths that have it, the first of several."""
-    found: dict[str, _Group] = {}
+    found: dict[str, _KeyGroup] = {}
     for group in (group for kind in KINDS for group in _groups(kind)):
         for line in (_line(key, group.prefix) for key in group.keys):
             if line not in found or group.prefix.count(".") < found[line].prefix.count("."):
@@ -133,7 +133,7 @@ def _homes() -> dict[str, _Group]:
     return found
 
 
-def _page(kind: str, homes: dict[str, _Group]) -> Iterator[str]:
+def _page(kind: str, homes: dict[str, _KeyGroup]) -> Iterator[str]:
     yield from (f"## {_sentence(KINDS[kind].what).rstrip('.')}", "", f"Read by: {KINDS[kind].used_by}.", "")
     for group in _groups(kind):
         if group.section:
@@ -144,7 +144,7 @@ def _page(kind: str, homes: dict[str, _Group]) -> Iterator[str]:
         yield ""
 
 
-def _lines(group: _Group, homes: dict[str, _Group]) -> Iterator[str]:
+def _lines(group: _KeyGroup, homes: dict[str, _KeyGroup]) -> Iterator[str]:
     """A line for each key that no other heading explains, and one for all that another one does."""
     elsewhere: dict[str, list[str]] = {}
     for key in (key for key in group.keys if not key.is_section and not key.path.endswith("].step")):
